@@ -220,6 +220,31 @@ FAMILIES = {
             ("transformer_blocks.3.img_mod.1.weight", "txt_norm.weight is [32], expected [24]"),
         ),
     ),
+    "qwen_image_21": FamilyCase(
+        geometry=(6, 16, 1, (1, 1, 1)),
+        layers={"self": 3},
+        refusals=(
+            *missing("num_layers"),
+            *misfits(("patch_size", 2), ("num_layers", 0), ("causal_condition", False), ("mlp_ratio", 0)),
+            *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6])),
+            Refusal({"out_channels": 12}, r"'in_channels' \(6\) and 'out_channels' \(12\) differ"),
+            Refusal({"zero_cond_t": True}, "key 'zero_cond_t'"),
+            in_file(
+                INDEX,
+                "model_index.json: key '_class_name': expected QwenImage21Pipeline",
+                _class_name="QwenImageEditPipeline",
+            ),
+            in_file(INDEX, "model_index.json: key 'sample_sigmas': expected a list of noise levels", sample_sigmas=8),
+            in_file(VAE, "vae/config.json: key 'out_channels': expected 4, red, green", out_channels=5),
+            Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 6", VAE),
+        ),
+        other_size=(
+            {"num_layers": 4, "context_in_dim": 24},
+            ("transformer_blocks.3.attn.to_q.weight", "txt_in.text_norm.weight is [32], expected [24]"),
+        ),
+        text_refusals=(in_file("text_encoder/config.json", "model_type: expected 'qwen3_vl'", model_type="qwen3"),),
+        text_files=(("processor/tokenizer.json", r"processor/\S+ is missing"),),
+    ),
     "hunyuan_video": FamilyCase(
         geometry=(16, 8, 4, (1, 2, 2)),
         flow_shift=7.0,

@@ -15,6 +15,7 @@ from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
+from tiny_qwen_image_21 import write_tiny_qwen_image_21
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import GenerationRequest, Pipeline
@@ -22,12 +23,14 @@ from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import TextStream
 
-# Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3.
+# Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3,
+# Qwen 3 VL.
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan": write_tiny_wan,
     "flux1": write_tiny_flux1,
     "flux2": write_tiny_flux2,
     "qwen_image": write_tiny_qwen_image,
+    "qwen_image_21": write_tiny_qwen_image_21,
     "hunyuan_video": write_tiny_hunyuan_video,
     "hunyuan_video_15": write_tiny_hunyuan_video_15,
     "ltx2": write_tiny_ltx2,

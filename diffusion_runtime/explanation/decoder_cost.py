@@ -11,7 +11,7 @@ from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.models.decoder_memory import decode_latents
+from diffusion_runtime.models.decoder_memory import decode_latents, has_frames
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.memory_demand import PlannedRequest
 
@@ -37,13 +37,12 @@ def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torc
     module = component.build(model.folder)
     module.use_tiling = False
     convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
-    is_video = any(isinstance(each, nn.Conv3d) for each in convolutions)
     factor = getattr(module, "spatial_compression_ratio", None)
     factor = int(factor or 2 ** (len(module.config.block_out_channels) - 1))
     shape = [
         1,
         convolutions[0].in_channels,
-        *([frames] if is_video else []),
+        *([frames] if has_frames(module) else []),
         size.height // factor,
         size.width // factor,
     ]

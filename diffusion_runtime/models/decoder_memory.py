@@ -47,8 +47,7 @@ def widest_activation(autoencoder: Any) -> float:
     with torch.inference_mode():
         decode_latents(module, latents)
     frames, height, width = _PROBE
-    goes_by_frame = "feat_cache" in inspect.signature(module.decoder.forward).parameters
-    return largest / ((1 if goes_by_frame else frames) * height * width)
+    return largest / ((1 if _goes_by_frame(module) else frames) * height * width)
 
 
 def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
@@ -112,7 +111,6 @@ def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int
     if isinstance(autoencoder, CausalVideoAutoencoder):
         return _streaming_bytes(autoencoder, height, width, latent_frames)
     convolutions = [each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
-    is_video = any(isinstance(each, nn.Conv3d) for each in convolutions)
     factor = getattr(autoencoder, "spatial_compression_ratio", None)
     if factor is None:
         factor = 2 ** (len(autoencoder.config.block_out_channels) - 1)
@@ -124,11 +122,21 @@ def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int
             tile_frames = autoencoder.tile_sample_min_num_frames // autoencoder.temporal_compression_ratio
             frames = min(frames, int(tile_frames) + 1)
     autoencoder.use_tiling = autoencoder.use_framewise_decoding = False
-    if "feat_cache" in inspect.signature(autoencoder.decoder.forward).parameters:
+    if _goes_by_frame(autoencoder):
         frames = min(frames, _FRAMES_IN_TURN)
-    shape = [1, convolutions[0].in_channels, *([frames] if is_video else []), *sizes]
+    shape = [1, convolutions[0].in_channels, *([frames] if has_frames(autoencoder) else []), *sizes]
     latents = torch.empty(shape, dtype=convolutions[0].weight.dtype, device="meta")
     return peak_bytes(lambda: decode_latents(autoencoder, latents), latents.device)
+
+
+def has_frames(autoencoder: Any) -> bool:
+    """Whether the latents of diffusers' module have frames; of an image alone, too, where it came of a video's."""
+    convolutions = (each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv3d))
+    return _goes_by_frame(autoencoder) or any(True for _ in convolutions)
+
+
+def _goes_by_frame(autoencoder: Any) -> bool:
+    return "feat_cache" in inspect.signature(autoencoder.decoder.forward).parameters
 
 
 def decode_latents(autoencoder: Any, latents: torch.Tensor) -> object:

@@ -36,6 +36,7 @@ class LatentGeometry:
 
     num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
     after the first one, which holds a single frame. patch: latents per token in (frames, height, width).
+    token_multiple: heights and widths are a multiple of so many tokens.
     num_latents_before: latent frames before those of a clip, which are denoised and decoded with them and whose frames
     are left out, in models that were trained so.
     """
@@ -45,6 +46,7 @@ class LatentGeometry:
     temporal_factor: int
     patch: tuple[int, int, int]
     num_latents_before: int = field(default=0, kw_only=True)
+    token_multiple: int = field(default=1, kw_only=True)
 
     # Whether a sample holds sound as well.
     makes_sound: ClassVar[bool] = False
@@ -89,8 +91,8 @@ class LatentGeometry:
         """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
         frames_a_token = self.temporal_factor * self.patch[0]
         rules = (
-            ("height", height, self.spatial_factor * self.patch[1], 0),
-            ("width", width, self.spatial_factor * self.patch[2], 0),
+            ("height", height, self.token_multiple * self.spatial_factor * self.patch[1], 0),
+            ("width", width, self.token_multiple * self.spatial_factor * self.patch[2], 0),
             ("num_frames", num_frames, frames_a_token, (1 - self.temporal_factor) % frames_a_token),
         )
         wrong = [_misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
@@ -101,7 +103,8 @@ class LatentGeometry:
         """Raises RequestError for a height and a width that are no whole tokens once halved `levels` times; it names
         the nearest ones that are, and the field that halves them."""
         sizes = (("height", height, self.patch[1]), ("width", width, self.patch[2]))
-        rules = [(name, size, self.spatial_factor * patch << levels, 0) for name, size, patch in sizes]
+        pixels = self.token_multiple * self.spatial_factor
+        rules = [(name, size, pixels * patch << levels, 0) for name, size, patch in sizes]
         wrong = [_misfit(*rule) for rule in rules if rule[1] % rule[2]]
         if wrong:
             raise RequestError(f"{'; '.join(wrong)}, or leave out {field}, which halves them")

@@ -49,6 +49,7 @@ _families: dict[str, _Registered] = {
     "FluxTransformer2DModel": _in_folder("flux1"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
+    "QwenImage21Transformer2DModel": _in_folder("qwen_image_21"),
     "HunyuanVideoTransformer3DModel": _in_folder("hunyuan_video"),
     "HunyuanVideo15Transformer3DModel": _in_folder("hunyuan_video_15"),
     "ZImageTransformer2DModel": _in_folder("z_image"),

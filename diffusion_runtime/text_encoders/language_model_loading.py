@@ -1,5 +1,5 @@
 """Loads language models as text encoders: LLaMA (Touvron et al. 2023, arXiv:2302.13971; version 3: arXiv:2407.21783),
-Mistral 3, Qwen2.5-VL and Qwen3."""
+Mistral 3, Qwen2.5-VL, Qwen3 and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -124,6 +124,28 @@ def load_qwen2_5_vl(
     return LanguageModelEncoder(
         model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
     )
+
+
+def load_qwen3_vl(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, tokenizer_in: str = "tokenizer"
+) -> tuple[Any, PreTrainedTokenizerFast]:
+    """The language model of the Qwen3-VL in `text_encoder/` of a model folder, which is given no pictures, and its
+    tokenizer, from safetensors and without a network. tokenizer_in: the folder that has it.
+
+    Text has the same position on all three axes of the model, so that the language model alone computes what the whole
+    one does. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "text_encoder", ("qwen3_vl",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+
+    tokenizer = load_tokenizer(folder / tokenizer_in, Qwen2Tokenizer)
+    # Vision and output layers stay behind on the CPU.
+    whole = load_encoder(folder / "text_encoder", Qwen3VLForConditionalGeneration, torch.device("cpu"), dtype)
+    model = whole.model.language_model.to(device)
+    check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.vocab_size)
+    return model, tokenizer
 
 
 def load_stacked_qwen3(

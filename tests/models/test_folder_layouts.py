@@ -44,11 +44,27 @@ def frames(folder: Path) -> numpy.ndarray:
 def save_again(folder: Path, target: Path, dtype: torch.dtype, **how: Any) -> Path:
     from diffusers import DiffusionPipeline
 
+    if (folder / "processor").is_dir():
+        # transformers makes its processor of torchvision: without the pipeline.
+        return save_parts_again(folder, target, dtype, **how)
     DiffusionPipeline.from_pretrained(folder, dtype=dtype).save_pretrained(target, **how)
     # It changes what belongs to no component.
     for name in ("model_index.json", "generation.json"):
         if (folder / name).exists():
             shutil.copy(folder / name, target / name)
+    return target
+
+
+def save_parts_again(folder: Path, target: Path, dtype: torch.dtype, **how: Any) -> Path:
+    import diffusers
+    import transformers
+
+    shutil.copytree(folder, target)
+    for name, entry in json.loads((folder / "model_index.json").read_text()).items():
+        if list((folder / name).glob("*.safetensors")):
+            shutil.rmtree(target / name)
+            made_by = getattr({"diffusers": diffusers, "transformers": transformers}[entry[0]], entry[1])
+            made_by.from_pretrained(folder / name, dtype=dtype).save_pretrained(target / name, **how)
     return target
 
 
@@ -75,7 +91,9 @@ def test_every_missing_component_is_named_before_a_weight_is_read(
     monkeypatch.setattr(read_first, lambda *_: pytest.fail("weights were read first"))
     folder = Path(shutil.copytree(family_folder, tmp_path / "folder"))
     components = [path for path in folder.iterdir() if path.is_dir()]
-    assert {"transformer", "vae", "scheduler", "text_encoder", "tokenizer"} <= {path.name for path in components}
+    names = {path.name for path in components}
+    assert {"transformer", "vae", "scheduler", "text_encoder"} <= names
+    assert {"tokenizer", "processor"} & names
     for component in components:
         component.rename(tmp_path / "away")
         assert f"{component}/" in refusal(folder)

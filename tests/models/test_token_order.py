@@ -99,7 +99,8 @@ def family_forward(pipeline: Pipeline) -> tuple[torch.Tensor, tuple[str, ...]]:
     return out, notes_of(context)
 
 
-@pytest.mark.parametrize("family", list(WRITERS))
+# Sparse methods serve no layers that attend to a prefix cache.
+@pytest.mark.parametrize("family", [family for family in WRITERS if family != "qwen_image_21"])
 def test_a_forward_pass_is_that_of_raster_order(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     """Every family, over a ragged grid, with padded text beside it where attention is joint."""
     for choice in (VSA, STA) if family in ("wan", "hunyuan_video") else (VSA,):

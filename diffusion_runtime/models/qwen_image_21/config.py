@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.models.geometry import ImageGeometry
 
-# A latent is a token.
+# A latent is a token; two times two of them take the place of one of the language model.
 PATCH = (1, 1, 1)
+_SIDE = 2
 # Channels of a head that carry (frame, row, column), where config.json does not say.
 _AXES = (16, 56, 56)
 _KEYS = (
@@ -98,4 +99,16 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
     halvings = file.values.get("temperal_downsample", [False, False, True, True])
     if not isinstance(halvings, list) or not halvings:
         raise file.error("temperal_downsample", "a list with true or false for every level", halvings)
-    return ImageGeometry(num_channels=num_channels, spatial_factor=2 ** len(halvings), temporal_factor=1, patch=PATCH)
+    return ImageGeometry(num_channels, 2 ** len(halvings), 1, PATCH, token_multiple=_SIDE)
+
+
+def read_sample_sigmas(folder: AnyFolder) -> tuple[float, ...] | None:
+    """Noise levels, before the shift, of a model that was distilled to them (model_index.json); None where there are
+    none. Raises ModelLoadError that names the file and the key."""
+    index = ConfigFile(folder / INDEX_FILE, read_index(folder))
+    levels = index.values.get("sample_sigmas")
+    if levels is None:
+        return None
+    if not isinstance(levels, list) or not levels:
+        raise index.error("sample_sigmas", "a list of noise levels", levels)
+    return index.numbers("sample_sigmas", len(levels))

@@ -60,7 +60,8 @@ class QwenImage21Block(nn.Module):
         self.out = Linear(config.dim, config.dim, bias=False)
         self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
         heads = config.num_heads, config.head_dim
-        of_steps, of_prefill = (dataclasses.replace(layer, phase=phase) for phase in ("denoise", "commit"))
+        of_steps = dataclasses.replace(layer, phase="denoise", name=f"{layer.name}.attention")
+        of_prefill = dataclasses.replace(layer, phase="commit", name=f"{layer.name}.text_attention")
         self.attention = USPAttention(*heads, layer=of_steps, policy=policy, cached_keys=True)
         self.text_attention = LocalAttention(*heads, layer=of_prefill, policy=policy, causal=True, cached_keys=True)
 
@@ -131,7 +132,7 @@ class QwenImage21Transformer(DiffusionTransformer):
         self.timestep_embedding = TimestepEmbedding(config.num_waves, config.dim, bias=False)
         self.modulation = Modulation(config.dim, 4, bias=False)
         self.blocks = nn.ModuleList(
-            QwenImage21Block(config, LayerInfo(index, config.num_layers, "self", f"blocks.{index}.attention"), policy)
+            QwenImage21Block(config, LayerInfo(index, config.num_layers, "self", f"blocks.{index}"), policy)
             for index in range(config.num_layers)
         )
         self.out_modulation = Linear(config.dim, config.dim, bias=False)

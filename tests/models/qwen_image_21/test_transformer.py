@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +13,10 @@ import pytest
 import torch
 from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
-from family_parity import relative
+from family_parity import load_transformer, relative
 from tables import table
 from tiny_encoders import HIDDEN
-from tiny_qwen_image_21 import CHANNELS, tiny_transformer
+from tiny_qwen_image_21 import CHANNELS
 
 from diffusion_runtime.attention import (
     AttentionConfig,
@@ -31,49 +30,23 @@ from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
 from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention
-from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError
-from diffusion_runtime.models.geometry import ClipSize, ImageGeometry
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig, read_transformer_config
+from diffusion_runtime.models.qwen_image_21.family import FAMILY
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
-from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
 
 
 @pytest.fixture(scope="module")
-def theirs() -> QwenImage21Transformer2DModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return tiny_transformer()
-
-
-def write_config(folder: Path, settings: dict[str, Any]) -> Path:
-    (folder / "transformer").mkdir()
-    (folder / "transformer" / "config.json").write_text(json.dumps(settings))
-    return folder
+def ours(tiny_qwen_image_21_folder: Path) -> QwenImage21Transformer:
+    return load_transformer(FAMILY, tiny_qwen_image_21_folder)
 
 
 @pytest.fixture(scope="module")
-def config(
-    theirs: QwenImage21Transformer2DModel, tmp_path_factory: pytest.TempPathFactory
-) -> QwenImage21TransformerConfig:
-    return read_transformer_config(write_config(tmp_path_factory.mktemp("model"), dict(theirs.config)))
-
-
-def build(config: QwenImage21TransformerConfig, policy: AttentionPolicy) -> QwenImage21Transformer:
-    return QwenImage21Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
-
-
-@pytest.fixture(scope="module")
-def ours(theirs: QwenImage21Transformer2DModel, config: QwenImage21TransformerConfig) -> QwenImage21Transformer:
-    model, weights = build(config, AttentionPolicy()), theirs.state_dict()
-    filled = {
-        name: torch.cat([weights[piece.name] for piece in several])
-        for name, several in transformer_pieces(config).items()
-    }
-    model.load_state_dict(filled)
-    assert sum(parameter.numel() for parameter in model.parameters()) == sum(x.numel() for x in weights.values())
-    return model.eval()
+def theirs(tiny_qwen_image_21_folder: Path) -> QwenImage21Transformer2DModel:
+    folder = tiny_qwen_image_21_folder / "transformer"
+    return QwenImage21Transformer2DModel.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @contextlib.contextmanager
@@ -206,29 +179,13 @@ def test_text_behind_a_prefix_with_padding_is_refused() -> None:
         layer(keys, keys, keys, context)
 
 
-def test_settings_that_are_not_published_are_refused(theirs: Any, tmp_path: Path) -> None:
-    for number, (values, told) in enumerate(
-        (
-            ({"causal_condition": False}, "causal_condition.*expected true, as published: the text's keys and values"),
-            ({"patch_size": 2}, "patch_size.*expected 1"),
-            ({"out_channels": CHANNELS + 1}, "'out_channels' .* differ: this is not a text-to-image checkpoint"),
-            ({"axes_dims_rope": [4, 6, 4]}, "axes_dims_rope.*expected even numbers whose sum"),
-            ({"zero_cond_t": True}, "zero_cond_t"),
-        )
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with pytest.raises(ModelLoadError, match=told):
-            read_transformer_config(write_config(folder, {**theirs.config, **values}))
-
-
-def test_each_phase_has_its_own_choices(config: QwenImage21TransformerConfig) -> None:
+def test_each_phase_has_its_own_choices(tiny_qwen_image_21_folder: Path) -> None:
     """A choice for the steps is no choice for the text's causal pass, which a general one that cannot do it passes
     over; a rule for a phase in which no layer of its kind runs is refused."""
 
     def served(**choices: Any) -> dict[bool, str]:
         policy = AttentionPolicy(config=AttentionConfig.parse(choices), has_phases=True)
-        layers = build(config, policy).attention_layers()
+        layers = FAMILY.describe(tiny_qwen_image_21_folder).build_transformer(policy).attention_layers()
         found = {
             layer.causal: layer.resolved_at(StepInfo(phase="commit" if layer.causal else "denoise"), None)
             for layer in layers

@@ -1,0 +1,62 @@
+"""The Qwen-Image 2.1 family: text to image, whose prompt goes through the transformer once per request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.geometry import ImageGeometry
+from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, check_autoencoder, load_decoder
+from diffusion_runtime.models.qwen_image_21.config import (
+    QwenImage21TransformerConfig,
+    read_geometry,
+    read_sample_sigmas,
+    read_transformer_config,
+)
+from diffusion_runtime.models.qwen_image_21.lora_names import LORA_NAMES
+from diffusion_runtime.models.qwen_image_21.text import MAX_TOKENS, load_text_encoder
+from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
+from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
+
+_Model = Model[QwenImage21TransformerConfig, ImageGeometry]
+
+
+def _adapt(model: _Model) -> _Model:
+    """The prefix of every model; noise levels of a model that was distilled to a few steps."""
+    defaults = model.defaults
+    sigmas = read_sample_sigmas(model.folder)
+    if sigmas is not None:
+        # The scheduler's file says how far they are stretched; levels of a request are not, unless it says so.
+        terminal = model.scheduler.values.get("shift_terminal")
+        defaults = {
+            **defaults,
+            "num_inference_steps": len(sigmas),
+            "sigmas_before_shift": sigmas,
+            **({"shift_terminal": terminal} if terminal else {}),
+        }
+    return dataclasses.replace(model, defaults=defaults, caches_prefix=True)
+
+
+FAMILY = ModelFamily(
+    name="qwen_image_21",
+    transformer_classes=("QwenImage21Transformer2DModel",),
+    pipeline_classes=("QwenImage21Pipeline",),
+    index_keys=("sample_sigmas",),
+    diffusers_components=(AUTOENCODER,),
+    roles=(("self", "self"),),
+    defaults=published_defaults("qwen-image-2.1"),
+    read_config=read_transformer_config,
+    read_geometry=read_geometry,
+    read_schedule=token_shift,
+    transformer=QwenImage21Transformer,
+    pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
+    shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
+    load_text_encoder=load_text_encoder,
+    load_decoder=load_decoder,
+    check_parts=check_autoencoder,
+    adapt=_adapt,
+)
