@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from diffusion_runtime.denoising.chunks import ChunkPlan, chunks_of
+from diffusion_runtime.denoising.chunks import ChunkPlan, chunks_of, steps_of_chunk
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.denoising.interface import Sampler
@@ -97,11 +97,18 @@ class BatchSettings:
     @property
     def num_steps_of_video(self) -> int:
         """Denoising steps of all chunks together; without chunks, num_steps."""
-        return self.num_steps * ((self.chunks.num_chunks or 1) if self.rules.is_causal else 1)
+        if not self.rules.is_causal:
+            return self.num_steps
+        return self.num_steps_of_chunk(0) + self.num_steps * ((self.chunks.num_chunks or 1) - 1)
+
+    def num_steps_of_chunk(self, index: int) -> int:
+        """Denoising steps of one chunk of a causal model's video."""
+        return steps_of_chunk(self.shared, index)
 
     def num_done(self, step: StepInfo) -> int:
         """How many of these are done after a step."""
-        return step.chunk * self.num_steps + step.index + 1
+        before = self.num_steps_of_chunk(0) + (step.chunk - 1) * self.num_steps if step.chunk else 0
+        return before + step.index + 1
 
     @property
     def first_size(self) -> ClipSize:
@@ -124,9 +131,17 @@ class BatchSettings:
     def sampler(self) -> str:
         return _filled(self.shared.sampler)
 
-    def build_sampler(self) -> Sampler:
-        """The sampler of these values. Raises what `sampler_of` raises."""
-        return sampler_of(self.shared, self.rules.scheduler, self.rules.schedule)
+    def build_sampler(self, chunk: int | None = None) -> Sampler:
+        """The sampler of these values, or of one chunk of a causal model's video. Raises what `sampler_of` raises."""
+        shared = self.shared
+        if chunk is not None:
+            shift = shared.first_chunk_flow_shift if chunk == 0 else None
+            shared = dataclasses.replace(
+                shared,
+                num_inference_steps=self.num_steps_of_chunk(chunk),
+                flow_shift=shared.flow_shift if shift is None else shift,
+            )
+        return sampler_of(shared, self.rules.scheduler, self.rules.schedule)
 
     def stages(self) -> tuple[Stage, ...]:
         """The steps by size, none for a request whose steps are all at full size. Raises RequestError where the steps
@@ -167,6 +182,13 @@ class BatchSettings:
             return scale, scale
         second = self.guidance_scale if self.shared.guidance_scale_2 is None else self.shared.guidance_scale_2
         return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
+
+    def cfg_scale_at(self, step: StepInfo) -> float:
+        """Of one step's expert and chunk; 1 where guided_chunks leaves it without guidance. A commit is for the chunk
+        behind it."""
+        num_guided = self.shared.guided_chunks
+        chunk = step.chunk + (step.phase == "commit")
+        return self.cfg_scales[min(step.expert, 1)] if num_guided is None or chunk < num_guided else 1.0
 
     @property
     def guidance_terms(self) -> GuidanceTerms | None:

@@ -90,10 +90,10 @@ class ChunkStream(Iterator[CleanChunk]):
         noise = ChunkNoise((channels, height, width), seeds)
         slots = slots_of(settings.shared, chunks)
         self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks))
-        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
+        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
         sampler = settings.build_sampler()
         video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
-        self._sampler: ChunkSampler = PerChunkSampler(sampler, video)
+        self._sampler: ChunkSampler = PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))
         if is_rolling(settings.shared):
             assert isinstance(sampler, DmdSampler), "request rules see to it"
             self._sampler = RollingWindowSampler(sampler, video)

@@ -187,7 +187,7 @@ class LatentDenoiser:
         if terms is None:
             return with_guidance(
                 predict,
-                lambda step: settings.cfg_scales[min(step.expert, 1)],
+                settings.cfg_scale_at,
                 settings.guidance_mode,
                 rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
                 exchange,

@@ -359,6 +359,37 @@ class GenerationRequest:
             refusal=_NO_CACHE,
         ).as_metadata(),
     )
+    # The steps of the first chunk, which has no past to go on from; None is as many.
+    first_chunk_steps: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Denoising steps of the first chunk, where it has another number.",
+            check=Count(),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # How the noise levels of the first chunk are spaced; None is as the others'.
+    first_chunk_flow_shift: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise schedule shift of the first chunk, where it has another one.",
+            check=Number(minimum=1e-3),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # How many chunks, from the first, are guided; None is all.
+    guided_chunks: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Chunks with guidance, from the first; later ones go on without it. Default: all.",
+            check=Count(),
+            may_stay_none=True,
+            used_with=GUIDANCE,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
     # Whether chunks are denoised one after the other, or several at once at rising noise levels.
     chunk_schedule: str | None = field(
         default=None,

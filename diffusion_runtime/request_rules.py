@@ -107,12 +107,14 @@ class RequestRules(SamplingRules):
                 f"{settings.guidance_scale:g}; leave it out"
             )
         self._check_guidance_terms(settings)
-        # Building the sampler raises for what it cannot do.
+        # Building the samplers raises for what they cannot do.
         settings.build_sampler()
+        if self.is_causal:
+            settings.build_sampler(chunk=0)
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_steps)
-        return self._with_step_cache(self._with_progressive_resolution(request))
+        return self._with_step_cache(self._with_progressive_resolution(with_guided_chunks(request)))
 
     def _check_guidance_terms(self, settings: BatchSettings) -> None:
         """Raises RequestError for spatio-temporal guidance without blocks, or with some that the model does not have,
@@ -175,6 +177,19 @@ class RequestRules(SamplingRules):
                     "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
                     "use sequential"
                 )
+            apart = ("first_chunk_steps", "first_chunk_flow_shift", "guided_chunks")
+            named = next((name for name in apart if is_set(shared, name)), None)
+            if named is not None:
+                raise RequestError(
+                    f"{named}: rolling denoises several chunks in one pass, all of them alike; leave it out, or use "
+                    "--chunk-schedule sequential"
+                )
+        listed = next((name for name in ("sigmas", "sigmas_before_shift") if is_set(shared, name)), None)
+        if shared.first_chunk_steps not in (None, shared.num_inference_steps) and listed is not None:
+            raise RequestError(
+                f"first_chunk_steps: {listed} has one noise level for each of {shared.num_inference_steps} steps of "
+                f"any chunk; expected {shared.num_inference_steps}, got {shared.first_chunk_steps}; leave either out"
+            )
         for name in ("step_cache", "progressive_resolution", "cfg_gate"):
             if is_set(shared, name):
                 raise RequestError(
@@ -517,6 +532,12 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     if cache.decides_per_branch:
         request = dataclasses.replace(request, guidance_mode="two_pass")
     return dataclasses.replace(request, step_cache=cache.text)
+
+
+def with_guided_chunks(request: GenerationRequest) -> GenerationRequest:
+    """A resolved request with the guidance mode that guided_chunks needs: later chunks go on from the keys of the
+    conditional branch alone, which a pass of both branches does not keep apart."""
+    return request if request.guided_chunks is None else dataclasses.replace(request, guidance_mode="two_pass")
 
 
 def image_remarks(request: GenerationRequest, *, but: Iterable[str] = ()) -> list[str]:

@@ -21,7 +21,7 @@ from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_jso
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.models.model_sources import EMBEDDED, resolve_model_folder
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, resolve_model_folder
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import FolderFiles, published_folders, write_folder
 from diffusion_runtime.models.quantization import Quantization
@@ -184,7 +184,7 @@ def with_size(
 
 
 def _find_published(name: str) -> PublishedModel | None:
-    if name == EMBEDDED or Path(name).exists():
+    if name in EMBEDDED_FOLDERS or Path(name).exists():
         return None
     found = next((each for each in published_models() if name in (each.name, each.model_path)), None)
     if found is None:

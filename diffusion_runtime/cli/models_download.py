@@ -49,13 +49,13 @@ def download(
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.models import hub
-        from diffusion_runtime.models.model_sources import EMBEDDED
+        from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
         from diffusion_runtime.models.published import model_of_name
 
         asked = RuntimeConfig(model, revision=revision, variant=variant)
         named = model_of_name(asked.model_path)
         hub_id = asked.model_path if named is None else named.model_path
-        if hub_id == EMBEDDED:
+        if hub_id in EMBEDDED_FOLDERS:
             raise ModelLoadError(f"{model} is inside the package: there is nothing to download")
         if hub_id.count("/") != 1:
             raise ModelLoadError(f"{hub_id}: expected a name of `diffusion-runtime models` or a hub id, OWNER/NAME")

@@ -38,12 +38,13 @@ class CleanChunk:
 
 @dataclass(frozen=True)
 class Commit:
-    """The pass that leaves a chunk's final keys. noise_level: sigma in [0, 1) of what is committed (context noise)."""
+    """The pass that leaves a chunk's final keys. noise_level: sigma in [0, 1) of what is committed (context noise);
+    num_steps: denoising steps by the index of a chunk."""
 
     forward: ForwardFrames
     noise: ChunkNoise
     noise_level: float = 0.0
-    num_steps: int = 1
+    num_steps: Callable[[int], int] = lambda _: 1
 
     def __call__(self, clean: CleanChunk) -> None:
         latents, sigma = clean.latents, self.noise_level
@@ -51,9 +52,10 @@ class Commit:
             fresh = self.noise.draw(clean.chunk.index, len(clean.chunk.frames), "commit").to(latents)
             latents = (1 - sigma) * latents + sigma * fresh
         # As the last step of the chunk, whose noise level is next to it.
+        num_steps = self.num_steps(clean.chunk.index)
         step = StepInfo(
-            self.num_steps - 1,
-            self.num_steps,
+            num_steps - 1,
+            num_steps,
             timestep=_NUM_TRAIN_TIMESTEPS * sigma,
             sigma=sigma,
             next_timestep=0.0,
@@ -106,11 +108,13 @@ class ChunkSampler(ABC):
 
 
 class PerChunkSampler(ChunkSampler):
-    """One chunk after the other, each by the same sampler, which keeps nothing between two calls."""
+    """One chunk after the other, each by the same sampler, which keeps nothing between two calls. first: of the first
+    chunk, where it has one of its own."""
 
-    def __init__(self, sampler: Sampler, video: ChunkedVideo) -> None:
+    def __init__(self, sampler: Sampler, video: ChunkedVideo, first: Sampler | None = None) -> None:
         super().__init__(video)
         self._sampler = sampler
+        self._first = sampler if first is None else first
 
     def next_chunk(self) -> CleanChunk:
         """See ChunkSampler.next_chunk."""
@@ -130,4 +134,5 @@ class PerChunkSampler(ChunkSampler):
                 self._video.on_step(dataclasses.replace(step, chunk=chunk.index), latents)
 
         start = self._video.noise.draw(chunk.index, len(chunk.frames), 0).to(self._video.device)
-        return CleanChunk(chunk, self._sampler.sample(start, predict, on_step, draw_noise))
+        sampler = self._first if chunk.index == 0 else self._sampler
+        return CleanChunk(chunk, sampler.sample(start, predict, on_step, draw_noise))

@@ -77,9 +77,15 @@ def is_rolling(request: GenerationRequest) -> bool:
     return request.chunk_schedule == "rolling"
 
 
+def steps_of_chunk(request: GenerationRequest, index: int) -> int:
+    """Denoising steps of the chunk number `index` of a video."""
+    first = request.first_chunk_steps if index == 0 else None
+    return (request.num_inference_steps or 1) if first is None else first
+
+
 def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[range, str]]:
     """The frames and the phase of every forward pass of a video with an end, in order."""
-    num_steps, of_video = request.num_inference_steps or 1, list(chunks)
+    num_steps, of_video = steps_of_chunk(request, 1), list(chunks)
     # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
     for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():
         window = of_video[max(0, index - num_steps + 1) : index + 1]
@@ -87,7 +93,7 @@ def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[r
         if index >= num_steps - 1 and window[0] is not of_video[-1]:
             yield window[0].frames, "commit"
     for chunk in () if is_rolling(request) else of_video:
-        yield from [(chunk.frames, "denoise")] * num_steps
+        yield from [(chunk.frames, "denoise")] * steps_of_chunk(request, chunk.index)
         if chunk is not of_video[-1]:
             yield chunk.frames, "commit"
 

@@ -29,7 +29,7 @@ from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.latent_upsampler import open_upsampler
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
-from diffusion_runtime.models.model_sources import EMBEDDED
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.quantization import Quantization
@@ -53,6 +53,9 @@ _HEAD_GROUPS = 2
 _OF_CHUNKS = (
     "chunk_frames",
     "first_chunk_frames",
+    "first_chunk_steps",
+    "first_chunk_flow_shift",
+    "guided_chunks",
     "chunk_schedule",
     "kv_window",
     "kv_sink",
@@ -223,10 +226,10 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
         return None
     family = model.family
     # The embedded model's autoencoder has the shapes of Wan 2.1's, and latents of its own.
-    if config.model_path == EMBEDDED and is_published_choice(config.vae_decoder):
+    if config.model_path in EMBEDDED_FOLDERS and is_published_choice(config.vae_decoder):
         raise ConfigError(
-            f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded model has latents of "
-            "its own, and no tiny decoder; leave out --vae-decoder"
+            f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded ones have latents of "
+            "their own, and no tiny decoder; leave out --vae-decoder"
         )
     return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
 

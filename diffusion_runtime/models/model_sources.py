@@ -17,9 +17,12 @@ from diffusion_runtime.models.registry import single_file_pipelines
 from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
 
-# The name of the model that ships inside the package, and where it is.
-EMBEDDED = "shapes"
-EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
+# The models that ship inside the package, and where they are; the first one is the default, the other goes on chunk by
+# chunk.
+EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
+_ASSETS = Path(__file__).parents[1] / "assets"
+EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
+EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -34,8 +37,8 @@ def resolve_model_folder(
     offline: bool = False,
     variant: str | None = None,
 ) -> Path:
-    """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
-    id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+    """The folder behind `shapes` or `shapes-causal`, the path of a folder, the name of a published model such as
+    `wan2.1-1.3b`, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
     What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
     files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone. elsewhere:
@@ -45,11 +48,12 @@ def resolve_model_folder(
     Raises ModelLoadError that says what to type instead.
     """
     model_path, revision = _at_revision(model_path, revision)
-    if model_path == EMBEDDED:
+    embedded = EMBEDDED_FOLDERS.get(model_path)
+    if embedded is not None:
         _refuse_revision(model_path, revision)
-        if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
-            return EMBEDDED_FOLDER
-        raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
+        if (embedded / INDEX_FILE).is_file():
+            return embedded
+        raise ModelLoadError(f"the embedded model is not in {embedded}; install diffusion-runtime again")
     path = check_path(expand_home(model_path), "model_path")
     if path.is_dir():
         if not (path / INDEX_FILE).exists():
@@ -67,9 +71,9 @@ def resolve_model_folder(
         return _download(named.model_path, weights, elsewhere, revision, offline, variant)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
-            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
-            "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` or `{EMBEDDED_CAUSAL}` "
+            "(the embedded models), a diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such "
+            "as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights, elsewhere, revision, offline, variant)
 
@@ -134,7 +138,7 @@ def fetch_weights(
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
     folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
     resolve_model_folder raises."""
-    is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
+    is_local = model_path in EMBEDDED_FOLDERS or check_path(expand_home(model_path), "model_path").is_dir()
     if is_local:
         return
     # The commit that was opened, whatever its branch is by now.

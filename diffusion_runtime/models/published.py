@@ -20,10 +20,10 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 class PublishedModel:
     """A model folder that others publish.
 
-    name: short, that of its file in configs/. model_path: a hub id, or `shapes`. makes: in words, such as `video`,
-    `video from two images` or `image from text or images`. images: the request fields of files that it takes -> whether
-    it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the size of the
-    download. request, presets: the values it was made for, as its authors document them.
+    name: short, that of its file in configs/. model_path: a hub id, or an embedded name. makes: in words, such as
+    `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
+    -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
+    size of the download. request, presets: the values it was made for, as its authors document them.
     """
 
     name: str
@@ -38,7 +38,7 @@ class PublishedModel:
 
     @property
     def is_download(self) -> bool:
-        """Whether it is on the hub; the embedded model is not."""
+        """Whether it is on the hub; the embedded models are not."""
         return "/" in self.model_path
 
     @property
@@ -47,7 +47,7 @@ class PublishedModel:
 
     @property
     def download_gb(self) -> float:
-        """10 ** 9 bytes that the hub sends; 0 for the embedded model."""
+        """10 ** 9 bytes that the hub sends; 0 for an embedded one."""
         return self.total_billions * self.stored_bytes if self.is_download else 0.0
 
     def memory_gb(self, dtype: str) -> float:
@@ -64,7 +64,7 @@ class PublishedModel:
 
 @functools.cache
 def published_models() -> tuple[PublishedModel, ...]:
-    """Every published model that a family here loads, the embedded one first."""
+    """Every published model that a family here loads, the embedded ones first."""
     return tuple(_model(name, entry) for name, entry in read_yaml_file(PUBLISHED_FILE).items())
 
 

@@ -120,8 +120,7 @@ class StreamModel:
 
 
 class PackageModel:
-    """A folder of `causal_export --causal`, run by the package itself: one number of steps and one guidance for all
-    chunks, no switches."""
+    """A folder of `causal_export --causal`, run by the package itself. Guidance is of the first chunk, or of all."""
 
     def __init__(self, folder: Path, device: str) -> None:
         # Only here: a machine for training has not all that the package needs.
@@ -136,8 +135,12 @@ class PackageModel:
 
         made = []
         for task in tasks:
-            if len(set(task.texts)) > 1:
-                raise ValueError("--package takes no --switches")
+            starts = first_pixel_frames(len(task.texts) * sampling.chunk).tolist()[:: sampling.chunk]
+            switches = tuple(
+                (start, text)
+                for start, text, before in zip(starts[1:], task.texts[1:], task.texts, strict=False)
+                if text != before
+            )
             fields: dict[str, Any] = {
                 "num_frames": 1 + 4 * (len(task.texts) * sampling.chunk - 1),
                 "height": sampling.size,
@@ -146,7 +149,13 @@ class PackageModel:
                 "kv_window": sampling.span or 0,
                 "kv_sink": sampling.sink,
                 "num_inference_steps": sampling.steps,
-                "guidance_scale": sampling.guidance,
+                "flow_shift": sampling.shift,
+                "first_chunk_steps": sampling.first_steps,
+                "first_chunk_flow_shift": sampling.first_shift,
+                "guidance_scale": sampling.first_guidance,
+                "guided_chunks": None if sampling.guidance == sampling.first_guidance else 1,
+                "prompt_switches": switches or None,
+                "switch_mode": "keep",
             }
             media = self._pipeline(GenerationRequest(task.texts[0], seed=task.seed, **fields))
             made.append(torch.from_numpy(media.frames))

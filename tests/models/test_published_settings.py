@@ -24,13 +24,14 @@ from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODELS = {model.name: model for model in published_models() if model.model_path != "shapes"}
+MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 # A folder whose settings are of the published one's kind; the others' are as their family's first.
 KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
@@ -94,7 +95,7 @@ def settings(name: str) -> dict[str, object]:
 
 def test_every_file_is_of_a_published_model() -> None:
     names = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
-    assert names == {*MODELS, "shapes"}
+    assert names == {*MODELS, *EMBEDDED_FOLDERS}
 
 
 @pytest.mark.parametrize("name", MODELS)

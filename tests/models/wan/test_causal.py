@@ -41,6 +41,7 @@ from diffusion_runtime.step_info import StepInfo
 
 KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
 # 4 x 4 latents, 2 x 2 tokens per frame.
+ROLLING = {"chunk_schedule": "rolling", "sampler": "dmd", "kv_window": 0}
 REQUEST = GenerationRequest("a red circle", "a blue star", height=32, width=32, num_frames=45, seed=4)
 
 
@@ -170,6 +171,58 @@ def test_cached_chunks_are_the_block_causal_model(
     assert planned == cache.num_bytes
     assert str(cache) in remarks_of([media.attention_report.to_dict()])
     assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
+
+
+def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -> None:
+    """More of both; later chunks go on from the conditional branch's keys, and see what they should."""
+    request = dataclasses.replace(
+        REQUEST,
+        sampler="unipc",
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        chunk_frames=3,
+        kv_window=7,
+        kv_sink=2,
+        first_chunk_steps=5,
+        guided_chunks=1,
+    )
+    with recorded(pipeline) as passes:
+        media = pipeline(request)
+    made = [(given.plan.first_frame, given.step.phase, given.step.branch) for given in passes]
+    first = [(0, "denoise", "cond"), (0, "denoise", "uncond")] * 5 + [(0, "commit", "cond")]
+    later = [
+        (frame, phase, "cond")
+        for frame in (3, 6, 9)
+        for phase in ("denoise", "denoise", "commit")
+        if (frame, phase) != (9, "commit")
+    ]
+    assert made == first + later
+    assert [given.step.num_steps for given in passes] == [5] * 11 + [2] * 8
+    assert assert_block_causal(pipeline, passes, 2, 7) == 16
+    resolved = pipeline.resolve(request)
+    assert resolved.guidance_mode == "two_pass"
+    settings = BatchSettings.of([resolved], pipeline.rules)
+    assert settings.num_steps_of_video == 5 + 3 * 2
+    # Passes of both branches are one pass of a plan.
+    planned = list(passes_of(resolved, settings.chunks))
+    assert planned == [(given.plan.frames, given.step.phase) for given in passes if given.step.branch == "cond"]
+    all_guided = pipeline(dataclasses.replace(request, guided_chunks=4)).frames
+    unnamed = pipeline(dataclasses.replace(request, guided_chunks=None, guidance_mode="two_pass")).frames
+    assert (all_guided == unnamed).all()
+    assert (all_guided != media.frames).any()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**ROLLING, "first_chunk_steps": 3}, "first_chunk_steps: rolling denoises"),
+        ({**ROLLING, "guided_chunks": 1}, "guided_chunks: rolling denoises"),
+        ({"sigmas": (1.0, 0.5), "first_chunk_steps": 3}, "first_chunk_steps: sigmas has one noise level for each"),
+    ],
+)
+def test_a_first_chunk_that_cannot_differ(pipeline: Pipeline, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        pipeline.resolve(dataclasses.replace(REQUEST, **values))
 
 
 def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
