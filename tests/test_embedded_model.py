@@ -91,7 +91,7 @@ def test_the_record_says_what_was_measured() -> None:
 
 
 def test_the_causal_model_goes_on_and_follows_another_prompt() -> None:
-    """A stream of 4 s at 256 x 256. Measured over more of them in its TRAINING.json; here enough to see a broken model."""
+    """4 s at 256 x 256. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
     pipeline = load_pipeline("shapes-causal", device="cpu", dtype="float32")
     request = GenerationRequest("a red circle", seconds=4, seed=1, prompt_switches=((13, "a blue circle"),))
     with pipeline.stream(request) as stream:
