@@ -26,6 +26,8 @@ from diffusion_runtime.models.geometry import ClipSize, ImageGeometry, LatentGeo
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
+from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
+from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
@@ -49,6 +51,11 @@ def flux1(policy: AttentionPolicy) -> DiffusionTransformer:
 def qwen_image(policy: AttentionPolicy) -> DiffusionTransformer:
     config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4))
     return QwenImageTransformer(config, GEOMETRY, policy)
+
+
+def qwen_image_21(policy: AttentionPolicy) -> DiffusionTransformer:
+    config = QwenImage21TransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, 3, (4, 4, 4))
+    return QwenImage21Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
 def flux2(policy: AttentionPolicy) -> DiffusionTransformer:
@@ -103,6 +110,7 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "flux1": flux1,
     "flux2": flux2,
     "qwen_image": qwen_image,
+    "qwen_image_21": qwen_image_21,
     "z_image": z_image,
 }
 
@@ -137,7 +145,7 @@ def work(rank: int, folder: Path) -> None:
     for kind, degrees in {"ulysses": (2, 1), "ring": (1, 2)}.items():
         mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=1, ring_inside=False)
         for name, (build, images) in {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}.items():
-            if (name, kind) == ("flux2 cached", "ring"):
+            if kind == "ring" and name in ("flux2 cached", "qwen_image_21"):
                 # Refused: keys that move between processes cannot be cached.
                 continue
             together, alone = forward(build, mesh, images), forward(build, ProcessMesh(), images)
