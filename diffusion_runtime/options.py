@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -95,6 +95,16 @@ def build_options(options_type: type, options: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {error}") from error
 
 
+def removed_option(where: str, key: Any, options_types: Iterable[type]) -> ConfigError | None:
+    """The error of a key that stands in `REMOVED` of a type, a mapping from names that were options to what to do
+    instead; None where it stands in none."""
+    for options_type in options_types:
+        removed: Mapping[Any, str] = getattr(options_type, "REMOVED", {})
+        if key in removed:
+            return ConfigError(f"{where}: {key} is no option any more: {removed[key]}")
+    return None
+
+
 def unknown_option(where: str, key: Any, known: tuple[str, ...]) -> ConfigError:
     """The error of a key that none of `known` is."""
     hint = nearest(key, known) if known else " It has no options."
@@ -179,7 +189,7 @@ def _coerce_options(options_type: type, options: Mapping[str, Any], where: str) 
     checked = {}
     for key, value in options.items():
         if key not in hints:
-            raise unknown_option(where, key, option_names(options_type))
+            raise removed_option(where, key, (options_type,)) or unknown_option(where, key, option_names(options_type))
         try:
             checked[key] = _coerce(value, hints[key])
         except (TypeError, ValueError, OverflowError) as error:

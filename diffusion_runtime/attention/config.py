@@ -13,7 +13,14 @@ from diffusion_runtime.attention.backends.registry import canonical_name, find_b
 from diffusion_runtime.attention.roles import CATEGORIES, TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window, parse_chunks, parse_phase
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
+from diffusion_runtime.options import (
+    FrozenMapping,
+    check_options,
+    option_names,
+    parse_pairs,
+    removed_option,
+    unknown_option,
+)
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
@@ -110,7 +117,9 @@ class AttentionSpec:
         # What is left may belong to a backend that this version does not have.
         if left and present and len(present) == len(self.candidates):
             known = tuple(key for backend in present for key in option_names(backend.options_type))
-            raise unknown_option(f"options of {self.name}", next(iter(left)), known)
+            where, key = f"options of {self.name}", next(iter(left))
+            types = [backend.options_type for backend in present]
+            raise removed_option(where, key, types) or unknown_option(where, key, known)
         return checked
 
     def __hash__(self) -> int:

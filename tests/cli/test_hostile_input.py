@@ -136,8 +136,8 @@ def test_values_of_a_script_raise_typed_errors() -> None:
         {"schedule": looped()}, {"per_role.self.extra.a": 1, "per_role.self": 3},
         {"per_role.self": 3, "per_role.self.extra.a": 1},
         {"schedule": [{"steps": 10**5000, "backend": "fa"}]}, {10**5000: 1}, 10**5000, {"per_role": {10**5000: "fa"}},
-        {"default": {"backend": "sliding_tile_attn", "extra": {"tuned_file_path": LONG}}},
-        {"default": {"backend": "sliding_tile_attn", "extra": {"search_log_folder": "a\0b"}}},
+        {"default": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": LONG}}},
+        {"default": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": "a\0b"}}},
         f"{LONG}/{'d/' * 3000}.yaml", "a\0b.json",
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:

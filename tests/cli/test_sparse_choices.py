@@ -19,7 +19,7 @@ WRONG = [
     ("sliding_tile_attn", "mask_strategy_file_path=layers.json", 2, "is for 3 layers (its largest index and one more)"),
     ("sliding_tile_attn", "mask_strategy_file_path=heads.json", 2, "is for 5 heads"),
     ("sliding_tile_attn", "mask_strategy_file_path=steps.json", 2, "is for 9 steps and this run has 2"),
-    ("sliding_tile_attn", "sta_mode=STA_tuning,search_log_folder=empty", 2, "empty holds no sta_search-*.json"),
+    ("sliding_tile_attn", "sta_mode=STA_tuning,search_log_folder=logs", 2, "tune --methods sliding_tile_attn"),
     ("vmoba_attn", "moba_select_mode=topk,moba_threshold_type=block", 2, "topk has no moba_threshold_type block"),
     ("vmoba_attn", "spatial_chunk_size=[0,4]", 2, "spatial_chunk_size must be 1 or more along every axis, got [0, 4]"),
     ("sparse_video_gen_2_attn", "svg2_top_p_kmeans=90", 2, "expected a share from 0 to 1, got 90"),

@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "vmoba_attn": {"moba_topk": 3},
     "sparse_video_gen_2_attn": {"top_p": 0.9},
 }
-PATH_OPTIONS = ("mask_strategy_file_path", "search_log_folder", "tuned_file_path")
+PATH_OPTIONS = ("mask_strategy_file_path",)
 DOTTED = ("per_role.self.extra.window", "default.backend", "per_role.ltx2.audio_to_video.backend", "default.extra.a")
 # Nine aliases in each of nine levels.
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -208,7 +208,6 @@ def test_a_ring_refuses_causal_attention() -> None:
     [
         ("vmoba_attn", {"moba_threshold_type": "overall"}, "compares all heads"),
         ("vmoba_attn", {"moba_threshold_type": "block"}, "compares all heads"),
-        ("sliding_tile_attn", {"sta_mode": "STA_searching", "search_log_folder": "logs"}, "measures all heads"),
     ],
 )
 def test_what_compares_heads_is_refused_where_processes_share_them(

@@ -7,20 +7,17 @@ that the authors of sliding tile attention publish tuned windows in.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
 from diffusion_runtime.attention_report import index_ranges
-from diffusion_runtime.errors import ConfigError, OutputError, shown
-from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import Extent
 from diffusion_runtime.untrusted.files import check_file, shown_path
@@ -156,20 +153,3 @@ def parse_strategy(content: Any, source: str) -> MaskStrategy:
             raise ConfigError(f"{where}: {error}, a window in tiles") from error
     num_steps, num_layers, num_heads = (1 + max(key[axis] for key in windows) for axis in range(3))
     return MaskStrategy(windows, num_steps, num_layers, num_heads, source)
-
-
-def write_strategy(strategy: MaskStrategy, path: str | Path) -> None:
-    """Write the file that `load_strategy` reads; it appears complete or not at all. Raises OutputError."""
-    content = {f"{step}_{layer}_{head}": list(window) for (step, layer, head), window in strategy.windows.items()}
-    write_json(Path(path), content)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """One JSON file, which appears complete or not at all; makes its folder. Raises OutputError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_file(path.parent) as unfinished:
-            unfinished.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-            os.replace(unfinished, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error

@@ -55,6 +55,12 @@ ALONE = [
     (STA, {"window": [3, 3]}, r"sliding_tile_attn\.window: expected tuple.*got \[3, 3\]"),
     (STA, {"tile_size": [0, 8, 8]}, r"tile_size: expected three whole numbers of 1 or more .*got \(0, 8, 8\)"),
     (STA, {"sta_mode": "STA_inferense"}, "sta_mode: unknown value 'STA_inferense'. Did you mean 'STA_inference'"),
+    (
+        STA,
+        {"sta_mode": "STA_searching"},
+        "sta_mode=STA_searching is no mode any more: .*runtime tune --methods",
+    ),
+    (STA, {"search_log_folder": "logs"}, "search_log_folder is no option any more: .*diffusion-runtime tune --methods"),
     (STA, {"skip_time_steps": -1}, "skip_time_steps: expected 0 or more, got -1"),
     (STA, {"mask_strategy_file_path": "missing.json"}, "mask_strategy_file_path: missing.json: no such file"),
     (VMOBA, {"moba_threshold": -1}, "moba_threshold must be 0 or more .*got -1"),
@@ -70,12 +76,7 @@ ALONE = [
 TOGETHER = [
     (STA, {}, "needs to know its windows"),
     (STA, {"window": [3, 3, 3], "mask_strategy_file_path": "fits.json"}, "give one of them"),
-    (STA, {"sta_mode": "STA_searching"}, "sta_mode=STA_searching writes its logs to a folder: give search_log_folder"),
-    (
-        STA,
-        {"sta_mode": "STA_tuning", "search_log_folder": "logs", "window": [3, 3, 3]},
-        "window is for sta_mode=STA_inf",
-    ),
+    (STA, {"head_windows": [[1, 1, 1]] * 3}, "head_windows has 3 windows and this layer 4 query heads"),
     (STA, {"mask_strategy_file_path": "layers.json"}, "is for 3 layers .*this model has 2"),
     (STA, {"mask_strategy_file_path": "heads.json"}, "is for 5 heads .*this model has 4"),
     (VSA, {"sparsity": 0.5, "VSA_sparsity": 0.7}, "sparsity 0.5 and VSA_sparsity 0.7 are two spellings"),
@@ -166,7 +167,6 @@ def test_what_is_right_gets_as_far_as_the_weights(backend: str, weightless: str)
     [
         # Neither level is complete alone.
         ({"default": STA}, "window=[1,3,3]"),
-        ({"default": {"backend": STA, "extra": {"sta_mode": "STA_searching"}}}, "search_log_folder=logs"),
         # The higher level puts the lower one right.
         (
             {"default": {"backend": VMOBA, "extra": {"moba_select_mode": "topk", "moba_threshold_type": "block"}}},
@@ -251,10 +251,6 @@ def request(num_steps: int) -> GenerationRequest:
         (
             {"backend": STA, "extra": {"mask_strategy_file_path": "fits.json"}},
             r"fits.json is for 2 steps and this run has 1; generate with num_inference_steps 2",
-        ),
-        (
-            {"backend": STA, "extra": {"sta_mode": "STA_tuning", "search_log_folder": "empty"}},
-            "search_log_folder: empty holds no sta_search",
         ),
     ],
 )

@@ -1,9 +1,10 @@
-"""Searching, tuning and inference of sliding tile attention on a real pipeline and from the command line."""
+"""Sliding tile attention on a real pipeline and from the command line."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from tables import table
 
 from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
-from diffusion_runtime.attention.sparse.sliding_tile_search import SearchSetup, read_search_logs
 from diffusion_runtime.cli.app import run as run_command
 from diffusion_runtime.errors import ConfigError
 
@@ -40,52 +40,35 @@ def rows_of(media: Any) -> list[tuple[str, int, str]]:
     return [(row.implementation, row.count, row.steps) for row in rows]
 
 
-@table(
-    ("guidance", "mode", "branches"),
-    [
-        ("batched", "STA_tuning", ["both", "both"]),
-        ("two_pass", "STA_tuning_cfg", ["cond", "cond", "uncond", "uncond"]),
-    ],
-)
-def test_search_tune_and_inference_on_a_pipeline(
-    tiny_wan_folder: Path, tmp_path: Path, guidance: str, mode: str, branches: list[str]
+@table("guidance", ["batched", "two_pass"])
+def test_windows_by_step_layer_and_head_are_the_same_as_a_file_and_as_rules(
+    tiny_wan_folder: Path, tmp_path: Path, guidance: str
 ) -> None:
     num_forwards = NUM_STEPS * NUM_LAYERS * (2 if guidance == "two_pass" else 1)
-    asked = [request(prompt, guidance_mode=guidance) for prompt in ("a red circle", "a blue star moving up")]
-    full = load_pipeline(str(tiny_wan_folder), device="cpu")(asked[0])
-
-    search = pipeline_with(
-        tiny_wan_folder, sta_mode="STA_searching", candidates=WIDE, search_log_folder=str(tmp_path / "logs")
+    asked = request(guidance_mode=guidance)
+    draw = random.Random(5)
+    moments = list(itertools.product(range(1, NUM_STEPS), range(NUM_LAYERS)))
+    windows = {moment: [draw.choice(WIDE) for _ in range(NUM_HEADS)] for moment in moments}
+    path = tmp_path / "strategy.json"
+    path.write_text(
+        json.dumps({f"{s}_{layer}_{head}": of[head] for (s, layer), of in windows.items() for head in range(NUM_HEADS)})
     )
-    found = [search(item) for item in asked]
-    assert numpy.array_equal(found[0].frames, full.frames)
-    ((implementation, count, steps),) = rows_of(found[0])
-    assert "a search measures windows" in implementation
-    assert (count, steps) == (num_forwards, "0-3")
-    logs = read_search_logs(tmp_path / "logs")
-    assert sorted(log.branch for log in logs) == branches
-    assert {log.setup for log in logs} == {SearchSetup(WIDE, (4, 4, 4), SMALL_TILE, NUM_STEPS, NUM_LAYERS, NUM_HEADS)}
-
-    tuned = pipeline_with(tiny_wan_folder, sta_mode=mode, skip_time_steps=1, search_log_folder=str(tmp_path / "logs"))(
-        asked[0]
-    )
-    path = tmp_path / "logs" / "mask_strategy.json"
-    content = json.loads(path.read_text())
-    assert len(content) == NUM_STEPS * NUM_LAYERS * NUM_HEADS
-    for step, layer, head in itertools.product(range(NUM_STEPS), range(NUM_LAYERS), range(NUM_HEADS)):
-        means = [float(sum(log.l2[step, layer][index, head] for log in logs)) for index in range(len(WIDE))]
-        best = (4, 2, 2) if step < 1 else WIDE[means.index(min(means))]
-        assert content[f"{step}_{layer}_{head}"] == list(best)
-    assert len({tuple(window) for window in content.values()}) > 2
-
-    inference = pipeline_with(tiny_wan_folder, mask_strategy_file_path=str(path), skip_time_steps=1)(asked[0])
-    assert numpy.array_equal(inference.frames, tuned.frames)
-    assert not numpy.array_equal(inference.frames, full.frames)
-    for media in (tuned, inference):
-        dense, sparse = rows_of(media)
-        assert "steps 0 (skip_time_steps 1)" in dense[0]
-        assert dense[1:] == (num_forwards // NUM_STEPS, "0")
-        assert sparse == ("block-sparse reference", num_forwards // NUM_STEPS * 3, "1-3")
+    by_file = pipeline_with(tiny_wan_folder, mask_strategy_file_path=str(path), skip_time_steps=1)(asked)
+    rules = [
+        {
+            **{"role": "self", "steps": str(step), "layers": str(layer), "backend": NAME},
+            "extra": {"tile_size": SMALL_TILE, "head_windows": of},
+        }
+        for (step, layer), of in windows.items()
+    ]
+    by_rules = load_pipeline(str(tiny_wan_folder), device="cpu", attention={"schedule": rules})(asked)
+    assert numpy.array_equal(by_file.frames, by_rules.frames)
+    full = load_pipeline(str(tiny_wan_folder), device="cpu")(asked)
+    assert not numpy.array_equal(by_file.frames, full.frames)
+    dense, sparse = rows_of(by_file)
+    assert "steps 0 (skip_time_steps 1)" in dense[0]
+    assert dense[1:] == (num_forwards // NUM_STEPS, "0")
+    assert sparse == ("block-sparse reference", num_forwards // NUM_STEPS * 3, "1-3")
 
 
 def test_a_full_window_is_the_dense_pipeline(tiny_wan_folder: Path) -> None:
@@ -105,17 +88,10 @@ def test_a_strategy_for_other_steps_stops_the_pipeline(tiny_wan_folder: Path, tm
     pipeline(request(num_inference_steps=3))
 
 
-def test_prompts_of_one_batch_share_a_log(tiny_wan_folder: Path, tmp_path: Path) -> None:
-    search = pipeline_with(tiny_wan_folder, sta_mode="STA_searching", search_log_folder=str(tmp_path))
-    search.generate([request("a star", guidance_scale=1.0), request("a ring", guidance_scale=1.0, seed=2)])
-    (log,) = read_search_logs(tmp_path)
-    assert (log.branch, log.num_samples) == ("cond", 2)
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_search_tune_and_inference_from_the_command(
+def test_a_strategy_file_from_the_command(
     tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,31 +106,24 @@ def test_search_tune_and_inference_from_the_command(
         frames = numpy.load(captured.out.strip()) if code == 0 else None
         return code, " ".join(captured.err.split()), frames
 
-    code, said, searched = generate(
-        "sta_mode=STA_searching,tile_size=[1,2,2],search_log_folder=logs,candidates=[[1,2,2],[4,1,1]]"
-    )
+    windows = {f"{step}_{layer}_{head}": [1, 2, 2] for step in range(2) for layer in range(2) for head in range(4)}
+    Path("windows.json").write_text(json.dumps(windows))
+    code, said, by_file = generate("mask_strategy_file_path=windows.json,tile_size=[1,2,2],skip_time_steps=0")
     assert code == 0, said
-    assert len(list(Path("logs").iterdir())) == 1
-    code, said, tuned = generate("sta_mode=STA_tuning,tile_size=[1,2,2],search_log_folder=logs,skip_time_steps=0")
+    code, said, by_head = generate("head_windows=[[1,2,2],[1,2,2],[1,2,2],[1,2,2]],tile_size=[1,2,2]")
     assert code == 0, said
-    code, said, inferred = generate(
-        "mask_strategy_file_path=logs/mask_strategy.json,tile_size=[1,2,2],skip_time_steps=0"
-    )
-    assert code == 0, said
-    assert tuned is not None
-    assert inferred is not None
-    assert searched is not None
-    assert numpy.array_equal(tuned, inferred)
-    assert not numpy.array_equal(tuned, searched)
     code, said, dense = generate("sta_mode=none")
     assert code == 0, said
-    assert dense is not None
-    assert numpy.array_equal(dense, searched)
     assert "sta_mode is none" in said
+    assert by_file is not None
+    assert by_head is not None
+    assert dense is not None
+    assert numpy.array_equal(by_file, by_head)
+    assert not numpy.array_equal(by_file, dense)
     for options, message in (
         ("tile_size=[1,2,2]", "needs to know its windows"),
         ("mask_strategy_file_path=missing.json", "mask_strategy_file_path: missing.json: no such file"),
-        ("sta_mode=STA_tuning,search_log_folder=empty", "holds no sta_search-*.json"),
+        ("head_windows=[[1,2,2]],tile_size=[1,2,2]", "head_windows has 1 windows and this layer 4 query heads"),
     ):
         code, said, _ = generate(options)
         assert code == 2
