@@ -114,7 +114,7 @@ class RequestRules(SamplingRules):
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_steps)
-        return self._with_step_cache(self._with_progressive_resolution(with_guided_chunks(request)))
+        return self._with_step_cache(self._with_progressive_resolution(with_guided_chunks(request, settings)))
 
     def _check_guidance_terms(self, settings: BatchSettings) -> None:
         """Raises RequestError for spatio-temporal guidance without blocks, or with some that the model does not have,
@@ -534,10 +534,12 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, step_cache=cache.text)
 
 
-def with_guided_chunks(request: GenerationRequest) -> GenerationRequest:
+def with_guided_chunks(request: GenerationRequest, settings: BatchSettings) -> GenerationRequest:
     """A resolved request with the guidance mode that guided_chunks needs: later chunks go on from the keys of the
     conditional branch alone, which a pass of both branches does not keep apart."""
-    return request if request.guided_chunks is None else dataclasses.replace(request, guidance_mode="two_pass")
+    if request.guided_chunks is None or not settings.is_guided:
+        return request
+    return dataclasses.replace(request, guidance_mode="two_pass")
 
 
 def image_remarks(request: GenerationRequest, *, but: Iterable[str] = ()) -> list[str]:

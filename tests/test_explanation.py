@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -96,6 +97,24 @@ def test_steps_at_half_the_size_cost_what_they_compute() -> None:
     by_name = {part.name: part for part in found.parts}
     assert by_name["attention, self"].operations == 6 * 2 * 4.0 * pairs * 4 * 64
     assert found.grid == (4, 4, 4)
+
+
+def test_a_first_chunk_costs_its_own_steps_and_guidance() -> None:
+    prepared = prepare(RuntimeConfig("shapes-causal", device="cpu"))
+    # 12 steps of both branches, 4 of each of 11 further chunks, and 11 commits.
+    request = GenerationRequest("a red circle", num_frames=93)
+    found = {}
+    for name, values in {"own": {}, "all": {"guided_chunks": 12}, "none": {"guidance_scale": 1.0}}.items():
+        resolved = prepared.rules.resolve(dataclasses.replace(request, **values))
+        found[name] = explain(prepared, resolved)
+    assert {name: each.num_forwards for name, each in found.items()} == {
+        "own": 2 * 12 + 4 * 11 + 11,
+        "all": 2 * (12 + 4 * 11 + 11),
+        "none": 12 + 4 * 11 + 11,
+    }
+    linear = {name: next(part for part in each.parts if "linear" in part.name) for name, each in found.items()}
+    assert linear["all"].operations == pytest.approx(2 * linear["none"].operations)
+    assert linear["own"].operations == pytest.approx(linear["none"].operations * 79 / 67)
 
 
 def test_schedules_are_drawn_by_layer_and_step() -> None:

@@ -133,6 +133,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     prefill = None
     if prepared.rules.is_causal:
         cost, num_forwards = _cost_of_chunks(prepared, planned, settings)
+        num_passes = branches = 1
         every = range(num_steps)
         stages.append(_Stage(cost, every, _schedules_of(cost, None, every, num_steps)))
     for size, count in () if prepared.rules.is_causal else settings.step_sizes():
@@ -172,17 +173,23 @@ def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
 def _cost_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> tuple[ForwardCost, int]:
-    """What one step of every chunk costs, with its share of the commits; and how many passes there are in all."""
+    """What one step of every chunk costs, with its share of the commits; and how many passes there are in all, those of
+    each guidance branch that runs."""
     request, chunks = planned.request, settings.chunks
     slots = slots_of(request, chunks)
     _, height, width = prepared.model.geometry.grid(settings.sample_shape(settings.size))
     # By all that a pass costs by.
     found: dict[tuple[int, int], list[CachePlan]] = {}
     written = 0
+    is_alone = not planned.is_guided or planned.is_batched
+    places = {chunk.frames: chunk.index for chunk in chunks}
     for frames, phase in passes_of(request, chunks):
         written = max(written, frames.stop)
         plan = plan_forward(slots, frames, height * width, phase, slots.oldest_kept(written))
-        found.setdefault((plan.num_frames, plan.num_keys), []).append(plan)
+        # Several chunks at once are all guided, or none of them; a commit is for the chunk behind it.
+        step = StepInfo(chunk=places.get(frames, 0) + (phase == "commit"))
+        num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
+        found.setdefault((plan.num_frames, plan.num_keys), []).extend([plan] * num_branches)
     costs = []
     for plans in found.values():
         cache = FrameCache(plans[0], request.positions or "absolute")
