@@ -165,7 +165,7 @@ def test_on_the_command_line(command: Command, tiny_flags: tuple[str, ...], tiny
             ("generate", "a", "--preset", "lightning-4"),
             "'lightning-4' is for qwen_image and wan models; this model has default",
         ),
-        (("generate", "a", "--vae-decoder", "tiny"), "the embedded ones have latents of their own, and no tiny decoder"),
+        (("generate", "a", "--vae-decoder", "tiny"), "the embedded ones have latents of their own, and no tiny"),
         (("generate", "a", "--vae-decoder", "taew2_1.safetensors"), "the embedded ones have latents of their own"),
         ((*calibrate, "--height", "33"), "height: expected a multiple of 16, got 33"),
         ((*calibrate, "--num-inference-steps", "0"), "num_inference_steps: expected a whole number of 1 or more"),
