@@ -182,13 +182,15 @@ def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
 
 def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     """The folder of a model in the hub's cache, whole or not; None without one. Asks no network."""
-    from huggingface_hub import snapshot_download
+    # snapshot_download says the same, and imports the hub's whole interface: 0.3 of the 3.4 s of `explain`.
+    from huggingface_hub.file_download import try_to_load_from_cache
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[INDEX_FILE], local_files_only=True))
+        found = try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision)
     except (OSError, ValueError):
-        # A cache that is not there, is not whole or cannot be read; a name that the hub's library refuses.
+        # A cache that cannot be read; a name that the hub's library refuses.
         return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def cache_path() -> Path:
