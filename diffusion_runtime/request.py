@@ -722,3 +722,12 @@ def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
 def request_field_types() -> dict[str, type]:
     """Name and plain type (str, int, float) of every field, for code that parses text into one."""
     return {name: declared.check.kind for name, declared in REQUEST_FIELDS.items()}
+
+
+def is_set(request: GenerationRequest, name: str) -> bool:
+    """Whether a request says anything of a field."""
+    return bool(getattr(request, name) != UNSET[name])
+
+
+# What every field is in a request that sets none.
+UNSET = GenerationRequest("-").to_dict()

@@ -9,11 +9,8 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
-from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
-from diffusion_runtime.denoising.prompt_times import resolve_switches
+from diffusion_runtime.chunk_rules import check_chunks, with_guided_chunks, with_resolved_switches
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
-from diffusion_runtime.denoising.step_cache.requested import calibration_of
-from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image, check_mask, open_picture, picture_remarks
 from diffusion_runtime.media.sound_files import check_sound
@@ -25,20 +22,17 @@ from diffusion_runtime.progressive_resolution import LatentSpectrum, Progressive
 from diffusion_runtime.request import (
     IMAGE_FIELDS,
     REQUEST_FIELDS,
+    UNSET,
     VIDEO_FIELDS,
     GenerationRequest,
     image_paths,
+    is_set,
     too_many_images,
 )
 from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
-from diffusion_runtime.step_cache import (
-    DBCacheOptions,
-    MagCacheOptions,
-    StepCacheSettings,
-    TeaCacheOptions,
-    TeaCachePolynomials,
-)
+from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings, TeaCachePolynomials
+from diffusion_runtime.step_cache_rules import step_cache_remarks, with_fitting_step_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +93,9 @@ class RequestRules(SamplingRules):
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
         self._check_second_stage(settings)
-        self._check_chunks(settings)
-        request = self._with_resolved_switches(settings)
+        if self.is_causal:
+            check_chunks(settings, has_two_experts="guidance_scale_2" in self.model_fields)
+        request = with_resolved_switches(settings)
         if not self.takes_guidance and settings.is_guided:
             raise RequestError(
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
@@ -114,7 +109,8 @@ class RequestRules(SamplingRules):
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_steps)
-        return self._with_step_cache(self._with_progressive_resolution(with_guided_chunks(request, settings)))
+        request = self._with_progressive_resolution(with_guided_chunks(request, settings))
+        return with_fitting_step_cache(request, self)
 
     def _check_guidance_terms(self, settings: BatchSettings) -> None:
         """Raises RequestError for spatio-temporal guidance without blocks, or with some that the model does not have,
@@ -151,66 +147,6 @@ class RequestRules(SamplingRules):
             raise RequestError(f"step_cache: it goes with one stage; leave it out, or {field}")
         if shared.progressive_resolution and ProgressiveSettings.parse(shared.progressive_resolution) is not None:
             raise RequestError(f"progressive_resolution: it goes with one stage; leave it out, or {field}")
-
-    def _check_chunks(self, settings: BatchSettings) -> None:
-        """Raises RequestError where a chunk and the sink have no room in the window, and for what goes with a clip that
-        is made at once."""
-        if not self.is_causal:
-            return
-        shared = settings.shared
-        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
-        if window is not None and window < sink + chunk:
-            of_chunk = f"a chunk of {chunk}"
-            if is_rolling(shared):
-                of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
-            raise RequestError(
-                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
-                f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
-            )
-        if is_rolling(shared):
-            if shared.sampler != "dmd":
-                raise RequestError(
-                    f"chunk_schedule: rolling adds noise between the steps; expected sampler dmd, got {shared.sampler}"
-                )
-            if "guidance_scale_2" in self.model_fields:
-                raise RequestError(
-                    "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
-                    "use sequential"
-                )
-            apart = ("first_chunk_steps", "first_chunk_flow_shift", "guided_chunks")
-            named = next((name for name in apart if is_set(shared, name)), None)
-            if named is not None:
-                raise RequestError(
-                    f"{named}: rolling denoises several chunks in one pass, all of them alike; leave it out, or use "
-                    "--chunk-schedule sequential"
-                )
-        listed = next((name for name in ("sigmas", "sigmas_before_shift") if is_set(shared, name)), None)
-        if shared.first_chunk_steps not in (None, shared.num_inference_steps) and listed is not None:
-            raise RequestError(
-                f"first_chunk_steps: {listed} has one noise level for each of {shared.num_inference_steps} steps of "
-                f"any chunk; expected {shared.num_inference_steps}, got {shared.first_chunk_steps}; leave either out"
-            )
-        for name in ("step_cache", "progressive_resolution", "cfg_gate"):
-            if is_set(shared, name):
-                raise RequestError(
-                    f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
-                )
-
-    def _with_resolved_switches(self, settings: BatchSettings) -> GenerationRequest:
-        """The request with the first frame of a chunk in place of the times of its prompts. Raises RequestError for
-        one past the end, and for two in one chunk."""
-        request, size = settings.shared, settings.size
-        if request.prompt_switches is None:
-            return request
-        switches = resolve_switches(
-            request.prompt_switches,
-            settings.chunks,
-            fps=size.fps,
-            num_frames=size.num_frames,
-            temporal_factor=self.geometry.temporal_factor,
-            name="--at",
-        )
-        return dataclasses.replace(request, prompt_switches=switches)
 
     def _count_images(self, request: GenerationRequest) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""
@@ -372,7 +308,7 @@ class RequestRules(SamplingRules):
         of_video = () if self.control is None else VIDEO_FIELDS
         remarks = [
             *self._lora_remarks(request),
-            *self._step_cache_remarks(request),
+            *step_cache_remarks(request, self),
             *image_remarks(request, but=of_video),
         ]
         if self.control is not None:
@@ -380,7 +316,7 @@ class RequestRules(SamplingRules):
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing, and a value that turns a term off.
-            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
+            usual = (UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
             if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
         if self.few_steps is not None:
@@ -401,60 +337,6 @@ class RequestRules(SamplingRules):
                     )
                 )
         return [remark for remark in remarks if remark is not None]
-
-    def _with_step_cache(self, request: GenerationRequest) -> GenerationRequest:
-        """`with_step_cache`, after its coefficients or calibration were seen to fit this model. Raises RequestError
-        where they do not, or there are none."""
-        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
-        if cache is not None and request.num_inference_steps is not None:
-            # First: no file makes up for it.
-            cache.check_steps(request.num_inference_steps)
-        if (
-            cache is not None
-            and self.needs_whole_passes
-            and isinstance(cache.options, DBCacheOptions | MagCacheOptions | TeaCacheOptions)
-        ):
-            raise RequestError(
-                f"step_cache: {cache.method} leaves out blocks, which a CUDA graph cannot; leave out --cuda-graphs on, "
-                "or use easycache"
-            )
-        if cache is not None and isinstance(cache.options, DBCacheOptions) and self.num_blocks is not None:
-            cache.options.check_blocks(self.num_blocks)
-        if cache is not None and isinstance(cache.options, MagCacheOptions):
-            calibration_of(cache.options.file, cache.method, self.identity())
-        if cache is not None and isinstance(cache.options, TeaCacheOptions):
-            calibration = calibration_of(cache.options.file, cache.method, self.identity())
-            polynomial = polynomial_of(cache.options, calibration, self._published_teacache)
-            threshold = polynomial.threshold if cache.options.threshold is None else cache.options.threshold
-            if threshold is None:
-                raise RequestError(
-                    "step_cache: teacache: no threshold is documented for these coefficients; expected one, such as "
-                    "teacache:threshold=0.1"
-                )
-            options = dataclasses.replace(cache.options, threshold=threshold)
-            cache = dataclasses.replace(cache, options=options)
-            request = dataclasses.replace(request, step_cache=cache.text)
-        return with_step_cache(request)
-
-    @property
-    def _published_teacache(self) -> TeaCachePolynomials | None:
-        """A model or LoRA that was distilled to few steps is another model than the coefficients were measured on."""
-        return self.teacache if self.few_steps is None else None
-
-    def _step_cache_remarks(self, request: GenerationRequest) -> list[str]:
-        """What a resolved request's step cache was not measured for."""
-        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
-        if cache is None or not isinstance(cache.options, MagCacheOptions | TeaCacheOptions):
-            return []
-        calibration = calibration_of(cache.options.file, cache.method, self.identity())
-        if calibration is not None:
-            branches = ("cond", "uncond") if self.is_guided(request) else ("cond",)
-            return calibration.remarks(request.to_dict(), branches, cache.method, self.identity())
-        if self.loras and self.teacache is not None:
-            return [
-                f"step_cache: teacache: the coefficients were measured on {self.teacache.models} without LoRA files"
-            ]
-        return []
 
     def _with_progressive_resolution(self, request: GenerationRequest) -> GenerationRequest:
         """A resolved request with every option of its progressive resolution spelled out, as a recipe has it.
@@ -518,40 +400,7 @@ class RequestRules(SamplingRules):
         return tuple(preset for preset in self.sampling_presets if preset.matches(request))
 
 
-def with_step_cache(request: GenerationRequest) -> GenerationRequest:
-    """A resolved request with every option of its step cache spelled out, as a recipe has it, and the guidance mode
-    that the cache needs; `none` stays.
-
-    Raises RequestError for a cache that is not made for so few steps.
-    """
-    cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
-    if cache is None:
-        return request
-    if request.num_inference_steps is not None:
-        cache.check_steps(request.num_inference_steps)
-    if cache.decides_per_branch:
-        request = dataclasses.replace(request, guidance_mode="two_pass")
-    return dataclasses.replace(request, step_cache=cache.text)
-
-
-def with_guided_chunks(request: GenerationRequest, settings: BatchSettings) -> GenerationRequest:
-    """A resolved request with the guidance mode that guided_chunks needs: later chunks go on from the keys of the
-    conditional branch alone, which a pass of both branches does not keep apart."""
-    if request.guided_chunks is None or not settings.is_guided:
-        return request
-    return dataclasses.replace(request, guidance_mode="two_pass")
-
-
 def image_remarks(request: GenerationRequest, *, but: Iterable[str] = ()) -> list[str]:
     """What of its images a request does not use as it stands there. but: fields that may name videos."""
     names = [name for name in IMAGE_FIELDS if name not in frozenset(but)]
     return [remark for name in names for path in image_paths(request, name) for remark in picture_remarks(path, name)]
-
-
-def is_set(request: GenerationRequest, name: str) -> bool:
-    """Whether a request says anything of a field."""
-    return bool(getattr(request, name) != _UNSET[name])
-
-
-# What every field is in a request that sets none.
-_UNSET = GenerationRequest("-").to_dict()

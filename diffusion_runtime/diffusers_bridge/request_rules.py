@@ -12,8 +12,9 @@ from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.clips import read_pictures
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import IMAGE_FIELDS, INPUT_FIELDS, GenerationRequest, image_paths
-from diffusion_runtime.request_rules import image_remarks, with_step_cache
+from diffusion_runtime.request_rules import image_remarks
 from diffusion_runtime.step_cache import StepCacheSettings
+from diffusion_runtime.step_cache_rules import with_step_cache
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
 _OURS = ("fps", "seed", "step_cache")

@@ -34,6 +34,7 @@ ROWS = [
         "prompt_encoding",
         "frame_decoding",
     },
+    {"chunk_rules", "step_cache_rules"},
     {"batch_settings"},
     {"models"},
     {"quality"},

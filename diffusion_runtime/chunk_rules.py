@@ -1,0 +1,79 @@
+"""Rules for requests of models that make a video chunk by chunk: window, first chunk, guidance, prompts on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
+from diffusion_runtime.denoising.prompt_times import resolve_switches
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request import GenerationRequest, is_set
+
+
+def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
+    """Raises RequestError where a chunk and the sink have no room in the window, and for what goes with a clip that is
+    made at once."""
+    shared = settings.shared
+    window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
+    if window is not None and window < sink + chunk:
+        of_chunk = f"a chunk of {chunk}"
+        if is_rolling(shared):
+            of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
+        raise RequestError(
+            f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
+            f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
+        )
+    if is_rolling(shared):
+        if shared.sampler != "dmd":
+            raise RequestError(
+                f"chunk_schedule: rolling adds noise between the steps; expected sampler dmd, got {shared.sampler}"
+            )
+        if has_two_experts:
+            raise RequestError(
+                "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
+                "use sequential"
+            )
+        apart = ("first_chunk_steps", "first_chunk_flow_shift", "guided_chunks")
+        named = next((name for name in apart if is_set(shared, name)), None)
+        if named is not None:
+            raise RequestError(
+                f"{named}: rolling denoises several chunks in one pass, all of them alike; leave it out, or use "
+                "--chunk-schedule sequential"
+            )
+    listed = next((name for name in ("sigmas", "sigmas_before_shift") if is_set(shared, name)), None)
+    if shared.first_chunk_steps not in (None, shared.num_inference_steps) and listed is not None:
+        raise RequestError(
+            f"first_chunk_steps: {listed} has one noise level for each of {shared.num_inference_steps} steps of "
+            f"any chunk; expected {shared.num_inference_steps}, got {shared.first_chunk_steps}; leave either out"
+        )
+    for name in ("step_cache", "progressive_resolution", "cfg_gate"):
+        if is_set(shared, name):
+            raise RequestError(
+                f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
+            )
+
+
+def with_resolved_switches(settings: BatchSettings) -> GenerationRequest:
+    """The request with the first frame of a chunk in place of the times of its prompts. Raises RequestError for
+    one past the end, and for two in one chunk."""
+    request, size = settings.shared, settings.size
+    if request.prompt_switches is None:
+        return request
+    switches = resolve_switches(
+        request.prompt_switches,
+        settings.chunks,
+        fps=size.fps,
+        num_frames=size.num_frames,
+        temporal_factor=settings.rules.geometry.temporal_factor,
+        name="--at",
+    )
+    return dataclasses.replace(request, prompt_switches=switches)
+
+
+def with_guided_chunks(request: GenerationRequest, settings: BatchSettings) -> GenerationRequest:
+    """A resolved request with the guidance mode that guided_chunks needs: later chunks go on from the keys of the
+    conditional branch alone, which a pass of both branches does not keep apart."""
+    if request.guided_chunks is None or not settings.is_guided:
+        return request
+    return dataclasses.replace(request, guidance_mode="two_pass")
