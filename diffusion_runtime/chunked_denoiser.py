@@ -15,9 +15,9 @@ from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.attention.cache.quantised import Fp8Store
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore, RingStore
+from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import VideoPlans
-from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention_report import CacheRow
 from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk, Commit, PerChunkSampler
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, slots_of

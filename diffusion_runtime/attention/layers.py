@@ -21,11 +21,9 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
-from diffusion_runtime.attention.cache.frame_cache import FrameCache
-from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.attention.opaque import (
     LAYERS,
     opaque_attention,
@@ -43,10 +41,7 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Sing
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import RASTER, CachedLayout, Extent, TokenLayout
-
-# The name of every layer's store in a RequestCache.
-CACHED_KEYS = "cached keys"
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,9 +356,9 @@ class AttentionLayer(nn.Module, ABC):
     ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
         if self.cached_keys and context.cache is not None:
-            inputs = self._with_cached_keys(inputs, context, context.cache)
+            inputs = with_cached_keys(inputs, self.layer, context, context.cache, causal=self.causal)
         if self.cached_keys and context.prefix is not None:
-            inputs = self._with_prefix(inputs, context.prefix)
+            inputs = with_prefix(inputs, self.layer, context.prefix, first_head=self.first_head, causal=self.causal)
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
             check_mask(inputs.mask, inputs.q, inputs.k)
@@ -384,55 +379,8 @@ class AttentionLayer(nn.Module, ABC):
         if dense is not None:
             context.plans.serves(dense.backend, dense.options)
         if backend.prepares:
-            call = call._replace(prepared=context.plans.of(backend, _plan_of(call, context.cache)))
+            call = call._replace(prepared=context.plans.of(backend, plan_of(call, context.cache)))
         return run_backend(backend, call)
-
-    def _with_cached_keys(
-        self, inputs: AttentionInputs, context: AttentionContext, cache: FrameCache
-    ) -> AttentionInputs:
-        """The call with the keys and values in sight in place of its own, which are written to the cache. After the
-        exchange, so that every process keeps the heads that it computes.
-
-        Raises ConfigError for a call over other frames than the cache's plan.
-        """
-        plan, layout = cache.plan, inputs.layout
-        if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
-            raise ConfigError(
-                f"{self.layer.name or self.layer.role}: expected a grid of {plan.num_frames} frames in raster order "
-                f"for the key-value cache, got {layout}"
-            )
-        q, k, v = inputs.q, inputs.k, inputs.v
-        check_shapes(q, k, v, layout, self.causal)
-        store = context.state.of_layer(self.layer, context.step).get_or_create(
-            (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
-        )
-        q, k, v = cache.exchange(store, q, k, v)
-        grid = (len(plan.read), *layout.grid[1:])
-        in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
-        return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
-
-    def _with_prefix(self, inputs: AttentionInputs, prefix: PrefixCache) -> AttentionInputs:
-        """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
-        so that every process attends with the heads that it computes.
-
-        Raises ConfigError for a call whose text stands before the grid, or behind a prefix with padding.
-        """
-        layout, name = inputs.layout, self.layer.name or self.layer.role
-        if layout is None or layout.num_prefix_tokens:
-            raise ConfigError(f"{name}: expected a grid with the text behind it for a prefix cache, got {layout}")
-        if prefix.lengths is not None and layout.num_suffix_tokens:
-            raise ConfigError(f"{name}: expected a grid alone for a prefix cache with padding, got {layout}")
-        check_shapes(inputs.q, inputs.k, inputs.v, layout, self.causal)
-        k, v = prefix.joined(
-            self.layer.index, inputs.k, inputs.v, layout.num_grid_tokens, inputs.first_head - self.first_head
-        )
-        more, lengths = prefix.num_tokens, layout.valid_lengths
-        in_sight = dataclasses.replace(
-            layout,
-            num_suffix_tokens=layout.num_suffix_tokens + more,
-            valid_lengths=prefix.lengths if lengths is None else tuple(more + length for length in lengths),
-        )
-        return inputs._replace(k=k, v=v, layout=in_sight, packed=None)
 
     def _count(
         self,
@@ -561,28 +509,6 @@ def check_shared_heads(num_heads: int, degree: int, role: str) -> None:
             f"parallel.tensor_parallel_size: {degree} processes cannot share the {num_heads} heads of attention of "
             f"role {role} evenly; degrees that divide them: {even}"
         )
-
-
-def _plan_of(call: AttentionCall, cache: FrameCache | None) -> ForwardPlan:
-    layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
-    plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
-    if plan is not None and layout is not None:
-        # The same at every pass of a video, however full its cache is.
-        layout = TokenLayout((plan.num_slots, *layout.grid[1:]))
-        num_queries, num_keys = plan.max_frames * plan.tokens_per_frame, plan.capacity
-    limits = PlanLimits(
-        call.options,
-        layout,
-        call.batch,
-        num_queries,
-        num_keys,
-        call.num_heads,
-        call.num_kv_heads,
-        call.q.shape[3],
-        call.q.dtype,
-        call.q.device,
-    )
-    return ForwardPlan(limits, call.step, plan)
 
 
 def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:

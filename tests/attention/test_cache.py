@@ -14,8 +14,8 @@ from diffusion_runtime.attention.cache.plan import plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
-from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.chunks import ChunkPlan

@@ -60,6 +60,7 @@ ATTENTION_ROWS = [
     {"functional", "autotune", "machine_cache"},
     {"token_order"},
     {"layers", "sparse"},
+    {"cached_calls"},
     {"policy"},
     {"select"},
     {"force"},

@@ -17,7 +17,7 @@ from diffusion_runtime.attention.cache.plan import plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
-from diffusion_runtime.attention.layers import CACHED_KEYS
+from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise

@@ -21,9 +21,9 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
-from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.cli.report_remarks import remarks_of

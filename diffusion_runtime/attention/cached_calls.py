@@ -1,0 +1,91 @@
+"""Attention calls to keys that were computed before: of earlier frames, and of a prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diffusion_runtime.attention.backends.calling import check_shapes
+from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import RASTER, CachedLayout, TokenLayout
+
+# The name of every layer's store in a RequestCache.
+CACHED_KEYS = "cached keys"
+
+
+def with_cached_keys(
+    inputs: AttentionInputs, layer: LayerInfo, context: AttentionContext, cache: FrameCache, *, causal: bool
+) -> AttentionInputs:
+    """The call with the keys and values in sight in place of its own, which are written to the cache. After the
+    exchange, so that every process keeps the heads that it computes.
+
+    Raises ConfigError for a call over other frames than the cache's plan.
+    """
+    plan, layout = cache.plan, inputs.layout
+    if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
+        raise ConfigError(
+            f"{layer.name or layer.role}: expected a grid of {plan.num_frames} frames in raster order "
+            f"for the key-value cache, got {layout}"
+        )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check_shapes(q, k, v, layout, causal)
+    store = context.state.of_layer(layer, context.step).get_or_create(
+        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
+    )
+    q, k, v = cache.exchange(store, q, k, v)
+    grid = (len(plan.read), *layout.grid[1:])
+    in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
+    return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
+
+
+def with_prefix(
+    inputs: AttentionInputs, layer: LayerInfo, prefix: PrefixCache, *, first_head: int, causal: bool
+) -> AttentionInputs:
+    """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
+    so that every process attends with the heads that it computes.
+
+    Raises ConfigError for a call whose text stands before the grid, or behind a prefix with padding.
+    """
+    layout, name = inputs.layout, layer.name or layer.role
+    if layout is None or layout.num_prefix_tokens:
+        raise ConfigError(f"{name}: expected a grid with the text behind it for a prefix cache, got {layout}")
+    if prefix.lengths is not None and layout.num_suffix_tokens:
+        raise ConfigError(f"{name}: expected a grid alone for a prefix cache with padding, got {layout}")
+    check_shapes(inputs.q, inputs.k, inputs.v, layout, causal)
+    k, v = prefix.joined(layer.index, inputs.k, inputs.v, layout.num_grid_tokens, inputs.first_head - first_head)
+    more, lengths = prefix.num_tokens, layout.valid_lengths
+    in_sight = dataclasses.replace(
+        layout,
+        num_suffix_tokens=layout.num_suffix_tokens + more,
+        valid_lengths=prefix.lengths if lengths is None else tuple(more + length for length in lengths),
+    )
+    return inputs._replace(k=k, v=v, layout=in_sight, packed=None)
+
+
+def plan_of(call: AttentionCall, cache: FrameCache | None) -> ForwardPlan:
+    """What a backend prepares for, once per forward pass: of cached calls the largest that the cache makes."""
+    layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
+    plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
+    if plan is not None and layout is not None:
+        # The same at every pass of a video, however full its cache is.
+        layout = TokenLayout((plan.num_slots, *layout.grid[1:]))
+        num_queries, num_keys = plan.max_frames * plan.tokens_per_frame, plan.capacity
+    limits = PlanLimits(
+        call.options,
+        layout,
+        call.batch,
+        num_queries,
+        num_keys,
+        call.num_heads,
+        call.num_kv_heads,
+        call.q.shape[3],
+        call.q.dtype,
+        call.q.device,
+    )
+    return ForwardPlan(limits, call.step, plan)
