@@ -59,7 +59,7 @@ _MISTRAL = PartSize("text_encoder", 34_687_518_720, (1_111_511_040,) * 30)
 # generation weighs more against them than it would.
 GENERATIONS: Mapping[str, Generation] = {
     "wan-a14b": Generation("wan2.2-t2v-a14b", _UMT5, 24 * GB, {"num_inference_steps": 4}),
-    "flux2": Generation("flux.2-dev", _MISTRAL, 40 * GB, {"num_inference_steps": 8}),
+    "flux2": Generation("flux.2-dev", _MISTRAL, 24 * GB, {"num_inference_steps": 8}),
 }
 _NARROW = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 6}
 TINY_GENERATIONS: Mapping[str, Generation] = {
@@ -182,9 +182,21 @@ def build(row: Generation, opened: Opened, plan: MemoryPlan, device: torch.devic
     )
 
 
+def _num_equal(latents: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> int:
+    """Steps from the first on whose latents are the expected ones, bit for bit."""
+    pairs = enumerate(zip(latents, expected, strict=True))
+    return next((index for index, (found, wanted) in pairs if not torch.equal(found, wanted)), len(latents))
+
+
+def _num_shortages(device: torch.device) -> int:
+    """Allocations that the device refused so far, those that a library did without included."""
+    return int(torch.cuda.memory_stats(device)["num_ooms"]) if device.type == "cuda" else 0
+
+
 def run_generation(name: str, row: Generation, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for all weights on the device, then one under the limit, with the same frames."""
     frames, seconds = None, 0.0
+    expected_latents: list[torch.Tensor] = []
     for limited in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             opened = open_generation(row, Path(folder), device)
@@ -202,9 +214,13 @@ def run_generation(name: str, row: Generation, device: torch.device) -> Iterator
         try:
             # What is compiled and captured at the first use.
             first = pipeline(replace(opened.request, num_inference_steps=2))
-            started = time.perf_counter()
-            media = pipeline(opened.request)
-            taken = time.perf_counter() - started
+            latents: list[torch.Tensor] = []
+            shortages = _num_shortages(device)
+            with pipeline.watched_latents(lambda _, at, into=latents: into.append(at.cpu())):
+                started = time.perf_counter()
+                media = pipeline(opened.request)
+                taken = time.perf_counter() - started
+            shortages = _num_shortages(device) - shortages
         finally:
             if device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -217,6 +233,8 @@ def run_generation(name: str, row: Generation, device: torch.device) -> Iterator
             "offload": plan.offload,
             "limit_gb": None if plan.limit is None else plan.limit / GB,
             "is_identical": is_identical,
+            "same_steps": len(latents) if frames is None else _num_equal(latents, expected_latents),
+            "shortages": shortages,
             "resident_blocks": dict(plan.resident),
             "is_pinned": [part.arena.is_pinned for part in parts],
             "late_copies": {part.name: part.stream.num_late_copies for part in parts if part.stream is not None},
@@ -232,7 +250,7 @@ def run_generation(name: str, row: Generation, device: torch.device) -> Iterator
         }
         if not is_identical:
             raise ValueError(f"{name}: the frames are not those of all weights on the device")
-        frames, seconds = media.frames, taken
+        frames, expected_latents, seconds = media.frames, latents, taken
         pipeline.close()
         del pipeline, opened, parts
         gc.collect()

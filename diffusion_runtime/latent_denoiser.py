@@ -91,7 +91,7 @@ class LatentDenoiser:
             caches.append(cache)
             context = functools.partial(self.context_of, state, cache.block_runner)
             guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"], cache.wrappers)
-            predicts.append(_numbered(self._wrapped(self._with_expert(guided)), 0, settings.num_steps))
+            predicts.append(_numbered(self._wrapped(self._with_expert(guided, state)), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
             assert isinstance(sampler, ScheduleSampler)
@@ -136,7 +136,7 @@ class LatentDenoiser:
         )
         return build_sampler(_SECOND_STAGE_SAMPLER, len(levels), 1.0, {}, levels).sample(
             levels[0] * noise + (1 - levels[0]) * clean,
-            _numbered(self._with_expert(guided), first, settings.num_steps),
+            _numbered(self._with_expert(guided, state), first, settings.num_steps),
             lambda step, at: on_step(dataclasses.replace(step, index=first + step.index), at),
         )
 
@@ -246,12 +246,14 @@ class LatentDenoiser:
     def _wrapped(self, predict: Predict) -> Predict:
         return predict if self.wrap is None else self.wrap(predict)
 
-    def _with_expert(self, predict: Predict) -> Predict:
-        """`predict` with the expert of each step in its StepInfo."""
+    def _with_expert(self, predict: Predict, state: RequestCache) -> Predict:
+        """`predict` with the expert of each step in its StepInfo. What the one before kept in `state` is dropped."""
 
         def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
-            return predict(latents, dataclasses.replace(step, expert=self.transformer.expert_at(step.timestep)))
+            expert = self.transformer.expert_at(step.timestep)
+            state.keep_expert(expert)
+            return predict(latents, dataclasses.replace(step, expert=expert))
 
         return of_expert
 

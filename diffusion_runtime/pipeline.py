@@ -34,7 +34,7 @@ from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.media.sound_files import read_sound
-from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory, shortage_remark
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs
@@ -472,6 +472,8 @@ class Pipeline:
             with clock.stage("text", 1) as done:
                 prompts = encode(None)
                 done(1)
+            if self.offloading is not None:
+                self.offloading.leave_text_encoders()
             with clock.stage("denoise", settings.num_steps_of_video) as done:
                 seeds = [request.seed for request in batch]
 
@@ -513,6 +515,8 @@ class Pipeline:
                     recorder.record_library("vae", decoder.library, decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder, settings)
                     done(1)
+            if (remark := shortage_remark(self.device)) is not None:
+                recorder.note(remark)
             compile_timings = compile_cost.report(recorder)
             if frames and self._decoder_graphs is not None:
                 recorder.record_decoder_graphs(self._decoder_graphs.report())

@@ -82,10 +82,11 @@ def largest_demand(
     requests: Sequence[GenerationRequest],
     dtype: torch.dtype,
     degrees: Degrees,
+    device: torch.device,
 ) -> PlannedDemand | None:
     """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none, of
-    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device. None where it cannot
-    be computed."""
+    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes.
+    None where it cannot be computed."""
     notes: list[str] = []
     if requests:
         every = [planned_batch(rules, [request]) for request in requests]
@@ -96,7 +97,7 @@ def largest_demand(
         except DiffusionRuntimeError:
             # A model that only a request tells what is to be made.
             return None
-    return demand_of(config, model, transformer, planned, dtype, degrees, notes)
+    return demand_of(config, model, transformer, planned, dtype, degrees, device, notes)
 
 
 def demand_of(
@@ -106,14 +107,23 @@ def demand_of(
     planned: PlannedRequest,
     dtype: torch.dtype,
     degrees: Degrees,
+    device: torch.device,
     notes: Sequence[str] = (),
 ) -> PlannedDemand | None:
     """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
-    notes: to go with it."""
+    device: that computes; notes: to go with it."""
     in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
     sharers = degrees.ulysses * degrees.ring
     try:
-        demand = memory_demand(model, transformer, dtype, planned, num_sharers=sharers, in_tiles=in_tiles)
+        demand = memory_demand(
+            model,
+            transformer,
+            dtype,
+            planned,
+            num_sharers=sharers,
+            in_tiles=in_tiles,
+            copies_layout=device.type == "cuda",
+        )
     except (
         ArithmeticError,
         AttributeError,

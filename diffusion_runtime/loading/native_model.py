@@ -248,13 +248,13 @@ class PreparedModel:
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
         empty = build_transformer(self.model, self.policy, self.quantization)
         config, degrees = self.description.config, self.description.degrees
-        return self._with_upsampler(demand_of(config, self.model, empty, planned, self.dtype, degrees))
+        return self._with_upsampler(demand_of(config, self.model, empty, planned, self.dtype, degrees, self.device))
 
     def _largest_demand(
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
-        found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees)
+        found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees, self.device)
         return self._with_upsampler(found)
 
     def _with_upsampler(self, planned: PlannedDemand | None) -> PlannedDemand | None:

@@ -38,6 +38,27 @@ def _shortage(error: BaseException, doing: str, advice: str | Callable[[], str])
     )
 
 
+def num_shortages(device: torch.device) -> int:
+    """Allocations of this process that a device refused so far, those that a library did without included."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
+
+
+def shortage_remark(device: torch.device) -> str | None:
+    """That convolutions may have computed otherwise for want of memory; None where nothing was refused.
+
+    cuDNN takes the next of its algorithms where the workspace of its first choice does not fit, without a word, and
+    stays with it for convolutions of that shape: other sums, in up to twice the time.
+    """
+    count = num_shortages(device)
+    if count == 0:
+        return None
+    return (
+        f"this process asked the device {count} times for memory that was not there: convolutions of the decoder may "
+        "take other algorithms since, with frames that differ in their last bits, and slower; a larger --memory-limit, "
+        "or fewer other programs on the device, and a new process avoid it"
+    )
+
+
 def release_device_memory(device: torch.device) -> None:
     """Empty torch's allocator cache: blocks that nothing uses any more go back to the device."""
     # Modules hold each other in reference cycles.

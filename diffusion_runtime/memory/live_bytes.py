@@ -20,14 +20,16 @@ from diffusion_runtime.memory.meta_operators import run_on_meta
 
 class LiveBytes(TorchDispatchMode):
     """Inside the block, counts the storages that operators make on one device. live: bytes alive now; peak: the most at
-    once.
+    once. copies_layout: whether convolutions of 16-bit numbers hold input, weight and output once more, as cuDNN does:
+    its kernels for tensor cores read channels last, and turn what lies otherwise in their workspace.
 
-    What a kernel needs within itself is not seen, nor what an allocator rounds up.
+    What a kernel needs within itself besides is not seen, nor what an allocator rounds up.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, copies_layout: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._copies_layout = copies_layout
         self.live: int = 0
         self.peak: int = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -49,6 +51,8 @@ class LiveBytes(TorchDispatchMode):
             if made.device.type != self._device.type:
                 continue
             self._count(made.untyped_storage())
+        if self._copies_layout and func is torch.ops.aten.convolution.default:
+            self.peak = max(self.peak, self.live + _turned_bytes(args[0], args[1], result))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -64,6 +68,13 @@ class LiveBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
+def _turned_bytes(*tensors: torch.Tensor) -> int:
+    """Of copies of 16-bit tensors with their channels last; 0 for tensors that lie so, or of another size."""
+    if tensors[0].itemsize != 2 or tensors[0].stride(1) == 1:
+        return 0
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class AttentionInOnePass(TorchFunctionMode):
     """Attention as a kernel computes it: an output like the queries, and no matrix of scores."""
 
@@ -75,10 +86,19 @@ class AttentionInOnePass(TorchFunctionMode):
         return func(*args, **({} if kwargs is None else kwargs))
 
 
-def peak_bytes(compute: Callable[[], object], device: torch.device) -> int:
-    """The most that `compute` has alive on a device at once beside what existed before it, its result included.
-    Attention counts its output alone."""
+def kept_bytes(compute: Callable[[], object], device: torch.device) -> int:
+    """What the result of `compute` has alive on a device."""
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device) as live:
+        result = compute()
+        kept = int(live.live)
+        del result
+    return kept
+
+
+def peak_bytes(compute: Callable[[], object], device: torch.device, *, copies_layout: bool = False) -> int:
+    """The most that `compute` has alive on a device at once beside what existed before it, its result included.
+    Attention counts its output alone. copies_layout: as in LiveBytes."""
+    with torch.no_grad(), AttentionInOnePass(), LiveBytes(device, copies_layout=copies_layout) as live:
         result = compute()
         del result
     return int(live.peak)

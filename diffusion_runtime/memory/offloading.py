@@ -66,6 +66,11 @@ class Offloading:
     def use_text_encoders(self) -> None:
         self._use([*self._text, *self._reloaded])
 
+    def leave_text_encoders(self) -> None:
+        """They are done: what comes next, such as the encoder of an image, is planned without them."""
+        for part in (*self._text, *self._reloaded):
+            part.leave()
+
     def adopt(self, plan: MemoryPlan) -> None:
         """Another plan of the same kind, such as for a larger request: other numbers of blocks stay on the device."""
         assert (plan.offload, plan.waits_in_files) == (self.plan.offload, self.plan.waits_in_files)

@@ -102,11 +102,13 @@ def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, ti
 _FRAMES_IN_TURN = 3
 
 
-def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool) -> int:
+def decoding_bytes(
+    autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool, copies_layout: bool = False
+) -> int:
     """What decoding a clip has alive at once beside the weights, counted on the meta device.
 
     autoencoder: a module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles: tiles of
-    diffusers' size, of a module of diffusers'.
+    diffusers' size, of a module of diffusers'. copies_layout: as in LiveBytes.
     """
     if isinstance(autoencoder, CausalVideoAutoencoder):
         return _streaming_bytes(autoencoder, height, width, latent_frames)
@@ -126,7 +128,7 @@ def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int
         frames = min(frames, _FRAMES_IN_TURN)
     shape = [1, convolutions[0].in_channels, *([frames] if has_frames(autoencoder) else []), *sizes]
     latents = torch.empty(shape, dtype=convolutions[0].weight.dtype, device="meta")
-    return peak_bytes(lambda: decode_latents(autoencoder, latents), latents.device)
+    return peak_bytes(lambda: decode_latents(autoencoder, latents), latents.device, copies_layout=copies_layout)
 
 
 def has_frames(autoencoder: Any) -> bool:

@@ -21,7 +21,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.chunks import chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
-from diffusion_runtime.memory.live_bytes import peak_bytes
+from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.model_folder import read_index
 from diffusion_runtime.models.autoencoder import COMPONENT as AUTOENCODER
@@ -68,9 +68,11 @@ def memory_demand(
     *,
     num_sharers: int = 1,
     in_tiles: bool = False,
+    copies_layout: bool = False,
 ) -> MemoryDemand:
     """transformer: on the meta device, with quantised layers where there will be some. num_sharers: processes that
-    share the tokens. in_tiles: whether frames are decoded in tiles."""
+    share the tokens. in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of
+    diffusers'."""
     model.make_room(transformer)
     modules = model.modules(transformer)
     for module in modules.values():
@@ -78,7 +80,9 @@ def memory_demand(
     shapes = model.family.text_shapes(model.folder, model.config)
     notes: list[str] = []
     text = _text_size(model, shapes, dtype, notes)
-    decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles)
+    decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles, copies_layout=copies_layout)
+    # What an expert keeps of the prompt is dropped when the next one takes over, unless every chunk has both.
+    num_others = len(modules) - 1 if model.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
     tokens = sum(tokens for tokens, _ in shapes.streams)
     return MemoryDemand(
@@ -87,7 +91,7 @@ def memory_demand(
         decoder=decoder,
         text_activations=_NUM_TEXT_HELD * tokens * widest * dtype.itemsize,
         step_activations=max(
-            step_bytes(model, module, shapes, dtype, planned, num_sharers)
+            step_bytes(model, module, shapes, dtype, planned, num_sharers, num_others)
             for module in modules.values()
             if isinstance(module, DiffusionTransformer)
         )
@@ -110,9 +114,10 @@ def step_bytes(
     dtype: torch.dtype,
     planned: PlannedRequest,
     num_sharers: int = 1,
+    num_others: int = 0,
 ) -> int:
     """What the largest step has alive at once beside the weights: one forward pass of every branch, with what the first
-    ones keep for later steps, and the sampler's latents."""
+    ones keep for later steps, and the sampler's latents. num_others: experts that keep as much beside this one."""
     first = ("cond",) if not planned.is_guided else ("both",) if planned.is_batched else ("cond", "uncond")
     branches = (*first, *planned.further_branches)
     num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
@@ -135,8 +140,9 @@ def step_bytes(
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
+        kept = num_others * kept_bytes(step, _META) if num_others else 0
     held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.is_causal else 0)
-    return counted // num_sharers + held * planned.num_samples * 4
+    return counted // num_sharers + kept + held * planned.num_samples * 4
 
 
 def _cache_bytes(
@@ -306,9 +312,10 @@ def _components(model: Model[Any, Any]) -> Iterator[tuple[str, tuple[str, str]]]
 
 
 def _decoder_size(
-    model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool
+    model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool, *, copies_layout: bool = False
 ) -> tuple[PartSize, int]:
-    """Its weights with the encoder of an image where the request brings one, and the activations of a decode."""
+    """Its weights with the encoder of an image where the request brings one, and the activations of a decode.
+    copies_layout: as in LiveBytes."""
     takes_image = _takes_image(model, planned)
     total, activations = 0, 0
     for component in model.family.diffusers_components:
@@ -322,7 +329,9 @@ def _decoder_size(
         if component.name == AUTOENCODER:
             size = planned.size
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
-            activations = decoding_bytes(module, size.height, size.width, frames, in_tiles=in_tiles)
+            activations = decoding_bytes(
+                module, size.height, size.width, frames, in_tiles=in_tiles, copies_layout=copies_layout
+            )
     for name, (library, class_name) in _components(model):
         if takes_image and library == "transformers" and name == "image_encoder":
             total += sum(_shapes_of(model, name, class_name).values()) * dtype.itemsize

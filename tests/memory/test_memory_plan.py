@@ -166,3 +166,16 @@ def test_the_peak_is_what_is_alive_at_once() -> None:
         sizes[device] = peak_bytes(lambda: placed(x), x.device)  # noqa: B023 - called at once
     # The hidden layer and its activation.
     assert sizes == {"cpu": 2 * 100 * 64 * 4, "meta": 2 * 100 * 64 * 4}
+
+
+def test_convolutions_of_16_bits_hold_their_tensors_twice_unless_their_channels_lie_last() -> None:
+    def peak(x: torch.Tensor, *, copies_layout: bool = True) -> int:
+        convolution = nn.Conv2d(4, 8, 3, padding=1, bias=False, dtype=x.dtype, device="meta")
+        return peak_bytes(lambda: convolution(x), x.device, copies_layout=copies_layout)
+
+    x = torch.empty(1, 4, 32, 32, dtype=torch.bfloat16, device="meta")
+    out, weight = 8 * 32 * 32 * 2, 8 * 4 * 9 * 2
+    assert peak(x) == out + x.nbytes + weight + out
+    assert peak(x, copies_layout=False) == out
+    assert peak(x.contiguous(memory_format=torch.channels_last)) == out
+    assert peak(x.float()) == 2 * out

@@ -20,9 +20,11 @@ from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
 from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.loading import native_model, prepare
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
-from diffusion_runtime.memory.live_bytes import peak_bytes
+from diffusion_runtime.memory import device_memory
+from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
@@ -90,6 +92,27 @@ def test_streamed_and_resident_make_the_same_frames(family: str, tiny_folder_of:
     assert torch.equal(found[0], velocity)
     assert torch.equal(found[1], modulated)
     assert any(part.stream is not None for part in offloading_of(pipeline).parts)
+    pipeline.close()
+
+
+def test_text_encoders_have_left_when_the_denoising_begins(
+    tiny_folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image is encoded there before the transformer is called."""
+    pipeline = offloaded(str(tiny_folder_of("flux2")), "model")
+    parts, denoise, present = offloading_of(pipeline).parts, LatentDenoiser.denoise, []
+
+    def note(when: str) -> None:
+        present.append((when, [part.name for part in parts if part.is_on_device]))
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        note("denoise")
+        return denoise(*arguments)
+
+    modules_of(pipeline.text_encoder)[0].register_forward_hook(lambda *_: note("text"))
+    monkeypatch.setattr(LatentDenoiser, "denoise", watched)
+    pipeline(small_request(pipeline, 1))
+    assert (present[0], present[-1]) == (("text", ["text_encoder"]), ("denoise", []))
     pipeline.close()
 
 
@@ -269,6 +292,15 @@ def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.Mon
         pipeline(GenerationRequest(prompt="a red circle", num_inference_steps=2, seed=1, **SMALL))
 
 
+def test_a_device_that_refused_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_pipeline(device="cpu")
+    request = GenerationRequest(prompt="a red circle", num_inference_steps=1, seed=1, **SMALL)
+    assert not any("last bits" in note for note in pipeline(request).attention_report.notes)
+    monkeypatch.setattr(device_memory, "num_shortages", lambda _: 3)
+    (note,) = [note for note in pipeline(request).attention_report.notes if "last bits" in note]
+    assert note.startswith("this process asked the device 3 times for memory that was not there")
+
+
 # Heights in pixels.
 SIZES = (64, 160)
 # Of the counted activations against those of a real forward pass.
@@ -297,12 +329,15 @@ def test_planned_activations_are_those_of_a_forward_pass(
         latents = torch.zeros(1, *geometry.sample_shape(size))
         inputs = DenoiserInputs(text, size, request.guidance)
 
-        def step(latents: torch.Tensor = latents, inputs: DenoiserInputs = inputs) -> object:
+        def step(latents: torch.Tensor = latents, inputs: DenoiserInputs = inputs) -> tuple[object, object]:
             context = AttentionContext()
             return real(latents, torch.full((1,), 500.0), inputs, context), context
 
         measured = peak_bytes(step, latents.device) + SAMPLER_COPIES * latents.nbytes
         assert (1 - TOLERANCE) * measured <= planned <= (1 + TOLERANCE) * measured, (size, planned / measured)
+        kept = kept_bytes(lambda: step()[1], latents.device)
+        more = step_bytes(model, prepared.transformer, shapes, torch.float32, request, num_others=1) - planned
+        assert (1 - TOLERANCE) * kept <= more <= (1 + TOLERANCE) * kept, (size, more / kept)
 
 
 def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_folder_of: FolderOf) -> None:

@@ -17,6 +17,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.errors import DeviceMemoryError
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.device_memory import num_shortages, shortage_remark
 
 pytestmark = pytest.mark.gpu
 FolderOf = Callable[[str], Path]
@@ -103,3 +104,21 @@ def test_closing_unpins_and_frees() -> None:
         gc.collect()
         left.append(torch.cuda.memory_allocated())
     assert left[1] - left[0] < 2**20
+
+
+def test_a_convolution_without_its_workspace_is_counted() -> None:
+    """cuDNN computes with another algorithm then and says nothing."""
+    device = torch.device(DEVICE)
+    x = torch.randn(1, 256, 1024, 1024, device=device, dtype=torch.bfloat16)
+    convolution = torch.nn.Conv2d(256, 128, 3, padding=1, device=device, dtype=torch.bfloat16)
+    torch.cuda.empty_cache()
+    before = num_shortages(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    room = torch.cuda.memory_reserved(device) + x.nbytes // 2 + 32 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / total, device)
+    try:
+        convolution(x)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert num_shortages(device) > before
+    assert shortage_remark(device) is not None

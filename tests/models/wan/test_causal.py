@@ -33,8 +33,11 @@ from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.memory_planning import planned_batch
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.memory_demand import step_bytes
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.prompt_switches import SWITCH_MODES
 from diffusion_runtime.step_info import StepInfo
@@ -234,6 +237,28 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
     cache = media.attention_report.cache
     assert cache is not None
     assert cache.num_bytes == 2 * 2 * 2 * 7 * 4 * 4 * 16 * 4
+
+
+def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, tmp_path: Path) -> None:
+    def planned(where: Path) -> tuple[int, int, int]:
+        """Activations of a step, those of the cache, and what one expert keeps of the prompt."""
+        prepared = prepare(RuntimeConfig(str(where), device="cpu", dtype="float32"))
+        assert isinstance(prepared, PreparedModel)
+        request = prepared.rules.resolve(REQUEST)
+        model, batch = prepared.model, planned_batch(prepared.rules, [request])
+        found = prepared._largest_demand(prepared.transformer, [request])
+        assert found is not None
+        modules = model.modules(prepared.transformer)
+        shapes = model.family.text_shapes(model.folder, model.config)
+        given = (model, modules["transformer"], shapes, torch.float32, batch)
+        kept = step_bytes(*given, num_others=1) - step_bytes(*given)
+        return found.demand.step_activations, cache_bytes(modules.values(), request, 12, 4, 1, torch.float32), kept
+
+    one, cache, kept = planned(folder)
+    two, caches, _ = planned(write_tiny_wan(tmp_path / "experts", causal=KEYS, boundary_ratio=0.875))
+    assert kept > 0
+    assert caches == 2 * cache
+    assert two == one + cache + kept
 
 
 def test_a_rolling_window(pipeline: Pipeline) -> None:

@@ -156,6 +156,22 @@ def test_each_expert_serves_its_steps(experts_folder: Path) -> None:
         assert name in dict(ours.transformer.named_modules())
 
 
+def test_what_an_expert_keeps_of_the_prompt_is_dropped_when_the_next_takes_over(experts_folder: Path) -> None:
+    """Both at once would be 0.84 GB more than the plan of a 24 GB card has room for."""
+    ours = load_pipeline(str(experts_folder), device="cpu")
+    kept: list[tuple[int, int]] = []
+
+    def count(*given: Any) -> None:
+        context = given[1][3]
+        kept.append((context.step.expert, sum(1 for _ in context.state.find_all("prompt"))))
+
+    for expert in range(2):
+        ours.transformer.expert(expert).register_forward_hook(count)
+    ours(GenerationRequest(PROMPTS[0], height=32, width=32, num_frames=1, num_inference_steps=6, guidance_scale=1.0))
+    counts = dict(kept)
+    assert counts[0] == counts[1] > 0
+
+
 def test_the_experts_have_scales_of_their_own_by_default(experts_folder: Path, image_folder: Path) -> None:
     defaults = load_pipeline(str(experts_folder), device="cpu").defaults
     assert (defaults["guidance_scale"], defaults["guidance_scale_2"], defaults["num_inference_steps"]) == (4.0, 3.0, 40)
