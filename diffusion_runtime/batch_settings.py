@@ -20,6 +20,7 @@ from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
@@ -42,7 +43,7 @@ class SamplingRules:
     embeds_guidance: bool = False
     guidance_offset: float = 0.0
     guides_parts: bool = False
-    control: VideoControl | None = None
+    control: VideoControl | ImageControl | None = None
     is_causal: bool = False
 
 

@@ -269,6 +269,7 @@ def split_revision(model_path: str) -> tuple[str, str | None]:
 WEIGHT_PATHS = (
     "transformer_path",
     "transformer_2_path",
+    "controlnet_path",
     "vae_path",
     "audio_vae_path",
     "vocoder_path",
@@ -296,6 +297,8 @@ class RuntimeConfig:
         before the weights are read, once per version.
     transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
         transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
+    controlnet_path: the folder of a ControlNet, with its config.json, for models that take one; None or `none` for the
+        model folder's own, or none.
     vae_path, text_encoder_path, text_encoder_2_path: the same for the autoencoder and the text encoders: a safetensors
         file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
         vocoder_path: for the sound's, in models that make any.
@@ -331,6 +334,7 @@ class RuntimeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transformer_path: str | None = None
     transformer_2_path: str | None = None
+    controlnet_path: str | None = None
     vae_path: str | None = None
     audio_vae_path: str | None = None
     vocoder_path: str | None = None

@@ -27,6 +27,7 @@ from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
 from diffusion_runtime.models.latent_upsampler import LatentUpsampler
 from diffusion_runtime.parallel.branches import BranchExchange
@@ -143,6 +144,7 @@ class LatentDenoiser:
     def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
+        prompt = text["cond"] if isinstance(self.settings.rules.control, ImageControl) else None
         inputs = {
             branch: DenoiserInputs(
                 text=conditions,
@@ -150,6 +152,7 @@ class LatentDenoiser:
                 guidance=self.settings.embedded_guidance,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
                 request=self.settings.shared,
+                prompt=prompt,
             )
             for branch, conditions in text.items()
         }

@@ -272,7 +272,7 @@ class Pipeline:
                     () if self._quantization is None else self._quantization.ignored,
                     [
                         path
-                        for key in ("transformer_path", "transformer_2_path")
+                        for key in ("transformer_path", "transformer_2_path", "controlnet_path")
                         if (path := self.recipe["runtime"].get(key)) is not None
                     ],
                 ),

@@ -572,13 +572,36 @@ class GenerationRequest:
     conditioning_scale: float | tuple[float, ...] | None = field(
         default=None,
         metadata=RequestField(
-            help="How strongly images and control video count; one number, or one for each control block.",
+            help="How strongly a control image or video counts; one number, or one for each control block.",
             check=Scales(),
             panel=WHAT,
-            pipeline_parameters=("conditioning_scale",),
+            pipeline_parameters=("conditioning_scale", "controlnet_conditioning_scale"),
             may_stay_none=True,
             convert=parse_scales,
             refusal="this model has no control blocks; leave it out",
+        ).as_metadata(),
+    )
+    # Where in the steps a ControlNet counts, from 0 to 1; None is all of them.
+    control_guidance_start: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The part of the steps, 0 to 1, after which a ControlNet begins to count.",
+            check=Number(0.0, 1.0),
+            panel=WHAT,
+            pipeline_parameters=("control_guidance_start",),
+            may_stay_none=True,
+            refusal="this model has no ControlNet; leave it out",
+        ).as_metadata(),
+    )
+    control_guidance_end: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The part of the steps after which it counts no more.",
+            check=Number(0.0, 1.0),
+            panel=WHAT,
+            pipeline_parameters=("control_guidance_end",),
+            may_stay_none=True,
+            refusal="this model has no ControlNet; leave it out",
         ).as_metadata(),
     )
     # Of the CPU generator that draws the noise, so that every device starts alike.

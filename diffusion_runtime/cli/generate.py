@@ -71,6 +71,7 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
             "self_check": run.self_check,
             "transformer_path": run.transformer_path,
             "transformer_2_path": run.transformer_2_path,
+            "controlnet_path": run.controlnet_path,
             "vae_path": run.vae_path,
             "audio_vae_path": run.audio_vae_path,
             "vocoder_path": run.vocoder_path,

@@ -202,6 +202,10 @@ Transformer2Path: TypeAlias = Annotated[
     str | None,
     _flag(PARTS, "The same for the second transformer of two.", "--transformer-2-path", metavar="PATH"),
 ]
+ControlnetPath: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "Folder of a ControlNet, for models that take one.", "--controlnet-path", metavar="PATH"),
+]
 VaePath: TypeAlias = Annotated[
     str | None,
     _flag(PARTS, "The same for the autoencoder: Wan2.1_VAE, ae.safetensors, ...", "--vae-path", metavar="PATH"),
@@ -375,6 +379,7 @@ class RunFlags:
     backend: RuntimeBackend = None
     transformer_path: TransformerPath = None
     transformer_2_path: Transformer2Path = None
+    controlnet_path: ControlnetPath = None
     vae_path: VaePath = None
     audio_vae_path: AudioVaePath = None
     vocoder_path: VocoderPath = None

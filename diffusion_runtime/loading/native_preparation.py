@@ -23,6 +23,7 @@ from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder, component_class, read_index
+from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
@@ -78,6 +79,7 @@ def prepare_native(
     elsewhere = [*(file.component for file in files), *(part.component for part in parts)]
     refuse_quantised_components(folder, elsewhere)
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere)
+    folder = with_controlnet(folder, config.controlnet_path, family.controlnet_class, family.name)
     family.check_decode_mode(config.vae_decode)
     family.check_tiling(config.vae_tiling)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
@@ -153,7 +155,7 @@ def prepare_native(
                 config.lora,
                 config.quantization,
                 config.quantization_ignored_layers,
-                [file.path for file in files],
+                [*(file.path for file in files), *filter(None, [config.controlnet_path])],
             ),
         ),
         attention=planned_attention(layers),

@@ -26,7 +26,9 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.joined_weights import joined
 from diffusion_runtime.models.latent_upsampler import SecondStage
 from diffusion_runtime.models.lora.binding import LoraTarget
 from diffusion_runtime.models.lora.names import LoraNames
@@ -129,7 +131,7 @@ class Model(Generic[C, G]):
     decodes_with_noise: bool = False
     images: Mapping[str, bool] = field(default_factory=dict)
     references: ReferenceImages | None = None
-    control: VideoControl | None = None
+    control: VideoControl | ImageControl | None = None
     is_causal: bool = False
     caches_prefix: bool = False
     transformer_files: tuple[TransformerFile, ...] = ()
@@ -139,6 +141,8 @@ class Model(Generic[C, G]):
     size_of_image: Callable[[Size], Size] | None = None
     # As those of the family, of this folder.
     request_fields: tuple[str, ...] = ()
+    # Components whose weights are read with the transformer's, under their name and a dot.
+    joined_components: tuple[str, ...] = ()
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
         """The transformer without weights, on the meta device; this process's part of it where several share it.
@@ -161,6 +165,11 @@ class Model(Generic[C, G]):
             raise ConfigError(
                 f"parallel.tensor_parallel_size: {blocks[0]}: the blocks of a GGUF file are not shared by processes in "
                 "this version; leave out --tensor-parallel-size, or use a safetensors file"
+            )
+        if self.joined_components:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: the weights of a {self.joined_components[0]} are not shared by "
+                "processes in this version; leave out --tensor-parallel-size; --ulysses-degree works"
             )
         return dataclasses.replace(self, tensor=TensorParallel.of(self.family.name, group))
 
@@ -220,6 +229,8 @@ class Model(Generic[C, G]):
     ) -> Checkpoint:
         file = next((file for file in self.transformer_files if file.component == component), None)
         source = None if file is None else file.source(self.expected(component))
+        if self.joined_components:
+            source = joined(self.folder, component, self.joined_components, source)
         return Checkpoint(
             self.folder / component,
             changes=changes,
@@ -232,6 +243,8 @@ class Model(Generic[C, G]):
     def expected(self, component: str) -> Expected:
         """The tensors that a file of a transformer is to have."""
         shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
+        beside = tuple(f"{name}." for name in self.joined_components)
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(beside)}
         return Expected(shapes, self.family.lora_names, self.known_names, self.is_ignored)
 
     def load_transformer(
@@ -392,6 +405,8 @@ class ModelFamily(Generic[C, G]):
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
     guidance_scale to make it the factor of uncond + factor * (cond - uncond).
 
+    controlnet_class: of diffusers, whose ControlNets its models take; None where they take none.
+
     second_stage: what refines upsampled latents, in families with an upsampler.
 
     schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
@@ -424,6 +439,7 @@ class ModelFamily(Generic[C, G]):
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     guidance_offset: float = 0.0
     request_fields: tuple[str, ...] = ()
+    controlnet_class: str | None = None
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
     second_stage: SecondStage | None = None

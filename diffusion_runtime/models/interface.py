@@ -74,7 +74,7 @@ class DenoiserInputs:
     text: the prompts, on the model's device and in its dtype. size: of the clip. guidance: the scale that a model
     distilled from guidance takes as an input, None for others. image: what the video starts from, if anything.
     request: the values that the requests of the batch share, resolved; its prompt, negative prompt and seed are those
-    of the first one.
+    of the first one. prompt: the conditional branch's text in every branch, of models whose ControlNet reads it there.
     """
 
     text: Conditions
@@ -82,6 +82,7 @@ class DenoiserInputs:
     guidance: float | None = None
     image: ImageCondition | None = None
     request: GenerationRequest = _PLAIN_REQUEST
+    prompt: Conditions | None = None
 
 
 class DiffusionTransformer(nn.Module, ABC):

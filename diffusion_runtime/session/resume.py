@@ -24,6 +24,7 @@ _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
 _RUNTIME_KEYS = (
     "transformer_path",
     "transformer_2_path",
+    "controlnet_path",
     "vae_path",
     "audio_vae_path",
     "vocoder_path",

@@ -11,11 +11,14 @@ from diffusion_runtime.models.geometry import ImageGeometry
 # The pipeline folds 2 x 2 latents into a token, whatever the checkpoint's patch_size.
 _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
+# The model takes time in [0, 1].
+TIME_SCALE = 1000.0
 # Channels of a head that carry (frame, row, column), where config.json does not say.
 _AXES = (16, 56, 56)
 # What checkpoints for layered images have.
 _MUST_BE_FALSE = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
-_KEYS = (
+# The keys of config.json, of the transformer and of its ControlNet.
+KEYS = (
     "patch_size",
     "in_channels",
     "out_channels",
@@ -67,7 +70,7 @@ class QwenImageTransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
+    file.refuse_unknown(KEYS)
     for key in _MUST_BE_FALSE:
         if file.flag(key, False):
             raise file.error(key, "false, as in Qwen-Image and Qwen-Image-Edit; `--backend diffusers` runs it", True)

@@ -11,7 +11,7 @@ import torch
 
 from diffusion_runtime.model_folder import AnyFolder, read_index
 from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size, encode_with
+from diffusion_runtime.models.reference_images import Encode, ReferenceConditioner, ReferenceImages, Size, encode_with
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.picture_language_model import PictureLanguageEncoder, load_picture_language_model
@@ -75,18 +75,26 @@ class Editing:
         self, autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
     ) -> ReferenceConditioner:
         """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
-        module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
-        # The class counts its decoder's layers before it encodes.
-        module.decoder = torch.nn.Identity()
-        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
-        encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
-        return ReferenceConditioner(self.references, encode, "diffusers", f"{type(module).__name__}'s encoder")
+        encode, name = load_encoder(autoencoder, folder, device, dtype)
+        return ReferenceConditioner(self.references, encode, "diffusers", name)
 
 
 PIPELINES = {
     "QwenImageEditPipeline": Editing("qwen-image-edit", most=1, seen_area=AREA, label=""),
     "QwenImageEditPlusPipeline": Editing("qwen-image-edit-2509", most=3, seen_area=SEEN_AREA, label="Picture {}: "),
 }
+
+
+def load_encoder(
+    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> tuple[Encode, str]:
+    """The encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
+    module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+    # The class counts its decoder's layers before it encodes.
+    module.decoder = torch.nn.Identity()
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
+    encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
+    return encode, f"{type(module).__name__}'s encoder"
 
 
 def editing_of(folder: AnyFolder) -> Editing | None:

@@ -1,4 +1,4 @@
-"""The Qwen-Image family: text to image, and editing. Its prompt template, its decoder and its declaration."""
+"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, its decoder and its declaration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,27 @@ from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
+from diffusion_runtime.models.controlnet_folder import has_controlnet
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
+from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
+from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import editing as edits
 from diffusion_runtime.models.qwen_image.config import (
     QwenImageTransformerConfig,
     read_geometry,
     read_transformer_config,
+)
+from diffusion_runtime.models.qwen_image.control_image import load_control_conditioner
+from diffusion_runtime.models.qwen_image.controlnet import (
+    CLASS,
+    PIPELINE,
+    ROLE,
+    QwenImageControlledTransformer,
+    controlled_pieces,
+    read_controlnet_config,
 )
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
 from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
@@ -90,10 +103,12 @@ _Model = Model[QwenImageTransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: images to edit."""
+    """What the folder's pipeline asks for: images to edit, or a control image."""
     editing = editing_of(model.folder)
     if editing is None:
-        return model
+        return _with_controlnet(model)
+    if has_controlnet(model.folder, PIPELINE):
+        read_controlnet_config(model.folder, model.config)
     sizes = ("height", "width")
     others = {name: value for name, value in model.defaults.items() if name not in sizes}
     return dataclasses.replace(
@@ -103,6 +118,23 @@ def _adapt(model: _Model) -> _Model:
         defaults={**others, **published_defaults(editing.published)},
         load_text_encoder=partial(editing.load_text_encoder, model.folder),
         load_image_conditioner=partial(editing.load_conditioner, AUTOENCODER, model.folder),
+    )
+
+
+def _with_controlnet(model: _Model) -> _Model:
+    config, own = model.config, read_controlnet_config(model.folder, model.config)
+    if own is None:
+        return model
+    return dataclasses.replace(
+        model,
+        images={"image_path": True},
+        size_of_image=partial(edits.scaled_to, edits.AREA),
+        control=ImageControl(own.num_layers),
+        request_fields=CONTROL_FIELDS,
+        make_transformer=lambda policy: QwenImageControlledTransformer(config, own, model.geometry, policy),
+        pieces=lambda _: controlled_pieces(config, own),
+        joined_components=(COMPONENT_OF_CONTROL,),
+        load_image_conditioner=partial(load_control_conditioner, AUTOENCODER, model.folder),
     )
 
 
@@ -116,9 +148,10 @@ def _text_shapes(folder: AnyFolder, config: QwenImageTransformerConfig) -> TextS
 FAMILY = ModelFamily(
     name="qwen_image",
     transformer_classes=("QwenImageTransformer2DModel",),
-    pipeline_classes=("QwenImagePipeline", *PIPELINES),
+    pipeline_classes=("QwenImagePipeline", PIPELINE, *PIPELINES),
     diffusers_components=(AUTOENCODER,),
-    roles=(("self", "self"),),
+    roles=(("self", "self"), (ROLE, "self")),
+    controlnet_class=CLASS,
     defaults=published_defaults("qwen-image"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,

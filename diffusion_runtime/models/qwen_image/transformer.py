@@ -8,13 +8,15 @@ Shapes in this file: B batch, S grid tokens, R tokens of references, L text toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
+from diffusion_runtime.block_stack import RunBlock, Streams, overwriting
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import ApartTokens, DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
@@ -26,12 +28,9 @@ from diffusion_runtime.layers.reference_tokens import layout_with_references, wi
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.models.qwen_image.config import TIME_SCALE, QwenImageTransformerConfig
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-
-# The model takes time in [0, 1].
-_TIME_SCALE = 1000.0
 
 
 class QwenImageTransformer(DiffusionTransformer):
@@ -44,7 +43,7 @@ class QwenImageTransformer(DiffusionTransformer):
         self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, geometry.patch)
         self.text_norm = RMSNorm(config.text_dim, config.eps)
         self.text_embedding = Linear(config.text_dim, config.dim)
-        self.timestep_embedding = TimestepEmbedding(config.num_waves, config.dim, scale=_TIME_SCALE)
+        self.timestep_embedding = TimestepEmbedding(config.num_waves, config.dim, scale=TIME_SCALE)
         self.blocks = nn.ModuleList(
             DoubleStreamBlock(
                 config.num_heads,
@@ -69,21 +68,23 @@ class QwenImageTransformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. Nothing attends to the text's padding."""
         grid = self.geometry.grid(latents.shape)
-        dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
+        dtype, references = self.out.weight.dtype, self.references_of(inputs)
         context = self.in_token_order(context, grid, latents.device)
         slice_of_grid = context.sharding.shard(self.patch_embedding(latents.to(dtype)))
         num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
         x = with_references(slice_of_grid, references, self.patch_embedding, dtype, context)
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        conditioning = F.silu(self.timestep_embedding(timestep / _TIME_SCALE))
-        rotations = self._rotations((grid, *of_references), text.shape[1], context)
+        conditioning = F.silu(self.timestep_embedding(timestep / TIME_SCALE))
+        rotations = self.rotations((grid, *of_references), text.shape[1], context)
         layout = layout_with_references(
             grid, x.shape[1] - num_tokens, text.shape[1], inputs.text.lengths, tile=context.sharding.tile
         )
         joint = context.with_layout(layout)
         apart = self._references_apart(x.shape[1] - num_tokens, timestep)
-        blocks = (overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks)
+        blocks = [overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks]
+        if residuals := self.residuals_of(latents, timestep, inputs, context):
+            blocks = [_adding(block, residual) for block, residual in zip(blocks, residuals, strict=True)]
         entering = x
         x, _ = context.run_blocks(
             blocks,
@@ -95,6 +96,21 @@ class QwenImageTransformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def references_of(self, inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
+        """The latents of images to edit."""
+        return () if inputs.image is None else inputs.image.references
+
+    def residuals_of(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        inputs: DenoiserInputs,
+        context: AttentionContext,
+    ) -> Sequence[torch.Tensor]:
+        """What is added to the grid's tokens after each block, [B, S, D] of this process's tokens; empty for nothing.
+        context: in the order of the tokens, without a layout."""
+        return ()
 
     def _references_apart(self, num_references: int, timestep: torch.Tensor) -> ApartTokens | None:
         """The tokens of references at timestep 0, in a model that was trained with them there."""
@@ -110,7 +126,7 @@ class QwenImageTransformer(DiffusionTransformer):
         length = tokens.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(tokens.dtype).tiny)
         return unpatchify(tokens * (wanted / length), self.geometry.grid(cond.shape), patch, channels_first=True)
 
-    def _rotations(
+    def rotations(
         self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
     ) -> torch.Tensor:
         """[S + R + L, head_dim / 2], complex. grids: what is denoised, and the references, each of which is a frame
@@ -141,3 +157,13 @@ class QwenImageTransformer(DiffusionTransformer):
             return projected
 
         return cached_for_prompt("text_embedding", text.embeddings, context, project)
+
+
+def _adding(block: RunBlock, residual: torch.Tensor) -> RunBlock:
+    """A block, then a residual that is added to the grid's tokens."""
+
+    def run(streams: Streams) -> Streams:
+        x, *others = block(streams)
+        return (x.add_(residual), *others)
+
+    return run

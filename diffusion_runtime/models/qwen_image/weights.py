@@ -6,20 +6,27 @@ from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.pieces import StreamNames, double_stream_pieces, linear_pieces, two_layer_pieces
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 
-_NAMES = StreamNames("img_mod.1", "txt_mod.1", "img_mlp", "txt_mlp")
+STREAMS = StreamNames("img_mod.1", "txt_mod.1", "img_mlp", "txt_mlp")
 
 
-def transformer_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+def embedding_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """What comes before the blocks, of the transformer and of a ControlNet alike."""
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {"text_norm.weight": (Piece("txt_norm.weight", (config.text_dim,)),)}
     pieces.update(linear_pieces("patch_embedding.projection", [("img_in", dim)], config.patch_channels))
     pieces.update(linear_pieces("text_embedding", [("txt_in", dim)], config.text_dim))
     timestep = "timestep_embedding", "time_text_embed.timestep_embedder"
     pieces.update(two_layer_pieces(*timestep, config.num_waves, dim))
+    return pieces
+
+
+def transformer_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    dim = config.dim
+    pieces = embedding_pieces(config)
     for index in range(config.num_layers):
         names = f"blocks.{index}", f"transformer_blocks.{index}"
-        pieces.update(double_stream_pieces(*names, dim, config.head_dim, config.ffn_dim, _NAMES))
+        pieces.update(double_stream_pieces(*names, dim, config.head_dim, config.ffn_dim, STREAMS))
     pieces.update(linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim))
     pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
     return pieces
