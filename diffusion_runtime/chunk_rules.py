@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from diffusion_runtime.attention.cache.pages import check_page_size
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
 from diffusion_runtime.denoising.prompt_times import resolve_switches
@@ -12,8 +13,8 @@ from diffusion_runtime.request import GenerationRequest, is_set
 
 
 def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
-    """Raises RequestError where a chunk and the sink have no room in the window, and for what goes with a clip that is
-    made at once."""
+    """Raises RequestError where a chunk and the sink have no room in the window, for pages that a frame does not fill,
+    and for what goes with a clip that is made at once."""
     shared = settings.shared
     window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
     if window is not None and window < sink + chunk:
@@ -24,6 +25,9 @@ def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
             f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
             f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
         )
+    if shared.page_size is not None:
+        _, height, width = settings.rules.geometry.grid(settings.sample_shape(settings.size))
+        check_page_size(shared.page_size, height * width)
     if is_rolling(shared):
         if shared.sampler != "dmd":
             raise RequestError(

@@ -11,10 +11,10 @@ from typing import Self, cast
 import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.kinds import StoreKind
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
-from diffusion_runtime.attention.cache.quantised import Fp8Store
 from diffusion_runtime.attention.cache.slots import FrameSlots
-from diffusion_runtime.attention.cache.store import KeyStore, RingStore
+from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import VideoPlans
@@ -173,6 +173,7 @@ class ChunkStream(Iterator[CleanChunk]):
                 num_commits=forward.num_commits,
                 dtype=settings.shared.kv_cache_dtype or "auto",
                 num_saturated=forward.num_saturated,
+                page_size=settings.shared.page_size,
             )
         )
 
@@ -190,7 +191,7 @@ class _FrameForward:
         self.slots = slots
         self.positions = settings.shared.positions or "absolute"
         self.num_commits = 0
-        self._make_store = Fp8Store if settings.shared.kv_cache_dtype == "fp8_e4m3" else RingStore
+        self._make_store = StoreKind(settings.shared.kv_cache_dtype == "fp8_e4m3", settings.shared.page_size)
         self._max_frames = max_frames
         self._denoiser = denoiser
         self._inputs = denoiser.inputs_of(text, settings.size)

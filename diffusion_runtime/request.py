@@ -452,6 +452,16 @@ class GenerationRequest:
             refusal=_NO_CACHE,
         ).as_metadata(),
     )
+    # Tokens of a page of cached keys; None keeps them in a row.
+    page_size: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_cache.md.",
+            check=Count(minimum=1),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
     # Other prompts on the way, (frame, prompt) each; a time as "5s" becomes the first frame of a chunk when the request
     # is resolved.
     prompt_switches: tuple[PromptSwitch, ...] | None = field(

@@ -85,11 +85,12 @@ def _caches(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for report in reports:
         found = report.get("cache")
         if isinstance(found, Mapping):
-            window = found.get("window_frames")
+            window, page_size = found.get("window_frames"), found.get("page_size")
             yield str(
                 CacheRow(
                     window_frames=window if isinstance(window, int) else None,
                     positions=_text(found, "positions"),
+                    page_size=page_size if isinstance(page_size, int) else None,
                     dtype=_text({"dtype": "auto", **found}, "dtype"),
                     **{name: _number(found.get(name)) for name in _CACHE_COUNTS},
                 )

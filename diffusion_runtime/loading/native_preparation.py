@@ -63,6 +63,7 @@ _OF_CHUNKS = (
     "commit_noise",
     "positions",
     "kv_cache_dtype",
+    "page_size",
     "prompt_switches",
     "switch_mode",
 )

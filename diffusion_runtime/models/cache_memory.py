@@ -22,13 +22,15 @@ def cache_bytes(
 ) -> int:
     """Keys and values of all cached layers of all experts on one process, before a sequence is shared.
 
-    Where they are stored in 8 bits, also those of one layer as it reads them. request: resolved. num_frames: latent
-    frames of the video. num_samples: of all guidance branches together.
+    Where they are stored in 8 bits or in pages, also those of one layer as it reads them. request: resolved.
+    num_frames: latent frames of the video. num_samples: of all guidance branches together.
     """
     num_slots = slots_of(request, chunks_of(request, num_frames)).num_slots
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]
     numbers = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys]
-    num_bytes = sum(numbers) * dtype.itemsize
+    stored = 1 if request.kv_cache_dtype == "fp8_e4m3" else dtype.itemsize
+    read_per_number = 0 if request.page_size is None else stored
     if request.kv_cache_dtype == "fp8_e4m3":
-        num_bytes = sum(numbers) + max(numbers, default=0) * dtype.itemsize
+        read_per_number += dtype.itemsize
+    num_bytes = sum(numbers) * stored + max(numbers, default=0) * read_per_number
     return 2 * num_samples * num_slots * tokens_per_frame * num_bytes

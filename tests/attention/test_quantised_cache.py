@@ -79,14 +79,16 @@ def test_bytes_and_heads() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         store, plain = store_of(Fp8Store, dtype), store_of(RingStore, dtype)
         assert isinstance(store, Fp8Store)
-        assert store.codes.nbytes * dtype.itemsize == plain.num_bytes
+        assert store.codes.num_bytes * dtype.itemsize == plain.num_bytes
         # A scale per head, and a mean as large as one token's keys.
         k, v = (x.to(dtype) for x in drawn(2, 1))
         passed(store, range(2), "commit", k, v)
         keys, _ = passed(store, range(2, 4), "denoise", k, v)
         assert keys.dtype == dtype
         assert float((keys[:, : 2 * PER_FRAME] - k).norm() / (k - store.mean).norm()) < 0.04
-        assert store.num_bytes - store.codes.nbytes == (2 * BATCH * HEADS + BATCH * HEADS * HEAD_DIM) * dtype.itemsize
+        assert (
+            store.num_bytes - store.codes.num_bytes == (2 * BATCH * HEADS + BATCH * HEADS * HEAD_DIM) * dtype.itemsize
+        )
     k, v = drawn(2, 1)
     whole, half = store_of(Fp8Store), store_of(Fp8Store, heads=2)
     passed(whole, range(2), "commit", k, v)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 
 from diffusion_runtime.attention.cache.plan import CachePlan
-from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize
+from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
 
 # The largest number of float8_e4m3fn.
 LARGEST = 448.0
@@ -26,9 +29,10 @@ class Fp8Store(KeyStore):
     that are applied after reading do.
     """
 
-    def __init__(self, size: KeyStoreSize) -> None:
-        shape = (2, size.batch, size.num_tokens, size.num_heads, size.head_dim)
-        self.codes = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=size.device)
+    def __init__(self, size: KeyStoreSize, make_store: Callable[[KeyStoreSize], KeyStore] = RingStore) -> None:
+        """make_store: of the codes, as the bytes they are."""
+        # Indexing float8 tensors is not implemented for every device; their bytes are.
+        self.codes = make_store(dataclasses.replace(size, dtype=torch.uint8))
         # In the dtype that they are read in, so that writing and reading use the same numbers.
         self.scale = torch.zeros((2, size.batch, 1, size.num_heads, 1), dtype=size.dtype, device=size.device)
         self.mean = torch.zeros((size.batch, 1, size.num_heads, size.head_dim), dtype=size.dtype, device=size.device)
@@ -38,7 +42,7 @@ class Fp8Store(KeyStore):
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes + self.mean.nbytes
+        return self.codes.num_bytes + self.scale.nbytes + self.mean.nbytes
 
     @property
     def num_saturated(self) -> int:
@@ -51,27 +55,17 @@ class Fp8Store(KeyStore):
             return
         if not self._is_fixed:
             self._fix_scales(k, v)
-        keys, values = (self._quantised(x, index) for index, x in enumerate((k, v)))
-        # Indexing float8 tensors is not implemented for every device; their bytes are.
-        for stored, codes in zip(self.codes.view(torch.uint8), (keys, values), strict=True):
-            if plan.write_index is not None:
-                stored.index_copy_(1, plan.write_index, codes.view(torch.uint8))
-                continue
-            for here, cached in plan.write_copies:
-                stored[:, cached] = codes.view(torch.uint8)[:, here]
+        keys, values = (self._quantised(x, index).view(torch.uint8) for index, x in enumerate((k, v)))
+        self.codes.write(plan, keys, values)
 
     def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._own is not None, "a pass writes its keys before it reads"
         (own_keys, own_values), self._own = self._own, None
-        return self._in_sight(plan, 0, own_keys), self._in_sight(plan, 1, own_values)
+        keys, values = self.codes.read(plan)
+        return self._in_sight(plan, 0, keys, own_keys), self._in_sight(plan, 1, values, own_values)
 
-    def _in_sight(self, plan: CachePlan, index: int, own: torch.Tensor) -> torch.Tensor:
+    def _in_sight(self, plan: CachePlan, index: int, codes: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Keys (index 0) or values (1) in sight, [batch, plan.num_keys, heads, head_dim], those of the pass exact."""
-        codes = self.codes[index].view(torch.uint8)
-        if plan.read_run is not None:
-            codes = codes[:, plan.read_run]
-        else:
-            codes = torch.cat([codes[:, cached] for _, cached in plan.read_copies], dim=1)
         found = codes.view(torch.float8_e4m3fn).to(own.dtype)
         if index == 0:
             found = torch.addcmul(self.mean, found, self.scale[0])
