@@ -15,7 +15,7 @@ def check_page_size(page_size: int, tokens_per_frame: int) -> None:
     """Raises RequestError for pages that a latent frame does not fill: a frame leaves the window with whole pages."""
     if page_size < 1 or tokens_per_frame % page_size:
         fitting = [size for size in range(1, tokens_per_frame + 1) if tokens_per_frame % size == 0]
-        # Of these the larger ones, of which a table needs fewer.
+        # Of those that would do the largest ones are named: a block table needs fewer of them.
         best = best_page_size(tokens_per_frame)
         raise RequestError(
             f"page_size: a latent frame has {tokens_per_frame} tokens; expected a size that divides it "
@@ -118,8 +118,8 @@ class PagedStore(KeyStore):
 
     @property
     def num_bytes(self) -> int:
-        """Of its pages and its block table. What two stores share counts as half of it in each, and the pages of the
-        pool that nobody has are not counted."""
+        """Of its pages and its block table. A page that several stores share counts in parts, which add up to it; pages
+        of the pool that no store has are not counted."""
         pages = [page for row in self._pages for page in row if page >= 0]
         shares = sum(1 / self.pool.num_references(page) for page in pages)
         # Room that is set aside for this store counts although nothing has been written there.
