@@ -134,6 +134,9 @@ def further_calls() -> Iterator[Callable[[], object]]:
     for kind in ("small tiles", "row mask"):
         yield partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
     names = ("block_means", "block_packing.triton", "highest_blocks", "int8_attention.triton", "kmeans.triton")
+    cache = importlib.import_module(f"{KERNELS}.fp8_cache.triton")
+    codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)
+    yield partial(cache.dequantise, *codes, scale, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16))
     means, packing, highest, int8, kmeans = (importlib.import_module(f"{KERNELS}.{name}") for name in names)
     q, k, v = torch.randn(3, 1, 256, 2, 64, dtype=torch.bfloat16)
     for values in ("int8", "fp16", "fp8"):

@@ -9,6 +9,7 @@ import torch
 
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
+from diffusion_runtime.kernels.fp8_cache.api import dequantise
 
 # The largest number of float8_e4m3fn.
 LARGEST = 448.0
@@ -61,22 +62,8 @@ class Fp8Store(KeyStore):
     def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._own is not None, "a pass writes its keys before it reads"
         (own_keys, own_values), self._own = self._own, None
-        keys, values = self.codes.read(plan)
-        return self._in_sight(plan, 0, keys, own_keys), self._in_sight(plan, 1, values, own_values)
-
-    def _in_sight(self, plan: CachePlan, index: int, codes: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Keys (index 0) or values (1) in sight, [batch, plan.num_keys, heads, head_dim], those of the pass exact."""
-        found = codes.view(torch.float8_e4m3fn).to(own.dtype)
-        if index == 0:
-            found = torch.addcmul(self.mean, found, self.scale[0])
-        else:
-            found.mul_(self.scale[1])
-        if plan.write_index is not None:
-            # Of a full cache, all of which is in sight.
-            return found.index_copy_(1, plan.write_index, own)
-        for here, place in plan.own_copies:
-            found[:, place] = own[:, here]
-        return found
+        keys, values = dequantise(*self.codes.read(plan), self.scale, self.mean)
+        return _with_own(plan, keys, own_keys), _with_own(plan, values, own_values)
 
     def _fix_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._is_fixed = True
@@ -94,3 +81,13 @@ class Fp8Store(KeyStore):
         self._num_saturated += (scaled.abs() > LARGEST).sum()
         # A conversion makes NaN of what is too large.
         return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def _with_own(plan: CachePlan, found: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Keys or values in sight, [batch, plan.num_keys, heads, head_dim], with those of the pass as they are."""
+    if plan.write_index is not None:
+        # Of a full cache, all of which is in sight.
+        return found.index_copy_(1, plan.write_index, own)
+    for here, place in plan.own_copies:
+        found[:, place] = own[:, here]
+    return found
