@@ -38,23 +38,37 @@ def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
                 "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
                 "use sequential"
             )
-        apart = ("first_chunk_steps", "first_chunk_flow_shift", "guided_chunks")
-        named = next((name for name in apart if is_set(shared, name)), None)
-        if named is not None:
-            raise RequestError(
-                f"{named}: rolling denoises several chunks in one pass, all of them alike; leave it out, or use "
-                "--chunk-schedule sequential"
-            )
+        _check_alike(settings)
     listed = next((name for name in ("sigmas", "sigmas_before_shift") if is_set(shared, name)), None)
     if shared.first_chunk_steps not in (None, shared.num_inference_steps) and listed is not None:
         raise RequestError(
-            f"first_chunk_steps: {listed} has one noise level for each of {shared.num_inference_steps} steps of "
-            f"any chunk; expected {shared.num_inference_steps}, got {shared.first_chunk_steps}; leave either out"
+            f"first_chunk_steps: {listed} has one noise level for each of {shared.num_inference_steps} steps of any "
+            f"chunk; expected {shared.num_inference_steps}, got {shared.first_chunk_steps}; leave out {listed}, or "
+            f"use --first-chunk-steps {shared.num_inference_steps}"
         )
     for name in ("step_cache", "progressive_resolution", "cfg_gate"):
         if is_set(shared, name):
             raise RequestError(
                 f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
+            )
+
+
+def _check_alike(settings: BatchSettings) -> None:
+    """Raises RequestError where a rolling window's first chunks differ from the others. What the model's defaults fill
+    in cannot be left out, so a value that changes nothing passes."""
+    shared, num_chunks = settings.shared, settings.chunks.num_chunks or 1
+    alike: dict[str, float | int | None] = {
+        "first_chunk_steps": shared.num_inference_steps,
+        "first_chunk_flow_shift": shared.flow_shift,
+        # All of them, or any number where none is guided.
+        "guided_chunks": max(num_chunks, shared.guided_chunks or 0) if settings.is_guided else shared.guided_chunks,
+    }
+    for name, expected in alike.items():
+        value = getattr(shared, name)
+        if value not in (None, expected):
+            raise RequestError(
+                f"{name}: rolling denoises several chunks in one pass, all of them alike; expected {expected}, got "
+                f"{value}; use --{name.replace('_', '-')} {expected}, or --chunk-schedule sequential"
             )
 
 

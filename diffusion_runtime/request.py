@@ -376,6 +376,7 @@ class GenerationRequest:
             help="Noise schedule shift of the first chunk, where it has another one.",
             check=Number(minimum=1e-3),
             may_stay_none=True,
+            used_with=SHIFT,
             refusal=_NO_CACHE,
         ).as_metadata(),
     )

@@ -218,14 +218,23 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({**ROLLING, "first_chunk_steps": 3}, "first_chunk_steps: rolling denoises"),
-        ({**ROLLING, "guided_chunks": 1}, "guided_chunks: rolling denoises"),
-        ({"sigmas": (1.0, 0.5), "first_chunk_steps": 3}, "first_chunk_steps: sigmas has one noise level for each"),
+        ({**ROLLING, "first_chunk_steps": 3}, "first_chunk_steps: rolling denoises.*use --first-chunk-steps 4,"),
+        ({**ROLLING, "first_chunk_flow_shift": 2.0}, "first_chunk_flow_shift: rolling .*--first-chunk-flow-shift 5.0,"),
+        ({**ROLLING, "guided_chunks": 3, "guidance_scale": 3.0}, "guided_chunks: rolling .*use --guided-chunks 4,"),
+        ({"sigmas": (1.0, 0.5), "first_chunk_steps": 3}, "first_chunk_steps: sigmas .* use --first-chunk-steps 2"),
     ],
 )
 def test_a_first_chunk_that_cannot_differ(pipeline: Pipeline, values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         pipeline.resolve(dataclasses.replace(REQUEST, **values))
+
+
+def test_a_rolling_window_takes_first_chunks_like_the_others(pipeline: Pipeline) -> None:
+    """A folder's defaults may say something of the first chunk, which a request can change and not leave out."""
+    alike = {"first_chunk_steps": 4, "first_chunk_flow_shift": 5.0}
+    for guided in ({"guided_chunks": 1}, {"guided_chunks": 4, "guidance_scale": 3.0}):
+        resolved = pipeline.resolve(dataclasses.replace(REQUEST, **ROLLING, **alike, **guided))
+        assert {name: getattr(resolved, name) for name in alike} == alike
 
 
 def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
