@@ -13,14 +13,15 @@ from typing import Any
 class RegisteredSampler:
     """implementation: `module:class`, imported when one is built. A model folder asks for it by scheduler_class, the
     diffusers class in scheduler_config.json, which calls the flow shift shift_key; None for a sampler that only a
-    request chooses. required: the settings with which that class integrates a velocity on a fixed schedule and draws no
-    noise of its own. takes_levels: whether a request may say the noise level of every step; the others space their own.
-    stretches: whether it stretches the schedule to a request's shift_terminal. adds_noise: whether it draws fresh noise
-    at every step.
+    request chooses; also_class: what its authors' own code calls the same one. required: the settings with which that
+    class integrates a velocity on a fixed schedule and draws no noise of its own. takes_levels: whether a request may
+    say the noise level of every step; the others space their own. stretches: whether it stretches the schedule to a
+    request's shift_terminal. adds_noise: whether it draws fresh noise at every step.
     """
 
     implementation: str
     scheduler_class: str | None = None
+    also_class: str | None = None
     shift_key: str | None = None
     required: Mapping[str, Any] = field(default_factory=dict)
     takes_levels: bool = False
@@ -43,6 +44,13 @@ SAMPLERS: Mapping[str, RegisteredSampler] = MappingProxyType(
             scheduler_class="UniPCMultistepScheduler",
             shift_key="flow_shift",
             required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+        ),
+        "flow_map_euler": RegisteredSampler(
+            "diffusion_runtime.denoising.flow_map_euler:FlowMapEulerSampler",
+            scheduler_class="FlowMapEulerDiscreteScheduler",
+            also_class="FlowMapDiscreteScheduler",
+            shift_key="shift",
+            takes_levels=True,
         ),
         "dmd": RegisteredSampler("diffusion_runtime.denoising.dmd:DmdSampler", takes_levels=True, adds_noise=True),
         "rcm": RegisteredSampler("diffusion_runtime.denoising.dmd:RcmSampler", takes_levels=True, adds_noise=True),

@@ -28,6 +28,9 @@ class FlowSchedule:
         """The unshifted noise levels of the steps, from 1 down, without the final 0; None for the scheduler's own."""
         return None
 
+    def check_sampler(self, name: str) -> None:
+        """Raises RequestError for a sampler that does not fit what the model predicts."""
+
 
 @dataclass(frozen=True)
 class LinearSigmas(FlowSchedule):

@@ -15,12 +15,13 @@ def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule:
     """The sampler that a resolved request runs.
 
     Raises RequestError for noise levels that differ in number from the steps, and for values that the sampler does not
-    use; ModelLoadError for settings of the folder that it refuses.
+    use; ModelLoadError for settings of the folder that it refuses; RequestError for one that does not fit the model.
     """
     name, num_steps, flow_shift = request.sampler, request.num_inference_steps, request.flow_shift
     assert name is not None
     assert num_steps is not None
     assert flow_shift is not None
+    schedule.check_sampler(name)
     options = {**scheduler.options_for(name), **_stretch(request, name)}
     if request.sigmas is not None:
         levels, field = request.sigmas, "sigmas"

@@ -14,7 +14,10 @@ from diffusion_runtime.samplers import SAMPLERS
 
 # Class name in the folder -> the sampler behind it.
 SAMPLER_OF_CLASS = {
-    sampler.scheduler_class: name for name, sampler in SAMPLERS.items() if sampler.scheduler_class is not None
+    class_name: name
+    for name, sampler in SAMPLERS.items()
+    for class_name in (sampler.scheduler_class, sampler.also_class)
+    if class_name is not None
 }
 # Sampler -> what its class calls the flow shift.
 SHIFT_KEY = {name: sampler.shift_key for name, sampler in SAMPLERS.items() if sampler.shift_key is not None}

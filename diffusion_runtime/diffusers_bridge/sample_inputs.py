@@ -113,6 +113,16 @@ def _video_cross(sample: StepSample) -> StepInputs:
     return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
 
 
+def _video_flow_map(sample: StepSample) -> StepInputs:
+    """With the timesteps of every frame, and frames second."""
+    made = _video_cross(sample)
+    latents, timestep, _ = made.ours
+    times = timestep[:, None].repeat(1, latents.shape[2])
+    further = {"timestep": times, "r_timestep": torch.full_like(times, 650.0)}
+    theirs = {**made.theirs, "hidden_states": latents.transpose(1, 2).contiguous(), **further}
+    return StepInputs(made.ours, theirs, lambda out: out[0].transpose(1, 2))
+
+
 def _video_controlled(sample: StepSample) -> StepInputs:
     """A control video without reference images."""
     latents = sample.latents()
@@ -361,6 +371,7 @@ _Maker: TypeAlias = Callable[[StepSample], StepInputs]
 _MAKERS: Mapping[str, _Maker] = {
     "CausalWanTransformer3DModel": _video_cross,
     "WanTransformer3DModel": _video_cross,
+    "AnyFlowTransformer3DModel": _video_flow_map,
     "WanVACETransformer3DModel": _video_controlled,
     "HunyuanVideoTransformer3DModel": _video_joint,
     "HunyuanVideo15Transformer3DModel": _video_joint_two_encoders,

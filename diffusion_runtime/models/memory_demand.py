@@ -37,6 +37,8 @@ from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tenso
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 _META = torch.device("meta")
+# Some transformers take the timestep that a step leads to.
+_LAST_STEP = StepInfo(next_timestep=0.0)
 # What samplers with a history hold beside the latents, in float32: UniPC's three predictions, noise and sample.
 SAMPLER_COPIES = 6
 # Of the parts of a decoder: those that encode are loaded when a request brings an image.
@@ -134,7 +136,7 @@ def step_bytes(
     def step() -> RequestCache:
         state = RequestCache()
         for branch, count in num_samples.items():
-            context = AttentionContext(step=StepInfo(branch=branch), state=state)
+            context = AttentionContext(step=StepInfo(branch=branch, next_timestep=0.0), state=state)
             transformer(latents[:count], timestep[:count], inputs[branch], context)
         return state
 
@@ -178,7 +180,7 @@ def forward_on_meta(
 
     def run() -> None:
         with torch.no_grad(), _planned_attention(transformer):
-            transformer(latents, timestep, inputs, AttentionContext(state=state, cache=cache))
+            transformer(latents, timestep, inputs, AttentionContext(step=_LAST_STEP, state=state, cache=cache))
 
     return run
 

@@ -168,7 +168,11 @@ def test_explicit_levels_before_and_after_the_shift() -> None:
             None,
             "sigmas: expected 3 noise levels.* 2",
         ),
-        ({"sigmas": (1.0, 0.5), "sampler": "unipc"}, None, "unipc spaces its own .*flow_match_euler or dmd or rcm"),
+        (
+            {"sigmas": (1.0, 0.5), "sampler": "unipc"},
+            None,
+            "unipc spaces its own .*euler or flow_map_euler or dmd or rcm",
+        ),
         ({"sigmas": (1.0, 0.5)}, None, "sigmas: unipc spaces its own"),
         ({"shift_terminal": 0.1}, None, "shift_terminal: unipc does not stretch.* set sampler to flow_match_euler"),
         ({"num_inference_steps": 2}, "turbowan-4", "preset turbowan-4 has 4 noise levels, got 2 steps.*--sigmas"),

@@ -15,6 +15,14 @@ from diffusion_runtime.model_folder import (
     read_index,
 )
 from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.wan.flow_map import (
+    AUTHORS_KEYS,
+    FLOW_MAP_CLASSES,
+    FLOW_MAP_KEYS,
+    FLOW_MAP_PIPELINES,
+    FlowMapConfig,
+    read_flow_map,
+)
 
 _QK_NORM = "rms_norm_across_heads"
 
@@ -56,11 +64,17 @@ CONTROL_CLASS = "WanVACETransformer3DModel"
 # FastVideo's class of models that make a video chunk by chunk: the same weights, trained under a block-causal mask.
 CAUSAL_CLASS = "CausalWanTransformer3DModel"
 CAUSAL_PIPELINE = "WanCausalDMDPipeline"
-TRANSFORMER_CLASSES = ("WanTransformer3DModel", CONTROL_CLASS, CAUSAL_CLASS)
+TRANSFORMER_CLASSES = ("WanTransformer3DModel", CONTROL_CLASS, CAUSAL_CLASS, *FLOW_MAP_CLASSES)
+_CLASS_KEYS = {
+    CONTROL_CLASS: _CONTROL_KEYS,
+    CAUSAL_CLASS: CAUSAL_KEYS,
+    FLOW_MAP_CLASSES[0]: FLOW_MAP_KEYS,
+    FLOW_MAP_CLASSES[1]: (*FLOW_MAP_KEYS, *AUTHORS_KEYS),
+}
 CONTROL_PIPELINE = "WanVACEPipeline"
 # The pipelines of folders that make videos from text, and from an image; the second name of the former is FastVideo's
 # where the sampler is dmd, which diffusers has no class for.
-TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE)
+TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE, *FLOW_MAP_PIPELINES)
 IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
@@ -75,7 +89,8 @@ class WanTransformerConfig:
     image_dim: width of an image encoder's tokens, None without one; num_placed_tokens: how many tokens of two images
     have a learned position, None where there is one image.
     control_layers: in VACE, the blocks that have a control block beside them; control_channels: of what those read.
-    is_causal: whether self-attention reads the keys of earlier frames.
+    is_causal: whether self-attention reads the keys of earlier frames. flow_map: of models that predict the mean
+    velocity to the timestep that a step leads to, None for others.
     """
 
     num_layers: int
@@ -95,6 +110,7 @@ class WanTransformerConfig:
     control_layers: tuple[int, ...] = ()
     control_channels: int = 0
     is_causal: bool = False
+    flow_map: FlowMapConfig | None = None
 
     @property
     def dim(self) -> int:
@@ -157,7 +173,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
     file = read_config(folder, component)
     class_name = component_class(folder, component)[1]
     is_controlled, is_causal = class_name == CONTROL_CLASS, class_name == CAUSAL_CLASS
-    file.refuse_unknown((*_KEYS, *(_CONTROL_KEYS if is_controlled else ()), *(CAUSAL_KEYS if is_causal else ())))
+    file.refuse_unknown((*_KEYS, *_CLASS_KEYS.get(class_name, ())))
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
@@ -199,6 +215,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
         control_layers=_read_control_layers(file, num_layers) if is_controlled else (),
         control_channels=file.whole_number("vace_in_channels", 96) if is_controlled else 0,
         is_causal=is_causal,
+        flow_map=read_flow_map(file) if class_name in FLOW_MAP_CLASSES else None,
     )
 
 
@@ -286,6 +303,14 @@ def check_pipeline(folder: AnyFolder) -> None:
         )
     if name == CONTROL_PIPELINE and (pipeline.keeps_first_frame or config.image_dim is not None):
         raise ModelLoadError(f"{path}: key '_class_name': {name} takes no first frame and no image encoder")
+    has_more = starts_from_image or pipeline.boundary is not None
+    if (name in FLOW_MAP_PIPELINES) != (config.flow_map is not None) or (config.flow_map is not None and has_more):
+        raise ModelLoadError(
+            f"{path}: key '_class_name': {FLOW_MAP_PIPELINES[0]} belongs to one {FLOW_MAP_CLASSES[0]} that makes "
+            f"videos from text alone, got {shown(name)} and {component_class(folder, 'transformer')[1]} with "
+            f"{config.in_channels} in_channels, expand_timesteps {pipeline.keeps_first_frame}, boundary_ratio "
+            f"{pipeline.boundary}"
+        )
     if name == IMAGE_PIPELINE and not starts_from_image:
         raise ModelLoadError(
             f"{path}: key '_class_name': expected {TEXT_PIPELINES[0]}, got {shown(name)}: a transformer with "

@@ -39,6 +39,7 @@ from diffusion_runtime.models.wan.config import (
 )
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
+from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
 from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
@@ -78,7 +79,13 @@ def _check_parts(folder: AnyFolder) -> None:
 
 def _adapt(model: _Model) -> _Model:
     """What the folder's pipeline asks for: two experts, or images to start from and to end with."""
-    return _with_chunks(_with_experts(_with_control(_with_images(model))))
+    return _with_flow_map(_with_chunks(_with_experts(_with_control(_with_images(model)))))
+
+
+def _with_flow_map(model: _Model) -> _Model:
+    if model.config.flow_map is None:
+        return model
+    return dataclasses.replace(model, schedule=FlowMapSchedule(), defaults={**model.defaults, **FLOW_MAP_DEFAULTS})
 
 
 def _with_chunks(model: _Model) -> _Model:

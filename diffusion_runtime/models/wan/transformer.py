@@ -49,6 +49,7 @@ from diffusion_runtime.models.wan.cross_attention import (
     WanCrossAttention,
     WanImageEmbedding,
 )
+from diffusion_runtime.models.wan.flow_map import FlowMapEmbedding
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -189,7 +190,11 @@ class WanTransformer(DiffusionTransformer):
         self.config = config
         self.geometry = geometry
         self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch)
-        self.time_embedding = TimestepEmbedding(config.num_waves, config.dim)
+        self.time_embedding = (
+            TimestepEmbedding(config.num_waves, config.dim)
+            if config.flow_map is None
+            else FlowMapEmbedding(config.flow_map, config.num_waves, config.dim)
+        )
         self.time_projection = Linear(config.dim, 6 * config.dim)
         self.text_embedding = TextEmbedding(config.text_dim, config.dim)
         self.image_embedding = None if config.image_dim is None else WanImageEmbedding(config)
@@ -245,7 +250,7 @@ class WanTransformer(DiffusionTransformer):
             self.run_blocks_of(block_inputs, keys, inputs),
             self.streams(x, inputs, sharding),
             math.prod(grid),
-            lambda: self._modulated_input(timestep),
+            lambda: self._modulated_input(timestep, context.step),
         )
         runs = []
         for run in block_inputs.runs:
@@ -275,6 +280,11 @@ class WanTransformer(DiffusionTransformer):
         """Without the lengths of the text, whose padding is attended to."""
         read = super().read_inputs(inputs)
         return dataclasses.replace(read, text=dataclasses.replace(read.text, lengths=()))
+
+    def replay_refusal(self) -> str | None:
+        if self.config.flow_map is not None:
+            return "this checkpoint takes the timestep that a step leads to (flow map), which is no tensor"
+        return None
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if self.config.condition_channels or inputs.image is None:
@@ -312,18 +322,18 @@ class WanTransformer(DiffusionTransformer):
         of each frame; those of them that this process holds."""
         if timestep.dim() == 2:
             runs_of_frames = frame_runs(grid, sharding, step.frame_timesteps)
-            return tuple(self._run(tokens, timestep[:, frame]) for tokens, frame in runs_of_frames)
+            return tuple(self._run(tokens, timestep[:, frame], step) for tokens, frame in runs_of_frames)
         if image is None or self.config.condition_channels:
             # Of any length, so that one compiled block serves clips of every size.
-            return (self._run(slice(None), timestep),)
+            return (self._run(slice(None), timestep, step),)
         num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2]
         image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
         later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
         runs = []
         if image_tokens.start < image_tokens.stop:
-            runs.append(self._run(image_tokens, torch.zeros_like(timestep)))
+            runs.append(self._run(image_tokens, torch.zeros_like(timestep), step))
         if later.start < later.stop:
-            runs.append(self._run(later, timestep))
+            runs.append(self._run(later, timestep, step))
         return tuple(runs)
 
     def with_positions(
@@ -344,17 +354,25 @@ class WanTransformer(DiffusionTransformer):
             lambda: context.sharding.shard(grid_rotations(grid, head_dim, device), 0),
         )
 
-    def _run(self, tokens: slice, timestep: torch.Tensor) -> _Run:
-        embedding = self.time_embedding(timestep).to(self.out.weight.dtype)
+    def _embedded(self, timestep: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        """[B, D], in the dtype of the embedding's weights."""
+        embedding = self.time_embedding
+        embedded: torch.Tensor = (
+            embedding(timestep, step) if isinstance(embedding, FlowMapEmbedding) else embedding(timestep)
+        )
+        return embedded
+
+    def _run(self, tokens: slice, timestep: torch.Tensor, step: StepInfo) -> _Run:
+        embedding = self._embedded(timestep, step).to(self.out.weight.dtype)
         time = self.time_projection(F.silu(embedding)).unflatten(-1, (6, -1)).float()
         return _Run(tokens, embedding, time)
 
-    def _modulated_input(self, timestep: torch.Tensor) -> ModulatedInput:
+    def _modulated_input(self, timestep: torch.Tensor, step: StepInfo) -> ModulatedInput:
         """Of the timestep alone, as TeaCache's authors do for Wan; not of an image's tokens, which one process of
         several may hold alone."""
         timestep = timestep if timestep.dim() == 1 else timestep[:, 0]
-        run = self._run(slice(0), timestep)
-        return ModulatedInput(self.time_embedding(timestep).float()[:, None], run.time.flatten(1)[:, None])
+        run = self._run(slice(0), timestep, step)
+        return ModulatedInput(self._embedded(timestep, step).float()[:, None], run.time.flatten(1)[:, None])
 
     def _text_keys(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[KeysAndValues, ...]:
         """Every block's keys and values of a text [B, L, text_dim]."""

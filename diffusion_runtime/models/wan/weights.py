@@ -18,6 +18,7 @@ from diffusion_runtime.models.pieces import (
     two_layer_pieces,
 )
 from diffusion_runtime.models.wan.config import GATE, WanTransformerConfig
+from diffusion_runtime.models.wan.flow_map import embedding_pieces
 
 # Left over in some published checkpoints, and read by nothing.
 IGNORED_SUFFIXES = ("norm_added_q.weight",)
@@ -42,7 +43,10 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
         "out_modulation": (Piece("scale_shift_table", (1, 2, dim)),),
     }
     embedder = "condition_embedder"
-    pieces.update(two_layer_pieces("time_embedding", f"{embedder}.time_embedder", config.num_waves, dim))
+    if config.flow_map is None:
+        pieces.update(two_layer_pieces("time_embedding", f"{embedder}.time_embedder", config.num_waves, dim))
+    else:
+        pieces.update(embedding_pieces("time_embedding", embedder, config.num_waves, dim))
     pieces.update(linear_pieces("time_projection", [(f"{embedder}.time_proj", 6 * dim)], dim))
     pieces.update(two_layer_pieces("text_embedding", f"{embedder}.text_embedder", config.text_dim, dim))
     pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))

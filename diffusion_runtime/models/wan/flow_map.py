@@ -1,0 +1,98 @@
+"""AnyFlow (arXiv:2605.13724): Wan checkpoints that predict the mean velocity from a timestep t to a later one r.
+
+Where other models say which way the latents move at t, a flow map says how far they get until r, so that one checkpoint
+makes a video in any number of steps. It has one network more, which embeds r; the rest is Wan's, and one Euler step is
+x_r = x_t - (sigma_t - sigma_r) * v(x_t, t, r). The causal checkpoints (FAR) are another architecture: they keep old
+frames in patches four times as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.layers.embeddings import TimestepEmbedding
+from diffusion_runtime.model_folder import ConfigFile
+from diffusion_runtime.models.pieces import NamedPieces, two_layer_pieces
+from diffusion_runtime.step_info import StepInfo
+
+# Diffusers' names, and those of the authors' own code, which their folders on the hub have.
+FLOW_MAP_CLASSES = ("AnyFlowTransformer3DModel", "FAR_Wan_Transformer3DModel")
+FLOW_MAP_PIPELINES = ("AnyFlowPipeline", "WanAnyFlowPipeline")
+FLOW_MAP_KEYS = ("gate_value", "deltatime_type")
+# Of the authors' one class for both kinds of checkpoints: which kind it is, and what the causal one reads.
+AUTHORS_KEYS = ("init_flowmap_model", "init_far_model", "chunk_partition", "compressed_patch_size", "full_chunk_limit")
+# What the authors' examples make: any number of steps does, and guidance is part of the weights.
+FLOW_MAP_DEFAULTS = {"num_inference_steps": 4, "guidance_scale": 1.0}
+_TARGETS = {"r": False, "t-r": True}
+_SAMPLERS = ("flow_map_euler", "flow_match_euler")
+
+
+@dataclass(frozen=True)
+class FlowMapConfig:
+    """share: of the embedding of r in that of both timesteps, from 0 to 1. is_interval: whether t - r is embedded in
+    place of r."""
+
+    share: float
+    is_interval: bool
+
+
+def read_flow_map(file: ConfigFile) -> FlowMapConfig:
+    """The keys gate_value and deltatime_type of a transformer's config. Raises ModelLoadError that names the file and
+    the key, for causal checkpoints too."""
+    if file.values.get("init_far_model", False) is not False:
+        raise file.error(
+            "init_far_model",
+            "false: causal checkpoints (FAR) have no native transformer here; in a folder with diffusers' class names "
+            "(AnyFlowFARTransformer3DModel, AnyFlowFARPipeline) `--backend diffusers` runs them",
+            file.values["init_far_model"],
+        )
+    if file.values.get("init_flowmap_model", True) is not True:
+        raise file.error("init_flowmap_model", "true", file.values["init_flowmap_model"])
+    share, target = file.number("gate_value", 0.25), file.values.get("deltatime_type", "r")
+    if not 0 <= share <= 1:
+        raise file.error("gate_value", "a number from 0 to 1", share)
+    if not isinstance(target, str) or target not in _TARGETS:
+        raise file.error("deltatime_type", " or ".join(map(repr, _TARGETS)), target)
+    return FlowMapConfig(share, _TARGETS[target])
+
+
+class FlowMapEmbedding(nn.Module):
+    """The embedding of both timesteps: (1 - share) * that of t + share * that of r, or of t - r."""
+
+    def __init__(self, config: FlowMapConfig, num_waves: int, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.start = TimestepEmbedding(num_waves, dim)
+        self.target = TimestepEmbedding(num_waves, dim)
+
+    def forward(self, timestep: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        """[batch, dim]. timestep: t, [batch], in [0, 1000]; r is step.next_timestep."""
+        assert step.next_timestep is not None, "a flow map takes the timestep that a step leads to"
+        target = torch.full_like(timestep, step.next_timestep)
+        embedded = self.target(timestep - target if self.config.is_interval else target)
+        mixed: torch.Tensor = torch.lerp(self.start(timestep), embedded, self.config.share)
+        return mixed
+
+
+def embedding_pieces(ours: str, theirs: str, num_waves: int, dim: int) -> Iterator[NamedPieces]:
+    """Of a FlowMapEmbedding. theirs: the checkpoint's name of all that embeds conditions."""
+    yield from two_layer_pieces(f"{ours}.start", f"{theirs}.time_embedder", num_waves, dim)
+    yield from two_layer_pieces(f"{ours}.target", f"{theirs}.delta_embedder", num_waves, dim)
+
+
+class FlowMapSchedule(FlowSchedule):
+    """Noise levels of a flow map: any do."""
+
+    def check_sampler(self, name: str) -> None:
+        """Raises RequestError for samplers that take the velocity at t, or one from which all noise can be removed."""
+        if name not in _SAMPLERS:
+            raise RequestError(
+                f"sampler: {name} does not integrate the mean velocity from one timestep to the next, which this model "
+                f"predicts; leave it out, or set {' or '.join(_SAMPLERS)}"
+            )
