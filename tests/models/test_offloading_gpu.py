@@ -108,7 +108,7 @@ def test_closing_unpins_and_frees() -> None:
 
 def test_a_convolution_without_its_workspace_is_counted() -> None:
     """cuDNN computes with another algorithm then and says nothing."""
-    device = torch.device(DEVICE)
+    device = torch.device(DEVICE, 0)
     x = torch.randn(1, 256, 1024, 1024, device=device, dtype=torch.bfloat16)
     convolution = torch.nn.Conv2d(256, 128, 3, padding=1, device=device, dtype=torch.bfloat16)
     torch.cuda.empty_cache()
