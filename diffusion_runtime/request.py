@@ -43,7 +43,7 @@ from diffusion_runtime.step_cache import StepCacheSettings
 CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
-_NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out"
+_NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out or use --model-path shapes-causal"
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 # The fields that say the noise level of every step.
@@ -474,7 +474,7 @@ class GenerationRequest:
             flag="--at",
             may_stay_none=True,
             convert=parse_switches,
-            refusal="this model makes a clip at once, from one prompt; leave it out",
+            refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
         ).as_metadata(),
     )
     # What becomes of the keys in sight then: computed anew under the new prompt by chunks or in one pass, or kept.

@@ -32,7 +32,8 @@ def resolve_switches(
             length = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
             last = f"the last chunk begins at frame {starts[-1]}" if len(starts) > 1 else "it is one chunk"
             raise RequestError(
-                f"{name}: {shown(at)} is past the end: the video has {length}, and {last}; give more num_frames"
+                f"{name}: {shown(at)} is past the end: the video has {length}, and {last}; "
+                "give more --seconds or --num-frames"
             )
         resolved.append((start, prompt, at))
     resolved.sort(key=lambda switch: switch[0])

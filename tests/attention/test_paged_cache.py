@@ -162,5 +162,8 @@ def test_what_is_refused(folder: Path) -> None:
         RequestError, match=r"page_size: a latent frame has 4 tokens.*\(1, 2, 4\), got 3; use --page-size 4"
     ):
         load_pipeline(str(folder), device="cpu").resolve(request)
-    with pytest.raises(RequestError, match="page_size: this model makes a clip at once, without a key-value cache"):
+    with pytest.raises(
+        RequestError,
+        match="page_size: this model makes a clip at once, without a key-value cache; leave it out or use --model-path",
+    ):
         load_pipeline("shapes", device="cpu").resolve(GenerationRequest("a red circle", page_size=4))
