@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import tomllib
 from collections import Counter
@@ -19,6 +20,7 @@ from fenced_blocks import NOT_RUN, ROOT, Block, blocks
 from PIL import Image
 from sample_media import make_media
 
+from diffusion_runtime.benchmark.step_model import published_files
 from diffusion_runtime.cli.app import app
 from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
 from diffusion_runtime.comparison import compare, setting
@@ -116,11 +118,18 @@ def resolved(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 def write_inputs(block: Block, arguments: list[str]) -> None:
-    """The files that a command names: pictures and a clip of the model's own size, prompts, the page's YAML."""
+    """What a command names: pictures and a clip of the model's own size, prompts, the page's YAML, a ControlNet."""
     sizes = {model.name: model.request for model in published_models()}
     request = next((sizes[word] for word in arguments if word in sizes), {})
     width, height = request.get("width", 512), request.get("height", 512)
     yaml = iter(each.text for each in blocks("yaml") if each.document == block.document)
+    if "--controlnet-path" in arguments:
+        # The config of the published one: five blocks like those of the transformer.
+        folder = Path(arguments[arguments.index("--controlnet-path") + 1])
+        folder.mkdir(exist_ok=True)
+        config = published_files(arguments[arguments.index("--model-path") + 1])["transformer/config.json"]
+        config = {**config, "_class_name": "QwenImageControlNetModel", "num_layers": 5}
+        (folder / "config.json").write_text(json.dumps(config))
     if "--video-path" in arguments:
         # A mask has the size of its video.
         width, height = width // 16 * 2, height // 16 * 2
