@@ -13,7 +13,12 @@ import numpy
 import pytest
 import torch
 from denoiser_inputs import text_inputs
-from diffusers import AnyFlowPipeline, AnyFlowTransformer3DModel, FlowMapEulerDiscreteScheduler
+from diffusers import (
+    AnyFlowFARTransformer3DModel,
+    AnyFlowPipeline,
+    AnyFlowTransformer3DModel,
+    FlowMapEulerDiscreteScheduler,
+)
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from tables import table
 from tiny_models import TINY_SIZES, write_tiny_wan
@@ -211,3 +216,29 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
     change(folder)
     with pytest.raises(ModelLoadError, match=message):
         prepare(RuntimeConfig(str(folder), device="cpu"), is_dry_run=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_causal_folder_runs_through_diffusers(tmp_path: Path) -> None:
+    folder = write_tiny_flow_map(tmp_path / "far")
+    for old in (folder / "transformer").iterdir():
+        old.unlink()
+    AnyFlowFARTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=96,
+        num_layers=2,
+        rope_max_seq_len=64,
+        chunk_partition=(1, 1),
+    ).save_pretrained(folder / "transformer")
+    kept = ["diffusers", "AnyFlowFARTransformer3DModel"]
+    change_json(folder / "model_index.json", _class_name="AnyFlowFARPipeline", transformer=kept)
+    with pytest.raises(
+        ModelLoadError, match=r"AnyFlowFARTransformer3DModel, .* With --backend diffusers, diffusers' own"
+    ):
+        prepare(RuntimeConfig(str(folder), device="cpu", backend="native"), is_dry_run=True)
+    media = load_pipeline(str(folder), device="cpu")(request(num_inference_steps=1))
+    assert media.frames.shape == (5, 32, 32, 3)
+    assert media.frames.std() > 5
