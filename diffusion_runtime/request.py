@@ -596,9 +596,8 @@ class GenerationRequest:
     control_guidance_start: float | None = field(
         default=None,
         metadata=RequestField(
-            help="The part of the steps, 0 to 1, after which a ControlNet begins to count.",
+            help="Part of the steps, 0 to 1, after which a ControlNet begins to count.",
             check=Number(0.0, 1.0),
-            panel=WHAT,
             pipeline_parameters=("control_guidance_start",),
             may_stay_none=True,
             refusal="this model has no ControlNet; leave it out",
@@ -607,9 +606,8 @@ class GenerationRequest:
     control_guidance_end: float | None = field(
         default=None,
         metadata=RequestField(
-            help="The part of the steps after which it counts no more.",
+            help="Part of the steps after which a ControlNet counts no more.",
             check=Number(0.0, 1.0),
-            panel=WHAT,
             pipeline_parameters=("control_guidance_end",),
             may_stay_none=True,
             refusal="this model has no ControlNet; leave it out",

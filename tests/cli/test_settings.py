@@ -184,6 +184,7 @@ def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes:
 OWN_VALUES: dict[str, Any] = {
     "transformer_path": "fp8.safetensors",
     "transformer_2_path": "low_noise.safetensors",
+    "controlnet_path": "controlnet",
     "vae_path": "ae.safetensors",
     "audio_vae_path": "ltx2_audio_vae.safetensors",
     "vocoder_path": "ltx2_audio_vae.safetensors",
