@@ -21,12 +21,15 @@ from diffusion_runtime.loading.interface import Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.meta_operators import MetaOperators
+from diffusion_runtime.models.image_control import ImageControl, counts_at
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import Extent
 
 SCHEMA = "diffusion_runtime.explain/1"
+# In place of a backend, in steps in which a ControlNet does not run.
+NOT_RUN = "not run"
 
 # Operations per second that each part reached on one H200 in bfloat16 at Wan 2.1 1.3B's shapes (docs/benchmarks.md):
 # linear products, dense attention by FlashAttention-4, the block-sparse kernel in 4x4x4 tiles, the decoder.
@@ -40,9 +43,9 @@ class LayerSchedule:
     """Attention of one layer over the steps of a request.
 
     backends: by step, `video_sparse_attn`, or `video_sparse_attn: dense torch_sdpa` where a rule of its options makes
-    the call dense. density: by step, the share of pairs that is computed; None where the content decides. commit: what
-    computes the keys of finished frames, in a video that is made chunk by chunk, or of a prefix; None elsewhere. Rules
-    by chunk are shown as of the first one.
+    the call dense, NOT_RUN in a step in which the layer does not run. density: by step, the share of pairs that is
+    computed; None where the content decides. commit: what computes the keys of finished frames, in a video that is made
+    chunk by chunk, or of a prefix; None elsewhere. Rules by chunk are shown as of the first one.
     """
 
     role: str
@@ -145,7 +148,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         cost = count_forward([prepared.transformer], forward)
         prefill = prefill or _prefill_of(first, cost)
         steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
-        stages.append(_Stage(cost, steps, _schedules_of(cost, prefill, steps, num_steps)))
+        stage = _Stage(cost, steps, _schedules_of(cost, prefill, steps, num_steps))
+        stages.append(_with_control_in_some(stage, prepared, dataclasses.replace(planned, size=size), num_steps))
     shape = prepared.model.geometry.latent_shape(planned.size.height, planned.size.width, planned.size.num_frames)
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
@@ -162,6 +166,32 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         parts=_parts(prepared, planned, stages, branches, prefill),
         is_bound=any(each is None for row in schedule for each in row.density),
     )
+
+
+def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
+    """The same stage, in some of whose steps a ControlNet does not run. Its cost is the mean over the steps."""
+    runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
+    if not isinstance(prepared.model.control, ImageControl) or all(runs):
+        return stage
+    uncontrolled = dataclasses.replace(planned, request=dataclasses.replace(planned.request, conditioning_scale=0.0))
+    forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, uncontrolled)
+    with MetaOperators():
+        # The first pass projects the text, which the stage's cost leaves out.
+        forward()
+    without, share = count_forward([prepared.transformer], forward), sum(runs) / len(runs)
+    others = {(each.role, each.index) for each in without.attention}
+    attention, schedule = [], []
+    for each, row in zip(stage.cost.attention, stage.schedule, strict=True):
+        if (each.role, each.index) in others:
+            attention.append(each)
+            schedule.append(row)
+            continue
+        attention.append(dataclasses.replace(each, operations=share * each.operations))
+        backends = (name if ran else NOT_RUN for name, ran in zip(row.backends, runs, strict=True))
+        density = (found if ran else 0.0 for found, ran in zip(row.density, runs, strict=True))
+        schedule.append(dataclasses.replace(row, backends=tuple(backends), density=tuple(density)))
+    products = share * stage.cost.products + (1 - share) * without.products
+    return _Stage(ForwardCost(products, tuple(attention)), stage.steps, tuple(schedule))
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
@@ -261,9 +291,10 @@ def _parts(
     for stage in stages:
         for each, row in zip(stage.cost.attention, stage.schedule, strict=True):
             dense = each.operations * len(stage.steps) * branches
-            shares = [_kept_share(each, share) for share in row.density]
+            ran = [share for name, share in zip(row.backends, row.density, strict=True) if name != NOT_RUN] or [1.0]
+            shares = [_kept_share(each, share) for share in ran]
             kept = dense * sum(shares) / len(shares)
-            rates = [_RATES["dense" if share == 1.0 else "sparse"] for share in row.density]
+            rates = [_RATES["dense" if share == 1.0 else "sparse"] for share in ran]
             time = sum(dense / len(shares) * share / rate for share, rate in zip(shares, rates, strict=True))
             add(f"attention, {each.role}", dense, kept, time)
     if prefill is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase, ascii_uppercase
 
 from diffusion_runtime.attention_report import index_ranges
-from diffusion_runtime.explanation.explanation import LayerSchedule
+from diffusion_runtime.explanation.explanation import NOT_RUN, LayerSchedule
 
 # A role with more than these ways is shown by them and `?`.
 _LETTERS = ascii_uppercase + ascii_lowercase
@@ -50,7 +50,7 @@ def describe(backend: str, density: float | None) -> str:
     """`video_sparse_attn, 0.10 of the pairs`."""
     if density is None:
         return f"{backend}, the content decides how many pairs"
-    return backend if density == 1.0 else f"{backend}, {density:.3g} of the pairs"
+    return backend if density == 1.0 or backend == NOT_RUN else f"{backend}, {density:.3g} of the pairs"
 
 
 def _equal_layers(schedule: Sequence[LayerSchedule]) -> Iterator[tuple[str, list[LayerSchedule]]]:

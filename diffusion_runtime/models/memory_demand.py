@@ -29,6 +29,7 @@ from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.decoder_memory import decoding_bytes
 from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.weight_files import find_weight_files, stored_shapes
 from diffusion_runtime.request import GenerationRequest, image_paths
@@ -252,7 +253,12 @@ def _inputs(
         # Further reference images, as large as what is made of them.
         further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further))
-    return DenoiserInputs(text, planned.size, planned.guidance, image, planned.request)
+    request, prompt = planned.request, None
+    if isinstance(model.control, ImageControl):
+        # A step in which the ControlNet runs; of two branches in one pass, it runs for one.
+        request = dataclasses.replace(request, control_guidance_start=None, control_guidance_end=None)
+        prompt = Conditions.of(text.embeddings[: planned.num_samples], text.lengths[: planned.num_samples])
+    return DenoiserInputs(text, planned.size, planned.guidance, image, request, prompt)
 
 
 def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:

@@ -23,7 +23,10 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.config import ParallelConfig
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, RequestError
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image.controlnet import ROLE
@@ -235,6 +238,36 @@ def test_memory_counts_the_weights_of_the_controlnet(whole: Path, tiny_qwen_imag
         totals.append(part.total)
     net = QwenImageControlNetModel.from_pretrained(whole / "controlnet")
     assert totals[1] - totals[0] == sum(each.nbytes for each in net.parameters())
+
+
+def test_memory_and_costs_are_those_of_the_steps_in_which_the_controlnet_runs(whole: Path, edges: str) -> None:
+    """However few they are, they decide what a generation has to hold; both branches in one pass share one run."""
+    prepared = prepare(RuntimeConfig(str(whole), device="cpu", offload="none"))
+    assert isinstance(prepared, PreparedModel)
+
+    def explained(**values: Any) -> tuple[dict[str, float], Any, int]:
+        request = prepared.rules.resolve(asked(edges, **values))
+        planned = prepared.planned_for([request])
+        found = explain(planned, request)
+        assert found.description.memory is not None
+        rows = {row.role: row.letters for row in schedule_map(found.schedule).rows}
+        held = found.description.memory.demand.step_activations
+        return {part.name: part.operations for part in found.parts}, rows, held
+
+    name = f"attention, {ROLE}"
+    every, rows, held = explained()
+    assert rows == {ROLE: "AAA", "self": "AAA"}
+    first, rows, held_in_first = explained(control_guidance_end=0.4)
+    assert rows == {ROLE: "ABB", "self": "AAA"}
+    assert held_in_first == held
+    assert first[name] == pytest.approx(every[name] / 3)
+    none, rows, _ = explained(conditioning_scale=0.0)
+    assert rows == {"self": "AAA"}
+    products = [each["linear layers"] for each in (none, first, every)]
+    assert products[1] - products[0] == pytest.approx((products[2] - products[0]) / 3)
+    assert first["attention, self"] == every["attention, self"]
+    apart, _, _ = explained(guidance_mode="two_pass")
+    assert apart[name] == pytest.approx(2 * every[name])
 
 
 def test_what_cannot_be_controlled_is_said_before_the_weights_load(
