@@ -23,7 +23,7 @@ from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSample
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, slots_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
 from diffusion_runtime.denoising.dmd import DmdSampler
-from diffusion_runtime.denoising.interface import OnStep
+from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.denoising.prompt_times import first_frame
 from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
@@ -89,9 +89,10 @@ class ChunkStream(Iterator[CleanChunk]):
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
         slots = slots_of(settings.shared, chunks)
-        self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks))
-        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
         sampler = settings.build_sampler()
+        experts = _experts_of(sampler, denoiser)
+        self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks), experts)
+        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
         video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
         self._sampler: ChunkSampler = PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))
         if is_rolling(settings.shared):
@@ -181,11 +182,16 @@ class ChunkStream(Iterator[CleanChunk]):
 class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
-    slots: where the frames' keys stand. max_frames: of the longest pass.
+    slots: where the frames' keys stand. max_frames: of the longest pass. experts: those that see committed frames.
     """
 
     def __init__(
-        self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions], max_frames: int
+        self,
+        denoiser: LatentDenoiser,
+        slots: FrameSlots,
+        text: Mapping[str, Conditions],
+        max_frames: int,
+        experts: frozenset[int],
     ) -> None:
         settings = denoiser.settings
         self.slots = slots
@@ -200,9 +206,9 @@ class _FrameForward:
         self._placed: tuple[Hashable, FrameCache] | None = None
         self._transformer_pass = denoiser.forward_of()
         self._plans = VideoPlans()
-        # The frame behind the last one that was written, and the experts that denoised.
+        self._experts = experts
+        # The frame behind the last one that was written.
         self._written_to = 0
-        self._experts: set[int] = set()
         geometry = settings.rules.geometry
         _, height, width = geometry.grid(settings.sample_shape(settings.size))
         self._tokens_per_frame = height * width
@@ -244,13 +250,13 @@ class _FrameForward:
         self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
-        """See ForwardFrames. A commit runs every expert that denoised, as each has a cache of its own."""
+        """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
+        its own; those of the first chunk may be others."""
         self._written_to = max(self._written_to, frames.stop)
         plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame, self._max_frames)
         if step.phase == "denoise":
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
-            self._experts.add(expert)
             return self._run(latents, plan, dataclasses.replace(step, expert=expert))
         self.num_commits += 1
         for expert in sorted(self._experts):
@@ -277,6 +283,25 @@ class _FrameForward:
         """Of the next pass of the transformer, which may be one of two guidance branches."""
         self._plans.start_pass()
         return self._denoiser.context_of(self._state, cache=self._cache, plans=self._plans)
+
+
+def _experts_of(sampler: Sampler, denoiser: LatentDenoiser) -> frozenset[int]:
+    """The experts that run in the steps of a sampler."""
+    expert_at = denoiser.transformer.expert_at
+    ends = frozenset(expert_at(timestep) for timestep in (0.0, 1000.0))
+    if len(ends) == 1:
+        return ends
+    found: set[int] = set()
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        assert step.timestep is not None
+        found.add(expert_at(step.timestep))
+        return torch.zeros_like(latents)
+
+    # The levels are the same whatever is denoised.
+    one = torch.zeros(1, 1, 1, 1, 1)
+    sampler.sample(one, predict, draw_noise=lambda: one)
+    return frozenset(found)
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

@@ -246,6 +246,15 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
     cache = media.attention_report.cache
     assert cache is not None
     assert cache.num_bytes == 2 * 2 * 2 * 7 * 4 * 4 * 16 * 4
+    # A first chunk that the expert for high noise makes alone leaves keys for the other one as well.
+    short = dataclasses.replace(
+        REQUEST, num_frames=33, sampler="unipc", num_inference_steps=4, first_chunk_steps=1, sigmas_before_shift=None
+    )
+    with recorded(pipeline) as passes:
+        pipeline(short)
+    made = [(given.step.expert, given.step.phase) for given in passes if given.plan.first_frame == 0]
+    assert made == [(0, "denoise"), (0, "commit"), (1, "commit")]
+    assert assert_block_causal(pipeline, passes, 2, 7) == 1 + 2 * 4
 
 
 def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, tmp_path: Path) -> None:
