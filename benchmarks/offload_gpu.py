@@ -9,7 +9,8 @@ Random weights of the published shapes, made on the device and held where offloa
 weights on the device: its velocity, milliseconds, peak. Then, for every limit, what the plan streams, with torch's
 memory fraction set to the limit so that taking more is an error: the velocity must be the same bit for bit; then
 milliseconds, the peak beside the planned one, and how many copies came late. `--device cpu` runs every path at tiny
-sizes. A step is one forward pass of one guidance branch; the first one, which also projects the text, is not timed.
+sizes. A step is one forward pass of one guidance branch, in the middle of a generation of 50; the first one, which also
+projects the text and computes the rows of modulation of all steps, is not timed.
 Whole generations (benchmarks/offloaded_generation.py) have their encoder and decoder, and their experts in turn. Each
 row is written when it is measured; with --append those that --output has already stay.
 """
@@ -43,7 +44,9 @@ from benchmarks.offloaded_generation import (
     run_generation,
 )
 from benchmarks.quantization_gpu import CASES as STEPS
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, StepInfo
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading.native_model import fill_transformer
 from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.offloading import Offloading
@@ -51,13 +54,15 @@ from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize, ma
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.models.memory_demand import PlannedRequest, part_size, step_bytes
+from diffusion_runtime.models.memory_demand import PlannedRequest, part_size, step_demand
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 DTYPE = torch.bfloat16
 GB = 10**9
+# Of the generation that a step is one of: whose rows of modulation are computed before the first.
+NUM_STEPS = 50
 # Copied to measure the speed of copies.
 COPY_BYTES = 512 * 2**20
 
@@ -100,7 +105,8 @@ class Loaded:
 
 def planned_request(inputs: StepInputs) -> PlannedRequest:
     given = inputs.ours[2]
-    return PlannedRequest(given.size, 1, False, False, given.request, given.guidance)
+    request = dataclasses.replace(given.request, num_inference_steps=NUM_STEPS)
+    return PlannedRequest(given.size, 1, False, False, request, given.guidance)
 
 
 def build(case: Case, device: torch.device, limit: int | None, transfers: Transfers) -> Loaded:
@@ -138,14 +144,15 @@ def demand_of(
     shapes = model.family.text_shapes(model.folder, model.config)
     planned = planned_request(step.make_inputs(device, DTYPE))
     nothing = PartSize("decoder", 0)
-    activations = step_bytes(model, transformer, shapes, DTYPE, planned)
+    found = step_demand(model, transformer, shapes, DTYPE, planned)
     return MemoryDemand(
         dataclasses.replace(nothing, name="text_encoder"),
         (part_size("transformer", transformer),),
         nothing,
         0,
-        activations,
+        found.total,
         0,
+        modulation_rows=found.rows,
     )
 
 
@@ -164,9 +171,11 @@ def measure(loaded: Loaded, step: FamilyStep, device: torch.device, repeats: int
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     state, times, velocity = RequestCache(), [], torch.empty(0)
+    steps = steps_around(inputs.ours[1], NUM_STEPS)
+    plan_steps(state, steps)
     for _ in range(1 + repeats):
         begin = time.perf_counter()
-        velocity = loaded.transformer(*inputs.ours, AttentionContext(state=state, step=StepInfo(branch="cond")))
+        velocity = loaded.transformer(*inputs.ours, AttentionContext(state=state, step=steps[NUM_STEPS // 2]))
         synchronize(device)
         times.append(1000 * (time.perf_counter() - begin))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -19,13 +19,14 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
 from diffusion_runtime.denoising.guidance_terms import with_guidance_terms
-from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, Wrapper
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, Sampler, Wrapper
 from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
+from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages, steps_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
@@ -80,6 +81,7 @@ class LatentDenoiser:
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state = RequestCache()
+        plan_steps(state, self._planned_steps(stages, sampler))
         forward = self.forward_of()
         predicts: list[Predict] = []
         caches: list[StepCache] = []
@@ -110,6 +112,12 @@ class LatentDenoiser:
         latents = self.transformer.settle(latents, inputs["cond"])
         check_finite(latents, self.dtype)
         return latents
+
+    def _planned_steps(self, stages: Sequence[Stage], sampler: Sampler) -> tuple[StepInfo, ...]:
+        if not stages:
+            return sampler.steps(self.device)
+        assert isinstance(sampler, ScheduleSampler)
+        return steps_in_stages(sampler, stages, self.device)
 
     def _second_stage(
         self,

@@ -26,21 +26,22 @@ from diffusion_runtime.benchmark.device_time import time_shares
 from diffusion_runtime.benchmark.operations import count_operations
 from diffusion_runtime.benchmark.step_model import StepModel
 from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
+from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.step_info import StepInfo
 
 # Called with the item under way.
 OnProgress = Callable[[str], None]
 
 MODES = ("eager", "fp8", "fp8-all", "compile")
-_STEP = StepInfo(10, 20, next_timestep=650.0)
+_NUM_STEPS = 20
 # Relative L2 of two bfloat16 forwards of random weights that round at other places; of float32, hundreds of times less.
 _MAX_DIFFERENCE = 0.05
 # A forward of so many milliseconds says enough in one sample.
@@ -150,7 +151,8 @@ class _Run:
         if rules is not None:
             rules.counter.start(lambda how: products.update([how]))
         if not self.operations:
-            self.operations = count_operations(model, _forward_of(model, self._inputs))
+            # Of one step: with what a generation computes for all of them at once.
+            self.operations = count_operations(model, _forward_of(model, self._inputs, is_planned=False))
         for mode in modes:
             if mode == "compile":
                 CompiledBlocks().compile(model)
@@ -234,13 +236,16 @@ def _backends_of(model: DiffusionTransformer) -> list[str]:
 
 
 def _forward_of(
-    model: DiffusionTransformer, inputs: StepInputs, *, is_compiled: bool = False
+    model: DiffusionTransformer, inputs: StepInputs, *, is_compiled: bool = False, is_planned: bool = True
 ) -> Callable[[], torch.Tensor]:
-    """Forwards of one request."""
-    state = RequestCache()
+    """Forwards of one request. is_planned: whether the first one also computes what belongs to all steps, as in a
+    generation."""
+    state, steps = RequestCache(), steps_around(inputs.ours[1], _NUM_STEPS)
+    plan_steps(state, steps if is_planned else ())
+    step = steps[_NUM_STEPS // 2]
 
     def run() -> torch.Tensor:
-        out: torch.Tensor = model(*inputs.ours, AttentionContext(step=_STEP, state=state, is_compiled=is_compiled))
+        out: torch.Tensor = model(*inputs.ours, AttentionContext(step=step, state=state, is_compiled=is_compiled))
         return out
 
     return run

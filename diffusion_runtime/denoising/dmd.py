@@ -57,6 +57,20 @@ class DmdSampler(Sampler):
         """Timesteps of noise level 1."""
         return int(self.options.get("num_train_timesteps", _NUM_TRAIN_TIMESTEPS))
 
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:  # noqa: ARG002
+        """See Sampler.steps."""
+        levels, num_timesteps = (*self.levels, 0.0), self.num_train_timesteps
+        return tuple(
+            StepInfo(
+                index,
+                self.num_steps,
+                timestep=num_timesteps * level,
+                sigma=level,
+                next_timestep=num_timesteps * levels[index + 1],
+            )
+            for index, level in enumerate(levels[:-1])
+        )
+
     def sample(
         self,
         noise: torch.Tensor,
@@ -65,20 +79,12 @@ class DmdSampler(Sampler):
         draw_noise: DrawNoise | None = None,
     ) -> torch.Tensor:
         assert draw_noise is not None or self.num_steps == 1, "this sampler adds noise: give it draw_noise"
-        levels, num_timesteps = (*self.levels, 0.0), self.num_train_timesteps
+        levels = (*self.levels, 0.0)
         precision = precision_on(noise.device)
         latents = noise.to(precision)
         if self.scales_start:
             latents = latents * levels[0]
-        for index, level in enumerate(levels[:-1]):
-            following = levels[index + 1]
-            step = StepInfo(
-                index,
-                self.num_steps,
-                timestep=num_timesteps * level,
-                sigma=level,
-                next_timestep=num_timesteps * following,
-            )
+        for step, level, following in zip(self.steps(noise.device), levels[:-1], levels[1:], strict=True):
             velocity = predict(latents.float(), step).to(precision)
             latents = latents - level * velocity
             if following > 0:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.denoising.interface import OnStep, Predict
-from diffusion_runtime.denoising.schedule_loop import ScheduleSampler, run_schedule
+from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, run_schedule, steps_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.progressive_resolution import LatentSpectrum
+from diffusion_runtime.step_info import StepInfo
 
 # (shape of one sample) -> fresh standard normal noise [batch, *shape], float32.
 DrawNoiseOf = Callable[[Sequence[int]], torch.Tensor]
@@ -109,6 +110,30 @@ def dct_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return matrix.to(device, dtype)
 
 
+def steps_in_stages(sampler: ScheduleSampler, stages: Sequence[Stage], device: torch.device) -> tuple[StepInfo, ...]:
+    """The steps that `sample_in_stages` gives to its predictions, as Sampler.steps."""
+    steps: list[StepInfo] = []
+    for before, stage in zip((stages[0], *stages), stages, strict=False):
+        scheduler, _ = _scheduler_of(sampler, stage, before.level - stage.level, device)
+        steps += steps_of(scheduler, sampler.num_steps, range(stage.first, stage.end))
+    return tuple(steps)
+
+
+def _scheduler_of(
+    sampler: ScheduleSampler, stage: Stage, num_growths: int, device: torch.device
+) -> tuple[Scheduler, list[float]]:
+    """A scheduler whose first step of the stage is at the noise level after the growths; the levels at which the
+    latents grow."""
+    scheduler = sampler.scheduler(device)
+    levels = [float(scheduler.sigmas[stage.first])]
+    for _ in range(num_growths):
+        levels.append(rewound(levels[-1]))
+    if num_growths:
+        scheduler.sigmas[stage.first] = levels[-1]
+        scheduler.timesteps[stage.first] = levels[-1] * scheduler.config.num_train_timesteps
+    return scheduler, levels[:-1]
+
+
 def sample_in_stages(
     sampler: ScheduleSampler,
     stages: Sequence[Stage],
@@ -123,14 +148,11 @@ def sample_in_stages(
     """
     latents, level = noise, stages[0].level
     for stage, predict in zip(stages, predicts, strict=True):
-        scheduler = sampler.scheduler(noise.device)
-        sigma = float(scheduler.sigmas[stage.first])
-        while level > stage.level:
+        scheduler, growth_levels = _scheduler_of(sampler, stage, level - stage.level, noise.device)
+        level = stage.level
+        for sigma in growth_levels:
             *others, height, width = latents.shape[1:]
             latents = grown(latents, draw_noise((*others, 2 * height, 2 * width)), sigma)
-            sigma, level = rewound(sigma), level - 1
-            scheduler.sigmas[stage.first] = sigma
-            scheduler.timesteps[stage.first] = sigma * scheduler.config.num_train_timesteps
         steps = range(stage.first, stage.end)
         latents = run_schedule(scheduler, sampler.num_steps, latents, predict, on_step, steps)
     return latents

@@ -53,6 +53,10 @@ class ScheduleSampler(Sampler):
     def scheduler(self, device: torch.device) -> Scheduler:
         """A fresh one, with its timesteps set. Raises ModelLoadError."""
 
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        """See Sampler.steps."""
+        return steps_of(self.scheduler(device), self.num_steps)
+
     def sample(
         self,
         noise: torch.Tensor,
@@ -98,6 +102,22 @@ def build_scheduler(
     return scheduler
 
 
+def steps_of(scheduler: Scheduler, num_steps: int, steps: range | None = None) -> tuple[StepInfo, ...]:
+    """Steps of a scheduler with its timesteps set, as `run_schedule` runs them; all where `steps` is None."""
+    # Read once: a timestep read from an accelerator inside the loop would synchronise with every step's kernels.
+    timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    return tuple(
+        StepInfo(
+            index,
+            num_steps,
+            timestep=float(timesteps[index]),
+            sigma=float(sigmas[index]),
+            next_timestep=float(timesteps[index + 1]) if index + 1 < len(timesteps) else 0.0,
+        )
+        for index in (range(len(timesteps)) if steps is None else steps)
+    )
+
+
 def run_schedule(
     scheduler: Scheduler,
     num_steps: int,
@@ -112,23 +132,12 @@ def run_schedule(
     Velocities are converted to float32 before the scheduler gets them: it would otherwise round the latents to the
     model's dtype at every step.
     """
-    steps = range(len(scheduler.timesteps)) if steps is None else steps
-    scheduler.set_begin_index(
-        steps.start
-    )  # Without it the scheduler searches for its step, which synchronises with the device.
-    # Read once: a timestep read from an accelerator inside the loop would synchronise with every step's kernels.
-    timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    # Without it the scheduler searches for its step, which synchronises with the device.
+    scheduler.set_begin_index(0 if steps is None else steps.start)
     latents = noise.float()
-    for index in steps:
-        step = StepInfo(
-            index,
-            num_steps,
-            timestep=float(timesteps[index]),
-            sigma=float(sigmas[index]),
-            next_timestep=float(timesteps[index + 1]) if index + 1 < len(timesteps) else 0.0,
-        )
+    for step in steps_of(scheduler, num_steps, steps):
         velocity = predict(latents, step).float()
-        latents = scheduler.step(velocity, scheduler.timesteps[index], latents, return_dict=False)[0]
+        latents = scheduler.step(velocity, scheduler.timesteps[step.index], latents, return_dict=False)[0]
         if on_step is not None:
             on_step(step, latents)
     return latents

@@ -7,7 +7,6 @@ Shapes: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,16 @@ from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
-from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm, norm_for
+from diffusion_runtime.layers.modulation import (
+    ApartTokens,
+    BlockModulation,
+    ModulatedBlock,
+    add_gated_,
+    modulated_layer_norm,
+    norm_for,
+)
+from diffusion_runtime.layers.modulation_rows import ModulationRows
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.step_info import LayerInfo
@@ -85,22 +91,6 @@ class JointAttention(nn.Module):
         return qkv.view(*qkv.shape[:2], 3, self.attention.num_heads, -1)
 
 
-@dataclass(frozen=True)
-class ApartTokens:
-    """Tokens at one end of a stream, the last ones or with is_first the first, which have a timestep of their own.
-    conditioning: [B, D], through its activation."""
-
-    num_tokens: int
-    conditioning: torch.Tensor
-    is_first: bool = False
-
-    def split(self, num_tokens: int) -> tuple[tuple[slice, bool], ...]:
-        """The tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty parts."""
-        middle = self.num_tokens if self.is_first else num_tokens - self.num_tokens
-        halves = (slice(0, middle), self.is_first), (slice(middle, num_tokens), not self.is_first)
-        return tuple((tokens, are_apart) for tokens, are_apart in halves if tokens.start < tokens.stop)
-
-
 class _Run(NamedTuple):
     """Tokens of a stream that are modulated alike. rows: see DoubleStreamBlock."""
 
@@ -108,7 +98,7 @@ class _Run(NamedTuple):
     rows: Sequence[torch.Tensor]
 
 
-class DoubleStreamBlock(nn.Module):
+class DoubleStreamBlock(ModulatedBlock):
     """Joint attention, then a feed-forward network for each stream; both are modulated by rows of each stream's own:
     shift, scale and gate of the attention, then of the feed-forward. eps: of every norm."""
 
@@ -118,30 +108,35 @@ class DoubleStreamBlock(nn.Module):
         super().__init__()
         dim = num_heads * head_dim
         self.eps = eps
-        self.modulation = Modulation(dim, 6)
-        self.text_modulation = Modulation(dim, 6)
+        self.modulation = BlockModulation(dim, 6)
+        self.text_modulation = BlockModulation(dim, 6)
         self.joint_attention = JointAttention(num_heads, head_dim, eps, layer=layer, policy=policy)
         self.feed_forward = FeedForward(dim, ffn_dim)
         self.text_feed_forward = FeedForward(dim, ffn_dim)
+
+    @property
+    def modulations(self) -> tuple[BlockModulation, ...]:
+        return self.modulation, self.text_modulation
 
     def forward(
         self,
         x: torch.Tensor,
         text: torch.Tensor,
-        conditioning: torch.Tensor,
+        stacked: torch.Tensor,
+        text_stacked: torch.Tensor,
         rotations: torch.Tensor,
         context: AttentionContext,
         apart: ApartTokens | None = None,
     ) -> None:
         """x [B, S, D] and text [B, L, D] are overwritten.
 
-        conditioning: [B, D], through its activation. rotations: [S + L, head_dim / 2], complex. context.layout: the
-        grid with the text behind it. apart: tokens of x with a timestep of their own.
+        stacked, text_stacked: the rows of each stream, [6, B, D]. rotations: [S + L, head_dim / 2], complex.
+        context.layout: the grid with the text behind it. apart: tokens of x with a timestep of their own.
         """
+        rows, text_rows = stacked.unbind(), text_stacked.unbind()
         if apart is not None:
-            self._forward_apart(x, text, conditioning, apart, rotations, context)
+            self._forward_apart(x, text, rows, text_rows, apart, rotations, context)
             return
-        rows, text_rows = self.modulation(conditioning), self.text_modulation(conditioning)
         attention, norm = self.joint_attention, Norm("layer", self.eps)
         branch, text_branch = attention(
             norm_for((attention.qkv,), x, norm, shift=rows[0], scale=rows[1]),
@@ -152,9 +147,9 @@ class DoubleStreamBlock(nn.Module):
         self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
         self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
-    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+    def modulated_input(self, x: torch.Tensor, rows: ModulationRows) -> ModulatedInput:
         """Of a model whose first block this is."""
-        shift, scale, *_ = self.modulation(conditioning)
+        shift, scale, *_ = rows.of(self.modulation).unbind()
         return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
 
     def _feed_forward(
@@ -170,16 +165,15 @@ class DoubleStreamBlock(nn.Module):
         self,
         x: torch.Tensor,
         text: torch.Tensor,
-        conditioning: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        text_rows: Sequence[torch.Tensor],
         apart: ApartTokens,
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> None:
         """`forward` of x in two runs of tokens."""
-        text_rows = self.text_modulation(conditioning)
         runs = [
-            _Run(tokens, self.modulation(apart.conditioning if are_apart else conditioning))
-            for tokens, are_apart in apart.split(x.shape[1])
+            _Run(tokens, apart.rows.unbind() if are_apart else rows) for tokens, are_apart in apart.split(x.shape[1])
         ]
         branch, text_branch = self.joint_attention(
             self._modulated(x, runs, 0),
@@ -188,8 +182,8 @@ class DoubleStreamBlock(nn.Module):
             context,
         )
         out = self.feed_forward(self._modulated(x, runs, 3, branch))
-        for tokens, rows in runs:
-            add_gated_(x[:, tokens], out[:, tokens], rows[5])
+        for tokens, of_run in runs:
+            add_gated_(x[:, tokens], out[:, tokens], of_run[5])
         self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
     def _modulated(
@@ -205,9 +199,8 @@ class DoubleStreamBlock(nn.Module):
         return out
 
 
-def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
-    """What TeaCache compares in a model of DoubleStreamBlocks; x and conditioning as the first of them gets them."""
+def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, rows: ModulationRows) -> ModulatedInput:
+    """What TeaCache compares in a model of DoubleStreamBlocks; x as the first of them gets it."""
     first = blocks[0]
     assert isinstance(first, DoubleStreamBlock)
-    with held_weights(first):
-        return first.modulated_input(x, conditioning)
+    return first.modulated_input(x, rows)

@@ -156,11 +156,11 @@ class ConditionEmbedding(nn.Module):
         timestep: torch.Tensor,
         *,
         guidance: float | None = None,
-        next_timestep: float | None = None,
+        next_timestep: torch.Tensor | None = None,
         pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[batch, dim]. timestep: [batch], in [0, 1000]. guidance: a scale such as 3.5. next_timestep: of the step that
-        follows, 0 at the end. pooled: [batch, pooled_dim].
+        """[batch, dim]. timestep: [batch], in [0, 1000]. guidance: a scale such as 3.5. next_timestep: [batch], of
+        the step that follows, 0 at the end. pooled: [batch, pooled_dim].
 
         Arguments that this model has no input for are ignored.
         """
@@ -173,7 +173,7 @@ class ConditionEmbedding(nn.Module):
             embedded = embedded + self.guidance(scales)
         if self.next_timestep is not None:
             assert next_timestep is not None, "this model takes the timestep that a step leads to"
-            embedded = embedded + self.next_timestep(torch.full_like(timestep, next_timestep))
+            embedded = embedded + self.next_timestep(next_timestep)
         if self.pooled is not None:
             assert pooled is not None, "this model takes a pooled text"
             embedded = embedded + self.pooled(pooled.to(embedded.dtype))

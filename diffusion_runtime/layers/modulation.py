@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,6 +25,46 @@ class Modulation(nn.Module):
         float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
         rows: torch.Tensor = self.projection(conditioning)
         return rows.chunk(self.num_rows, dim=-1)
+
+    def stacked(self, conditioning: torch.Tensor) -> torch.Tensor:
+        """The same rows as one tensor, [num_rows, batch, dim]."""
+        rows: torch.Tensor = self.projection(conditioning)
+        return torch.unflatten(rows, -1, (self.num_rows, -1)).transpose(0, 1)
+
+
+class BlockModulation(Modulation):
+    """That of a block which is given its rows (layers/modulation_rows.py)."""
+
+    # By whoever computes the rows, and not by the block's forward.
+    read_once = ("projection",)
+
+
+@dataclass(frozen=True)
+class ApartTokens:
+    """Tokens at one end of a stream, the last ones or with is_first the first, which have a timestep of their own.
+    rows: of their modulation in one block, [rows, batch, dim]."""
+
+    num_tokens: int
+    rows: torch.Tensor
+    is_first: bool = False
+
+    def split(self, num_tokens: int) -> tuple[tuple[slice, bool], ...]:
+        """The tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty parts."""
+        middle = self.num_tokens if self.is_first else num_tokens - self.num_tokens
+        halves = (slice(0, middle), self.is_first), (slice(middle, num_tokens), not self.is_first)
+        return tuple((tokens, are_apart) for tokens, are_apart in halves if tokens.start < tokens.stop)
+
+
+class ModulatedBlock(nn.Module):
+    """A block that is called with its streams, the rows of each of `modulations` and further inputs. modulation: of the
+    grid's tokens."""
+
+    modulation: BlockModulation
+
+    @property
+    def modulations(self) -> tuple[BlockModulation, ...]:
+        """In the order in which forward takes their rows, [num_rows, batch, dim] each."""
+        return (self.modulation,)
 
 
 def modulated_layer_norm(

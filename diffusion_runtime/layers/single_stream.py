@@ -7,15 +7,19 @@ Shapes: B batch, T tokens of grid and text, D width (num_heads * head_dim).
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.kernels.modulated_norm.api import Norm
-from diffusion_runtime.layers.double_stream import ApartTokens
 from diffusion_runtime.layers.linear import Linear, LinearInput
-from diffusion_runtime.layers.modulation import Modulation, add_gated_, norm_for
+from diffusion_runtime.layers.modulation import (
+    ApartTokens,
+    BlockModulation,
+    ModulatedBlock,
+    add_gated_,
+    norm_for,
+)
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.layers.rotated_attention import rotated_attention
@@ -23,7 +27,7 @@ from diffusion_runtime.layers.token_runs import add_gated_by_run_, modulated_by_
 from diffusion_runtime.step_info import LayerInfo
 
 
-class SingleStreamBlock(nn.Module):
+class SingleStreamBlock(ModulatedBlock):
     """One projection computes q, k, v and the hidden features of the feed-forward; one maps attention output and
     features back.
 
@@ -36,7 +40,7 @@ class SingleStreamBlock(nn.Module):
         super().__init__()
         dim = num_heads * head_dim
         self.eps = eps
-        self.modulation = Modulation(dim, 3)
+        self.modulation = BlockModulation(dim, 3)
         self.qkv_up = Linear(dim, 3 * dim + ffn_dim)
         self.norm_q = RMSNorm(head_dim, eps)
         self.norm_k = RMSNorm(head_dim, eps)
@@ -46,25 +50,24 @@ class SingleStreamBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        conditioning: torch.Tensor,
+        stacked: torch.Tensor,
         rotations: torch.Tensor,
         context: AttentionContext,
         apart: ApartTokens | None = None,
     ) -> None:
         """x [B, T, D] is overwritten.
 
-        conditioning: [B, D], after its activation. rotations: [T, head_dim / 2], complex. context.layout: the grid with
-        the text behind it. apart: tokens of x with a timestep of their own.
+        stacked: the rows of shift, scale and gate, [3, B, D]. rotations: [T, head_dim / 2], complex. context.layout:
+        the grid with the text behind it. apart: tokens of x with a timestep of their own.
         """
+        shift, scale, gate = stacked.unbind()
         if apart is not None:
             parts = apart.split(x.shape[1])
-            rows = [self.modulation(apart.conditioning if are_apart else conditioning) for _, are_apart in parts]
-            runs = [(tokens, *of_run) for (tokens, _), of_run in zip(parts, rows, strict=True)]
-            modulated = modulated_by_run(x, Norm("layer", self.eps), [run[:3] for run in runs])
-            branch = self._branch(modulated, rotations, context)
-            add_gated_by_run_(x, branch, [(tokens, gate) for tokens, _, _, gate in runs])
+            runs = [(tokens, apart.rows if are_apart else stacked) for tokens, are_apart in parts]
+            shifts = [(tokens, rows[0], rows[1]) for tokens, rows in runs]
+            branch = self._branch(modulated_by_run(x, Norm("layer", self.eps), shifts), rotations, context)
+            add_gated_by_run_(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
             return
-        shift, scale, gate = self.modulation(conditioning)
         normalized = norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=shift, scale=scale)
         add_gated_(x, self._branch(normalized, rotations, context), gate)
 

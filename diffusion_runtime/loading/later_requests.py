@@ -50,7 +50,7 @@ class LaterRequests:
         if plan is None or largest is None or (self._offloading is None and self._config.memory_limit is None):
             return
         wanted = planned_batch(self._rules, batch)
-        if not takes_more(self._rules, wanted, largest):
+        if not takes_more(self._rules, wanted, largest, keeps_rows=plan.demand.modulation_rows > 0):
             return
         demand = self._demand_of(wanted)
         if demand is None:

@@ -90,7 +90,10 @@ def largest_demand(
     notes: list[str] = []
     if requests:
         every = [planned_batch(rules, [request]) for request in requests]
-        planned = max(every, key=lambda each: (*_extent(rules, each), _num_images(each)))
+        planned = max(
+            every,
+            key=lambda each: (*_extent(rules, each), _num_images(each), each.request.num_inference_steps or 0),
+        )
     else:
         try:
             planned, notes = _default_request(rules)
@@ -230,8 +233,11 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
     )
 
 
-def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedRequest) -> bool:
-    """Whether one request may take more memory than another, in any phase."""
+def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedRequest, *, keeps_rows: bool) -> bool:
+    """Whether one request may take more memory than another, in any phase. keeps_rows: whether every step adds to
+    what the model keeps (MemoryDemand.modulation_rows)."""
+    if keeps_rows and (planned.request.num_inference_steps or 0) > (than.request.num_inference_steps or 0):
+        return True
     larger = any(ours > theirs for ours, theirs in zip(_extent(rules, planned), _extent(rules, than), strict=True))
     return larger or _num_images(planned) > _num_images(than)
 

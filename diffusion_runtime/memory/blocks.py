@@ -43,6 +43,12 @@ def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     return found
 
 
+def largest_held_bytes(root: nn.Module) -> int:
+    """The most that is there at once of what is read outside of a forward of the blocks of a module."""
+    held = (tensors for block in blocks_of(root) for _, tensors in read_once(block))
+    return max((sum(tensor.nbytes for tensor in tensors) for tensors in held), default=0)
+
+
 def streamed_bytes(block: nn.Module) -> tuple[int, int]:
     """(bytes of a block that its forward reads, bytes that are read once a request)."""
     apart = sum(tensor.nbytes for _, tensors in read_once(block) for tensor in tensors)

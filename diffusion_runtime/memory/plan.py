@@ -65,7 +65,8 @@ class PartSize:
 @dataclass(frozen=True)
 class MemoryDemand:
     """What a model and a request ask for, in bytes. text: the encoders together; transformers: of which one predicts at
-    a time; decoder: with what encodes an image. The activations of each phase, without weights."""
+    a time; decoder: with what encodes an image. The activations of each phase, without weights; modulation_rows: those
+    of the step's that are rows of all timesteps, computed before the first one."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -74,6 +75,7 @@ class MemoryDemand:
     step_activations: int
     decode_activations: int
     notes: tuple[str, ...] = ()
+    modulation_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,21 @@ class MemoryPlan:
         """What to show of it."""
         demand = self.demand
         parts = [demand.text, *demand.transformers, demand.decoder]
+        rows_made = ""
+        if demand.modulation_rows:
+            rows_made = f", {size_text(demand.modulation_rows)} of it modulation rows computed before the first step"
         rows = [(f"weights, {part.name.replace('_', ' ')}", size_text(part.total)) for part in parts]
         rows += [
             ("activations, text", size_text(demand.text_activations)),
-            ("activations, step", size_text(demand.step_activations)),
+            ("activations, step", size_text(demand.step_activations) + rows_made),
             ("activations, decoding", size_text(demand.decode_activations)),
             ("offload", f"{self.offload} ({self.reason})"),
         ]
         for part in parts:
             if part.name in self.resident:
                 count = f"{self.resident[part.name]} of {len(part.blocks)} blocks stay on the device"
+                if part.read_once and self.resident[part.name] < len(part.blocks):
+                    count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
         known = "unknown" if self.limit is None else size_text(self.limit)
@@ -142,6 +149,7 @@ class MemoryPlan:
                 "denoise": demand.step_activations,
                 "decode": demand.decode_activations,
             },
+            "modulation_rows": demand.modulation_rows,
             "phases": self.phases,
             "parts": {phase: dict(parts) for phase, parts in self.parts.items()},
             "peak": self.peak,

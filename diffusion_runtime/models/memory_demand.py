@@ -20,7 +20,8 @@ from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.chunks import chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
+from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
+from diffusion_runtime.memory.blocks import blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.model_folder import read_index
@@ -88,19 +89,23 @@ def memory_demand(
     num_others = len(modules) - 1 if model.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
     tokens = sum(tokens for tokens, _ in shapes.streams)
+    steps = [
+        step_demand(model, module, shapes, dtype, planned, num_sharers, num_others)
+        for module in modules.values()
+        if isinstance(module, DiffusionTransformer)
+    ]
+    # While rows are computed, weights that are held for them stand in place of a step's activations.
+    held = max(each.rows for each in steps) + max(map(largest_held_bytes, modules.values()))
     return MemoryDemand(
         text=text,
         transformers=tuple(part_size(component, module) for component, module in modules.items()),
         decoder=decoder,
         text_activations=_NUM_TEXT_HELD * tokens * widest * dtype.itemsize,
-        step_activations=max(
-            step_bytes(model, module, shapes, dtype, planned, num_sharers, num_others)
-            for module in modules.values()
-            if isinstance(module, DiffusionTransformer)
-        )
+        step_activations=max(held, *(each.total for each in steps))
         + _cache_bytes(model, modules.values(), dtype, planned) // num_sharers,
         decode_activations=decode_activations,
         notes=tuple(notes),
+        modulation_rows=max(each.rows for each in steps),
     )
 
 
@@ -110,7 +115,15 @@ def part_size(name: str, module: nn.Module) -> PartSize:
     return PartSize(name, num_bytes_of(module), tuple(own for own, _ in blocks), sum(apart for _, apart in blocks))
 
 
-def step_bytes(
+@dataclass(frozen=True)
+class StepDemand:
+    """Bytes beside the weights. rows: what of the total are rows of modulation for all steps."""
+
+    total: int
+    rows: int
+
+
+def step_demand(
     model: Model[Any, Any],
     transformer: DiffusionTransformer,
     shapes: TextShapes,
@@ -118,9 +131,9 @@ def step_bytes(
     planned: PlannedRequest,
     num_sharers: int = 1,
     num_others: int = 0,
-) -> int:
-    """What the largest step has alive at once beside the weights: one forward pass of every branch, with what the first
-    ones keep for later steps, and the sampler's latents. num_others: experts that keep as much beside this one."""
+) -> StepDemand:
+    """What the largest step has alive at once: one forward pass of every branch, with what the first ones keep for
+    later steps, and the sampler's latents. num_others: experts that keep as much beside this one."""
     first = ("cond",) if not planned.is_guided else ("both",) if planned.is_batched else ("cond", "uncond")
     branches = (*first, *planned.further_branches)
     num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
@@ -133,19 +146,30 @@ def step_bytes(
     latents = torch.empty(max(num_samples.values()), *sample, dtype=dtype, device=_META)
     inputs = {branch: _inputs(model, shapes, dtype, planned, count) for branch, count in num_samples.items()}
     timestep = torch.empty(len(latents), device=_META)
+    steps = [StepInfo(timestep=float(each), next_timestep=0.0) for each in range(_num_steps(planned))]
+    rows = 0
 
     def step() -> RequestCache:
+        nonlocal rows
         state = RequestCache()
+        plan_steps(state, steps)
         for branch, count in num_samples.items():
-            context = AttentionContext(step=StepInfo(branch=branch, next_timestep=0.0), state=state)
+            context = AttentionContext(step=dataclasses.replace(steps[0], branch=branch), state=state)
             transformer(latents[:count], timestep[:count], inputs[branch], context)
+        rows = table_bytes(state)
         return state
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
         kept = num_others * kept_bytes(step, _META) if num_others else 0
     held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.is_causal else 0)
-    return counted // num_sharers + kept + held * planned.num_samples * 4
+    # Every process that shares the tokens has all rows.
+    total = (counted - rows) // num_sharers + rows + kept + held * planned.num_samples * 4
+    return StepDemand(total, rows)
+
+
+def _num_steps(planned: PlannedRequest) -> int:
+    return planned.request.num_inference_steps or 1
 
 
 def _cache_bytes(

@@ -13,6 +13,7 @@ from tables import table
 
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.models.memory_demand import StepDemand
 from diffusion_runtime.models.model_sources import find_configs
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import packaged_folder
@@ -58,7 +59,7 @@ def test_a_published_model_is_planned_from_the_package(
 ) -> None:
     model = MODELS[name]
     if name not in COUNTED:
-        monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_bytes", lambda *_: 1)
+        monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(1, 0))
         monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 1)
     images = [word for field in model.images for word in (f"--{field.replace('_', '-')}", image(tmp_path, model))]
     arguments = ["generate", "x", "--model-path", name, "--device", "cpu", "--dtype", "bfloat16", *images]

@@ -28,7 +28,7 @@ from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_bytes
+from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_demand
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.text_encoders.offloaded import modules_of
 
@@ -325,7 +325,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
     for pixels in SIZES:
         size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
         request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
-        planned = step_bytes(model, prepared.transformer, shapes, torch.float32, request)
+        planned = step_demand(model, prepared.transformer, shapes, torch.float32, request).total
         latents = torch.zeros(1, *geometry.sample_shape(size))
         inputs = DenoiserInputs(text, size, request.guidance)
 
@@ -336,7 +336,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
         measured = peak_bytes(step, latents.device) + SAMPLER_COPIES * latents.nbytes
         assert (1 - TOLERANCE) * measured <= planned <= (1 + TOLERANCE) * measured, (size, planned / measured)
         kept = kept_bytes(lambda: step()[1], latents.device)
-        more = step_bytes(model, prepared.transformer, shapes, torch.float32, request, num_others=1) - planned
+        more = step_demand(model, prepared.transformer, shapes, torch.float32, request, num_others=1).total - planned
         assert (1 - TOLERANCE) * kept <= more <= (1 + TOLERANCE) * kept, (size, more / kept)
 
 
@@ -351,7 +351,7 @@ def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_fol
         shapes = model.family.text_shapes(model.folder, model.config)
         size = ClipSize(160, 160, 1 + factor if factor > 1 else 1, 24)
         request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
-        return step_bytes(model, prepared.transformer, shapes, prepared.policy.dtype, request)
+        return step_demand(model, prepared.transformer, shapes, prepared.policy.dtype, request).total
 
     vsa = {"per_role": {"self": {"backend": "vsa", "extra": {"sparsity": 0.6}}}}
     assert planned("wan", attention=vsa) > planned("wan")

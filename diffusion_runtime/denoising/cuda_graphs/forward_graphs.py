@@ -36,6 +36,7 @@ from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
 from diffusion_runtime.kernels.implementation import fusion_is_on
 from diffusion_runtime.layers.gguf_linear import GgufLinear
+from diffusion_runtime.layers.modulation_rows import is_planned
 from diffusion_runtime.parallel.agreement import agreed_refusal, reasons_of
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.step_info import StepInfo
@@ -219,7 +220,7 @@ class GraphedForward:
             (given.latents.shape, given.latents.dtype, given.latents.device),
             form_of(given.timestep),
             self._forms_of_inputs[id(given.inputs)][1],
-            (step.branch, step.expert, context.is_compiled, context.layout),
+            (step.branch, step.expert, context.is_compiled, context.layout, is_planned(context)),
             _cache_key(context.cache, step),
             self._step_key(step),
             kernel_switches(given.latents.device.type),

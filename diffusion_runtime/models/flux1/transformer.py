@@ -15,12 +15,13 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting, then_joined
+from diffusion_runtime.block_stack import then_joined
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.modulation_rows import ModulationRows, modulated, modulations_of, repeated, rows_of_step
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
@@ -89,24 +90,35 @@ class Flux1Transformer(DiffusionTransformer):
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
         entering, num_text_tokens = x, text.shape[1]
-        conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
+        rows = self._rows(timestep, inputs, context)
         rotations = self._rotations((grid, *of_references), num_text_tokens, context)
         layout = layout_with_references(
             grid, x.shape[1] - num_tokens, num_text_tokens, lengths, tile=context.sharding.tile
         )
         joint = context.with_layout(layout)
-        double = [overwriting(block, conditioning, rotations, joint) for block in self.double_blocks]
-        single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
+        double = modulated(self.double_blocks, rows, rotations, joint)
+        single = modulated(self.single_blocks, rows, rotations, joint)
         (x,) = context.run_blocks(
             [*then_joined(double), *single],
             (x, text),
             grid[0] * grid[1] * grid[2],
-            lambda: modulated_input(self.double_blocks, entering, conditioning),
+            lambda: modulated_input(self.double_blocks, entering, rows),
         )
-        scale, shift = self.out_modulation(conditioning)
+        scale, shift = rows.of(self.out_modulation)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def _rows(self, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> ModulationRows:
+        """Of all blocks and of the last norm."""
+        pooled = inputs.text.pooled
+
+        def condition(timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+            own = None if pooled is None else repeated(pooled, len(timestep))
+            return F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=own))
+
+        modulations = modulations_of((*self.double_blocks, *self.single_blocks), self.out_modulation)
+        return rows_of_step("transformer", pooled, modulations, timestep, condition, context)
 
     def _images(self, image: ImageCondition | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """What stands beside the latents, and what is edited, whose tokens stand behind theirs."""

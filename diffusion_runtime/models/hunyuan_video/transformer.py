@@ -20,13 +20,22 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting, then_joined
+from diffusion_runtime.block_stack import then_joined
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.double_stream import ApartTokens, DoubleStreamBlock, modulated_input
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.modulation import ModulatedBlock, Modulation, modulated_layer_norm
+from diffusion_runtime.layers.modulation_rows import (
+    ApartRows,
+    ModulationRows,
+    modulated,
+    modulations_of,
+    repeated,
+    rows_of_request,
+    rows_of_step,
+)
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
@@ -35,7 +44,6 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import TOKEN_REPLACE, HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
-from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import TokenLayout
@@ -100,12 +108,12 @@ class HunyuanVideoTransformer(DiffusionTransformer):
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         unrefined = self._unrefined(inputs.text, context)
-        conditioning = F.silu(self._conditioning(timestep, inputs))
+        rows = self._rows(timestep, inputs, context)
         text = self.refiner(unrefined, timestep, context)
         num_text_tokens = text.shape[1]
         given = self._with_image(latents, inputs.image)
         x = context.sharding.shard(self.patch_embedding(given.to(self.out.weight.dtype)))
-        apart = self._image_apart(timestep, grid, inputs, context.sharding)
+        apart = self._image_apart(timestep, grid, inputs, context)
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(
             TokenLayout(
@@ -115,15 +123,15 @@ class HunyuanVideoTransformer(DiffusionTransformer):
                 tile=context.sharding.tile,
             )
         )
-        double = [overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks]
-        single = [overwriting(block, conditioning, rotations, joint, apart) for block in self.single_blocks]
+        double = modulated(self.blocks, rows, rotations, joint, apart=apart)
+        single = modulated(self.single_blocks, rows, rotations, joint, apart=apart)
         (whole,) = context.run_blocks(
             [*then_joined(double), *single],
             (x, text),
             math.prod(grid),
-            lambda: modulated_input(self.blocks, x, conditioning),
+            lambda: modulated_input(self.blocks, x, rows),
         )
-        scale, shift = self.out_modulation(conditioning)
+        scale, shift = rows.of(self.out_modulation)
         tokens = self.out(modulated_layer_norm(whole[:, : x.shape[1]], shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
@@ -153,30 +161,43 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return (in_first_frame if self._replaces_tokens else beside_latents)(latents, image.latents)
 
     def _image_apart(
-        self, timestep: torch.Tensor, grid: tuple[int, int, int], inputs: DenoiserInputs, sharding: SequenceSharding
-    ) -> ApartTokens | None:
+        self, timestep: torch.Tensor, grid: tuple[int, int, int], inputs: DenoiserInputs, context: AttentionContext
+    ) -> ApartRows | None:
         """Those of the image's tokens that this process holds, in a model whose first frame it is."""
         if not self._replaces_tokens:
             return None
-        held = sharding.local(slice(0, grid[1] * grid[2]), math.prod(grid))
+        held = context.sharding.local(slice(0, grid[1] * grid[2]), math.prod(grid))
         if held.start >= held.stop:
             return None
-        at_zero = self.conditioning.timestep(torch.zeros_like(timestep))
-        assert inputs.text.pooled is not None
-        assert self.conditioning.pooled is not None
-        at_zero = at_zero + self.conditioning.pooled(inputs.text.pooled.to(at_zero.dtype))
-        return ApartTokens(held.stop - held.start, F.silu(at_zero), is_first=True)
 
-    def _conditioning(self, timestep: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """[B, D] of timestep, guidance and pooled text. Raises RequestError when one of them is missing."""
-        guidance = inputs.guidance
-        if inputs.text.pooled is None or (guidance is None and self.config.has_guidance):
+        def condition() -> torch.Tensor:
+            at_zero = self.conditioning.timestep(torch.zeros_like(timestep))
+            assert inputs.text.pooled is not None
+            assert self.conditioning.pooled is not None
+            at_zero = at_zero + self.conditioning.pooled(inputs.text.pooled.to(at_zero.dtype))
+            return F.silu(at_zero)
+
+        blocks = (*self.blocks, *self.single_blocks)
+        modulations = tuple(block.modulation for block in blocks if isinstance(block, ModulatedBlock))
+        rows = rows_of_request("image", inputs.text.pooled, modulations, len(timestep), condition, context)
+        return ApartRows(held.stop - held.start, rows, is_first=True)
+
+    def _rows(self, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> ModulationRows:
+        """Of all blocks and of the last norm, by timestep, guidance and pooled text. Raises RequestError when one of
+        them is missing."""
+        guidance, pooled = inputs.guidance, inputs.text.pooled
+        if pooled is None or (guidance is None and self.config.has_guidance):
             raise RequestError("this transformer takes a pooled text and a guidance scale; give DenoiserInputs both")
         if guidance is not None:
             # As its authors' sampler rounds it: in thousandths, in the dtype of the model.
             guidance = float(torch.tensor(guidance, dtype=self.out.weight.dtype) * 1000) / 1000
-        conditioning: torch.Tensor = self.conditioning(timestep, guidance=guidance, pooled=inputs.text.pooled)
-        return conditioning
+
+        def condition(timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+            pooled_of_each = repeated(pooled, len(timestep))
+            return F.silu(self.conditioning(timestep, guidance=guidance, pooled=pooled_of_each))
+
+        modulations = modulations_of((*self.blocks, *self.single_blocks), self.out_modulation)
+        return rows_of_step("transformer", pooled, modulations, timestep, condition, context)
 
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
         """[S + L, head_dim / 2], complex; the text is not turned."""

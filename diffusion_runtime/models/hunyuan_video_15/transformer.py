@@ -18,13 +18,13 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.first_frame import beside_latents
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.modulation_rows import modulated, modulations_of, rows_of_step
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -77,7 +77,13 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
             raise RequestError("image_path: this checkpoint makes videos from an image; give one, or take its t2v twin")
         grid = self.geometry.grid(latents.shape)
         context = self.in_token_order(context, grid, latents.device)
-        conditioning = F.silu(self.conditioning(timestep, next_timestep=context.step.next_timestep))
+
+        def condition(timestep: torch.Tensor, next_timestep: torch.Tensor | None) -> torch.Tensor:
+            return F.silu(self.conditioning(timestep, next_timestep=next_timestep))
+
+        modulations = modulations_of(self.blocks, self.out_modulation)
+        takes_next = self.config.takes_next_timestep
+        rows = rows_of_step("transformer", None, modulations, timestep, condition, context, takes_next=takes_next)
         text = self.text(self._prepared(inputs, context), timestep, context)
         num_text_tokens = text.values.shape[1]
         image = None if inputs.image is None else inputs.image.latents
@@ -87,15 +93,15 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         joint = context.with_layout(
             TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths, tile=context.sharding.tile)
         )
-        blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
+        blocks = modulated(self.blocks, rows, rotations, joint)
         entering = x
         x, _ = context.run_blocks(
             blocks,
             (x, text.values),
             math.prod(grid),
-            lambda: modulated_input(self.blocks, entering, conditioning),
+            lambda: modulated_input(self.blocks, entering, rows),
         )
-        scale, shift = self.out_modulation(conditioning)
+        scale, shift = rows.of(self.out_modulation)
         tokens = self.out(modulated_layer_norm(x, shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)

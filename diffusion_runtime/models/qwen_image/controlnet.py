@@ -22,6 +22,7 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding
 from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation_rows import modulations_of, rows_of_step
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.reference_tokens import layout_with_references
@@ -112,12 +113,13 @@ class ControlBlock(DoubleStreamBlock):
         self,
         x: torch.Tensor,
         text: torch.Tensor,
-        conditioning: torch.Tensor,
+        stacked: torch.Tensor,
+        text_stacked: torch.Tensor,
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> torch.Tensor:
         """[B, S, D]. x [B, S, D] and text [B, L, D] are overwritten; see DoubleStreamBlock.forward."""
-        DoubleStreamBlock.forward(self, x, text, conditioning, rotations, context)
+        DoubleStreamBlock.forward(self, x, text, stacked, text_stacked, rotations, context)
         residual: torch.Tensor = self.hint(x)
         return residual
 
@@ -165,8 +167,13 @@ class QwenImageControlNet(nn.Module):
         x = shard(self.patch_embedding(latents.to(dtype)))
         x = x + shard(self.control_embedding(control.to(x.device, dtype)))
         tokens = self._text(text, context).clone()
-        conditioning = F.silu(self.timestep_embedding(timestep / TIME_SCALE))
-        return [block(x, tokens, conditioning, rotations, context) for block in self.blocks]
+
+        def condition(timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+            return F.silu(self.timestep_embedding(timestep / TIME_SCALE))
+
+        blocks = [block for block in self.blocks if isinstance(block, ControlBlock)]
+        rows = rows_of_step("controlnet", None, modulations_of(blocks), timestep, condition, context)
+        return [block(x, tokens, *map(rows.of, block.modulations), rotations, context) for block in blocks]
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], kept for the other steps of the request."""

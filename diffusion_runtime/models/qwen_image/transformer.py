@@ -16,12 +16,19 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import RunBlock, Streams, overwriting
+from diffusion_runtime.block_stack import RunBlock, Streams
 from diffusion_runtime.denoising.guidance import extrapolate
-from diffusion_runtime.layers.double_stream import ApartTokens, DoubleStreamBlock, modulated_input
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.modulation_rows import (
+    ApartRows,
+    modulated,
+    modulations_of,
+    rows_of_request,
+    rows_of_step,
+)
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
@@ -75,14 +82,15 @@ class QwenImageTransformer(DiffusionTransformer):
         x = with_references(slice_of_grid, references, self.patch_embedding, dtype, context)
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        conditioning = F.silu(self.timestep_embedding(timestep / TIME_SCALE))
+        modulations = modulations_of(self.blocks, self.out_modulation)
+        rows = rows_of_step("transformer", None, modulations, timestep, self._conditioning, context)
         rotations = self.rotations((grid, *of_references), text.shape[1], context)
         layout = layout_with_references(
             grid, x.shape[1] - num_tokens, text.shape[1], inputs.text.lengths, tile=context.sharding.tile
         )
         joint = context.with_layout(layout)
-        apart = self._references_apart(x.shape[1] - num_tokens, timestep)
-        blocks = [overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks]
+        apart = self._references_apart(x.shape[1] - num_tokens, timestep, context)
+        blocks = modulated(self.blocks, rows, rotations, joint, apart=apart)
         if residuals := self.residuals_of(latents, timestep, inputs, context):
             blocks = [_adding(block, residual) for block, residual in zip(blocks, residuals, strict=True)]
         entering = x
@@ -90,9 +98,9 @@ class QwenImageTransformer(DiffusionTransformer):
             blocks,
             (x, text),
             layout.num_grid_tokens,
-            lambda: modulated_input(self.blocks, entering, conditioning),
+            lambda: modulated_input(self.blocks, entering, rows),
         )
-        scale, shift = self.out_modulation(conditioning)
+        scale, shift = rows.of(self.out_modulation)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
@@ -112,11 +120,26 @@ class QwenImageTransformer(DiffusionTransformer):
         context: in the order of the tokens, without a layout."""
         return ()
 
-    def _references_apart(self, num_references: int, timestep: torch.Tensor) -> ApartTokens | None:
+    def _conditioning(self, timestep: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, D], after its activation. timestep: [B], in [0, 1000]."""
+        return F.silu(self.timestep_embedding(timestep / TIME_SCALE))
+
+    def _references_apart(
+        self, num_references: int, timestep: torch.Tensor, context: AttentionContext
+    ) -> ApartRows | None:
         """The tokens of references at timestep 0, in a model that was trained with them there."""
         if not num_references or not self.config.references_at_zero:
             return None
-        return ApartTokens(num_references, F.silu(self.timestep_embedding(torch.zeros_like(timestep))))
+        modulations = tuple(block.modulation for block in self.blocks if isinstance(block, DoubleStreamBlock))
+        rows = rows_of_request(
+            "references",
+            None,
+            modulations,
+            len(timestep),
+            lambda: self._conditioning(torch.zeros_like(timestep[:1])),
+            context,
+        )
+        return ApartRows(num_references, rows)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """The extrapolation, every token of it as long as the conditional branch's."""

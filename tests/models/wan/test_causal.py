@@ -37,7 +37,7 @@ from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.memory_demand import step_bytes
+from diffusion_runtime.models.memory_demand import step_demand
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.prompt_switches import SWITCH_MODES
 from diffusion_runtime.step_info import StepInfo
@@ -269,7 +269,7 @@ def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, 
         modules = model.modules(prepared.transformer)
         shapes = model.family.text_shapes(model.folder, model.config)
         given = (model, modules["transformer"], shapes, torch.float32, batch)
-        kept = step_bytes(*given, num_others=1) - step_bytes(*given)
+        kept = step_demand(*given, num_others=1).total - step_demand(*given).total
         return found.demand.step_activations, cache_bytes(modules.values(), request, 12, 4, 1, torch.float32), kept
 
     one, cache, kept = planned(folder)
