@@ -11,6 +11,7 @@ from diffusion_runtime.attention_report import AttentionRecorder, AttentionRepor
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 
 
@@ -37,9 +38,13 @@ def run_request(
         else graphs.of_generation(model, recorder, read=model.read_inputs, refusal=model.replay_refusal())
     )
     velocities = []
-    for index in range(num_steps):
-        time = 1000.0 * (1 - index / num_steps)
-        step = StepInfo(index, num_steps, timestep=time, next_timestep=time - 1000.0 / num_steps)
+    times = [1000.0 * (1 - index / num_steps) for index in range(num_steps)]
+    steps = [
+        StepInfo(index, num_steps, timestep=time, next_timestep=time - 1000.0 / num_steps)
+        for index, time in enumerate(times)
+    ]
+    plan_steps(state, steps)
+    for time, step in zip(times, steps, strict=True):
         context = AttentionContext(step=step, state=state, recorder=recorder, block_runner=runner)
         timestep = torch.full(latents.shape[:1], time, device=device)
         given = ForwardPass(latents.to(dtype), timestep, inputs, context)

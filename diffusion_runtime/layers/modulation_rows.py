@@ -27,11 +27,13 @@ from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.step_info import StepInfo
 
 _PLAN, _ROWS = "planned_times", "modulation_rows"
+# Devices on which each timestep is a product of its own.
+ROW_BY_ROW = ("cpu",)
 # (timestep, that of the step after it): what of a step conditions a model.
 Times: TypeAlias = tuple[float, float]
 
 
-# (timestep [M], that of the step that follows [M], None where nobody knows it) -> the conditioning of a model, after its
+# (timestep [M], that of the step that follows [M], None where nobody knows it) -> a model's conditioning, after its
 # activation, [M, D]. M: a batch for each of one or more timesteps, one after the other.
 Condition: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -128,7 +130,7 @@ def rows_of_step(
         columns = torch.tensor(times, dtype=torch.float32).to(timestep.device)
         # On a CPU one timestep after the other, in products of a step's own shape: to the bit what a step computes,
         # where reading the weights is no matter. On a GPU all in one product.
-        size = batch if timestep.device.type == "cpu" else batch * len(times)
+        size = batch if timestep.device.type in ROW_BY_ROW else batch * len(times)
         groups = torch.split(columns.repeat_interleave(batch, 0), size)
         conditions = [condition(group[:, 0], group[:, 1] if takes_next else None) for group in groups]
         return _Table((plan, source), columns[:, 0].contiguous(), _computed(modulations, conditions, batch))

@@ -25,11 +25,12 @@ from forked_ranks import fork_ranks
 from fp8_files import comfy_mixed
 from safetensors.torch import save_file
 
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.layers import weight_share
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.memory.offloaded_part import OffloadedPart, arena_for
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.family import Model
@@ -138,8 +139,10 @@ class Case:
         return transformer
 
     def forward(self, mesh: ProcessMesh, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        steps = [StepInfo(timestep=float(self.given[1].flatten()[0]) + later, next_timestep=0.0) for later in (0, 1)]
         with torch.inference_mode():
-            transformer, context = self.load(mesh, dtype), AttentionContext(sharding=mesh.sharding)
+            transformer, context = self.load(mesh, dtype), AttentionContext(sharding=mesh.sharding, step=steps[0])
+            plan_steps(context.state, steps)
             out: torch.Tensor = transformer(*_moved(self.given, _device(), dtype), context)
         return out.float()
 

@@ -20,6 +20,7 @@ from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
 from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.loading import native_model, prepare
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
@@ -29,6 +30,7 @@ from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_demand
+from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.text_encoders.offloaded import modules_of
 
@@ -303,6 +305,8 @@ def test_a_device_that_refused_memory_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 # Heights in pixels.
 SIZES = (64, 160)
+# Steps whose rows of modulation are computed at the first of them.
+NUMBERED = tuple(StepInfo(timestep=500.0 - index, next_timestep=0.0) for index in range(40))
 # Of the counted activations against those of a real forward pass.
 TOLERANCE = 0.1
 
@@ -324,14 +328,16 @@ def test_planned_activations_are_those_of_a_forward_pass(
     real = build_transformer(model, prepared.policy, prepared.quantization).to_empty(device="cpu")
     for pixels in SIZES:
         size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
-        request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
+        asked = GenerationRequest("a", num_inference_steps=len(NUMBERED))
+        request = PlannedRequest(size, 1, False, False, asked, 1.0 if model.embeds_guidance else None)
         planned = step_demand(model, prepared.transformer, shapes, torch.float32, request).total
         latents = torch.zeros(1, *geometry.sample_shape(size))
         inputs = DenoiserInputs(text, size, request.guidance)
 
         def step(latents: torch.Tensor = latents, inputs: DenoiserInputs = inputs) -> tuple[object, object]:
-            context = AttentionContext()
-            return real(latents, torch.full((1,), 500.0), inputs, context), context
+            context = AttentionContext(step=NUMBERED[0])
+            plan_steps(context.state, NUMBERED)
+            return real(latents, torch.full((1,), NUMBERED[0].timestep), inputs, context), context
 
         measured = peak_bytes(step, latents.device) + SAMPLER_COPIES * latents.nbytes
         assert (1 - TOLERANCE) * measured <= planned <= (1 + TOLERANCE) * measured, (size, planned / measured)
