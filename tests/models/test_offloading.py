@@ -20,8 +20,8 @@ from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
 from diffusion_runtime.kernels.implementation import VARIABLE
-from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.latent_denoiser import LatentDenoiser
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading import native_model, prepare
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
 from diffusion_runtime.memory import device_memory
