@@ -47,6 +47,9 @@ class RecordingSampler(Sampler):
         self.sampler = sampler
         self.latents = latents
 
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return self.sampler.steps(device)
+
     def sample(
         self,
         noise: torch.Tensor,

@@ -2,7 +2,7 @@
 
 The same random weights everywhere, so every velocity is compared with the first one. Models are built one after the
 other and each is timed beside a large matrix product. A step is one in the middle of a generation: what depends on
-prompt and size alone was computed at the first one, where a model of ours keeps it.
+prompt, size and timesteps alone was computed at the first one, where a model of ours keeps it.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ DrawNoise: TypeAlias = Callable[[], torch.Tensor]
 class Sampler(ABC):
     """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls."""
 
-    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:  # noqa: ARG002 - of noise levels made there
-        """The steps that `sample` gives to predict for noise on a device, so that what depends on them alone is
-        computed before; none where only the loop tells."""
-        return ()
+    @abstractmethod
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        """The steps that `sample` gives to predict for noise on a device, known before it runs: what depends on them
+        alone is computed for all of them at once."""
 
     @abstractmethod
     def sample(

@@ -2,7 +2,7 @@
 
 What modulates a block follows from the timestep, the guidance scale and the pooled text, and all of them are known
 before the first step. So the first forward pass computes the rows of every step, and the steps read theirs: the linear
-layers that make them, 6.45 of FLUX.1's 23.66 GB in bfloat16, are read once a request and not at every step, and wait in
+layers that make them, 6.46 of FLUX.1's 23.80 GB in bfloat16, are read once a request and not at every step, and wait in
 the machine's memory where blocks are streamed (layers/held_weights.py). Of a step that was not planned the rows are
 computed in its own pass.
 
