@@ -25,8 +25,10 @@ import torch
 from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.fused_kernels_gpu import MAX_DIFFERENCE, STEPS, TINY_STEPS, Clock, build
 from benchmarks.machine import describe_machine
-from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
+from diffusion_runtime.attention import AttentionContext, RequestCache
+from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DiffusionTransformer
 
 
@@ -38,9 +40,13 @@ class Forward:
         self.inputs = inputs
         self.compiled = compiled
         self.state = RequestCache()
+        steps = steps_around(inputs.ours[1], 4)
+        plan_steps(self.state, steps)
+        self.step = steps[2]
 
     def velocity(self, step: int = 0) -> torch.Tensor:
-        context = AttentionContext(step=StepInfo(step, 4), state=self.state, is_compiled=self.compiled is not None)
+        now = dataclasses.replace(self.step, index=step)
+        context = AttentionContext(step=now, state=self.state, is_compiled=self.compiled is not None)
         out: torch.Tensor = self.model(*self.inputs.ours, context)
         return out
 

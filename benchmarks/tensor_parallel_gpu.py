@@ -29,8 +29,10 @@ import torch.distributed as dist
 
 from benchmarks.machine import describe_machine
 from benchmarks.parallel_gpu import Run, measure_communication, measure_times, meet, over_processes, synchronise
-from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache, StepInfo
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
+from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
 
@@ -146,9 +148,11 @@ def build(
 def run_of(
     opened: StepModel, model: DiffusionTransformer, mesh: ProcessMesh, device: torch.device, dtype: torch.dtype
 ) -> Run:
-    """A forward pass of a later step: what depends on the prompt alone was computed by the first one."""
+    """A forward pass of a later step: what depends on prompt and timesteps alone was computed by the first one."""
     given = opened.inputs(device, dtype).ours
-    context = AttentionContext(sharding=mesh.sharding, step=StepInfo(20, 50), state=RequestCache())
+    steps = steps_around(given[1], 50)
+    context = AttentionContext(sharding=mesh.sharding, step=steps[25], state=RequestCache())
+    plan_steps(context.state, steps)
     return lambda: model(*given, context)
 
 

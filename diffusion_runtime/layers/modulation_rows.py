@@ -31,8 +31,6 @@ _PLAN, _ROWS = "planned_times", "modulation_rows"
 ROW_BY_ROW = ("cpu",)
 # (timestep, that of the step after it): what of a step conditions a model.
 Times: TypeAlias = tuple[float, float]
-
-
 # (timestep [M], that of the step that follows [M], None where nobody knows it) -> a model's conditioning, after its
 # activation, [M, D]. M: a batch for each of one or more timesteps, one after the other.
 Condition: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -124,9 +122,10 @@ def rows_of_step(
         after = None if following is None else torch.full_like(timestep, following)
         return ModulationRows({}, lambda: condition(timestep, after))
     batch = 1 if source is None else len(timestep)
-    times = plan.times if takes_next else tuple((each, 0.0) for each in dict.fromkeys(first for first, _ in plan.times))
 
     def compute() -> _Table:
+        firsts = dict.fromkeys(first for first, _ in plan.times)
+        times = plan.times if takes_next else tuple((each, 0.0) for each in firsts)
         columns = torch.tensor(times, dtype=torch.float32).to(timestep.device)
         # On a CPU one timestep after the other, in products of a step's own shape: to the bit what a step computes,
         # where reading the weights is no matter. On a GPU all in one product.
