@@ -58,7 +58,7 @@ def _compiler_left_out() -> Iterator[None]:
     """
     import torch
 
-    disable = torch.compiler.disable
+    disable: Any = torch.compiler.disable
 
     def disable_when_called(fn: Any = None, recursive: bool = True, **keywords: Any) -> Any:
         if fn is None:
