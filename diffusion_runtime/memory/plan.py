@@ -65,7 +65,8 @@ class PartSize:
 @dataclass(frozen=True)
 class MemoryDemand:
     """What a model and a request ask for, in bytes. text: the encoders together; transformers: of which one predicts at
-    a time; decoder: with what encodes an image. The activations of each phase, without weights."""
+    a time; decoder: with what encodes an image. The activations of each phase, without weights. num_local: processes of
+    this machine; each holds transformers of its own where they are offloaded, the first alone the encoders."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -74,13 +75,15 @@ class MemoryDemand:
     step_activations: int
     decode_activations: int
     notes: tuple[str, ...] = ()
+    num_local: int = 1
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What is on the device when. limit: bytes it may take, None where nobody knows. parts: by phase, what takes how
-    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed. keeps_transformer:
-    whether it may stay while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible;
+    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed.
+    keeps_transformer: whether it may stay while frames are decoded. host: bytes of weights in the machine's memory,
+    pinned where possible, of all its processes; host_limit: what is free there, None where nobody knows;
     waits_in_files: what is offloaded is read from its files instead. reason: why this offloading."""
 
     demand: MemoryDemand
@@ -92,6 +95,7 @@ class MemoryPlan:
     host: int
     reason: str
     waits_in_files: bool = False
+    host_limit: int | None = None
 
     @property
     def phases(self) -> dict[str, int]:
@@ -125,6 +129,10 @@ class MemoryPlan:
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
         known = "unknown" if self.limit is None else size_text(self.limit)
         waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
+        if self.host and demand.num_local > 1:
+            waiting += f" in {demand.num_local} processes"
+        if self.host_limit is not None:
+            waiting += f" of {size_text(self.host_limit)} that are free"
         rows += [("device, at most", f"{size_text(self.peak)} of {known}"), ("machine, weights", waiting)]
         return rows
 
@@ -147,6 +155,7 @@ class MemoryPlan:
             "peak": self.peak,
             "resident_blocks": dict(self.resident),
             "host": self.host,
+            "host_free": self.host_limit,
             "notes": list(demand.notes),
         }
 
@@ -196,11 +205,12 @@ def make_plan(
             plan, reason=f"{before.offload} would take {size_text(before.peak)} in {before.peak_phase}"
         )
     if host_limit is not None and plan.host > host_limit:
+        each = f" in {demand.num_local} processes" if demand.num_local > 1 else ""
         raise DeviceMemoryError(
-            f"offload: {plan.offload}: the weights take {size_text(plan.host)} of the machine's memory, and "
+            f"offload: {plan.offload}: the weights take {size_text(plan.host)} of the machine's memory{each}, and "
             f"{size_text(host_limit)} are free. {_listed(advice)}"
         )
-    return plan
+    return dataclasses.replace(plan, host_limit=host_limit)
 
 
 def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: DeviceKind) -> MemoryPlan:
@@ -237,7 +247,8 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
         "decode": {named: largest} if keeps else {},
     }
     parts = {phase: {**weights[phase], demand.decoder.name: stays, **own} for phase, own in beside.items()}
-    host = 0 if kind.waits_in_files else demand.text.total + sum(part.total for part in demand.transformers)
+    of_each = sum(part.total for part in demand.transformers)
+    host = 0 if kind.waits_in_files else demand.text.total + demand.num_local * of_each
     return MemoryPlan(demand, offload, limit, parts, resident, keeps, host, "as asked", kind.waits_in_files)
 
 

@@ -137,6 +137,18 @@ def test_the_machine_must_hold_what_waits_there() -> None:
     with pytest.raises(DeviceMemoryError, match=r"take 39.00 GB of the machine's memory, and 16.00 GB are free"):
         make_plan(demand(), ["layers"], 12 * GB, 16 * GB)
     assert make_plan(demand(), ["none"], 80 * GB, 16 * GB).host == 0
+    plan = make_plan(demand(), ["layers"], 12 * GB, 64 * GB)
+    assert dict(plan.rows())["machine, weights"] == "39.00 GB of 64.00 GB that are free"
+    assert plan.to_dict()["host_free"] == 64 * GB
+
+
+def test_each_process_of_a_machine_holds_transformers_of_its_own_and_the_first_the_encoders() -> None:
+    plan = make_plan(demand(num_local=2), ["layers"], 12 * GB, 80 * GB)
+    assert plan.host == 11 * GB + 2 * 28 * GB
+    assert dict(plan.rows())["machine, weights"] == "67.00 GB in 2 processes of 80.00 GB that are free"
+    with pytest.raises(DeviceMemoryError, match=r"take 67.00 GB of the machine's memory in 2 processes, and 64.00 GB"):
+        make_plan(demand(num_local=2), ["layers"], 12 * GB, 64 * GB)
+    assert make_plan(demand(num_local=2), ["none"], 80 * GB, 16 * GB).host == 0
 
 
 def test_a_plan_is_shown_and_recorded() -> None:
