@@ -258,18 +258,21 @@ def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) 
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
         return len(blocks), part.total
-    fixed = part.rest + kind.num_slots * max(blocks)
     count = 0
     if limit is not None:
-        room = limit - beside - fixed
+        room = limit - beside - part.rest
         # Not all of them: with every block on the device there would be no slots.
         counts = range(1, len(blocks))
-        count = max((each for each in counts if _bytes_of(blocks, each) <= room), default=0)
-    return count, fixed + _bytes_of(blocks, count)
+        count = max((each for each in counts if _bytes_of(blocks, each, kind.num_slots) <= room), default=0)
+    return count, part.rest + _bytes_of(blocks, count, kind.num_slots)
 
 
-def _bytes_of(blocks: Sequence[int], num_resident: int) -> int:
-    return sum(blocks[index] for index in spread(num_resident, len(blocks)))
+def _bytes_of(blocks: Sequence[int], num_resident: int, num_slots: int) -> int:
+    """Of the blocks that stay, and of slots for the largest of the others: blocks that are not quantised are larger,
+    and may all be among those that stay."""
+    resident = spread(num_resident, len(blocks))
+    largest = max(size for index, size in enumerate(blocks) if index not in resident)
+    return sum(blocks[index] for index in resident) + num_slots * largest
 
 
 def spread(num_resident: int, num_blocks: int) -> frozenset[int]:

@@ -73,6 +73,21 @@ def test_a_streamed_transformer_is_its_rest_two_slots_and_the_blocks_that_stay()
     assert 0 < make_plan(demand(), ["layers"], 11 * GB).resident["text_encoder"] < 24
 
 
+def test_slots_are_as_large_as_the_largest_block_that_is_streamed() -> None:
+    """The first and the last block are not quantised: where they stay, no slot is for them."""
+    blocks = (590 * MB, *(300 * MB,) * 38, 590 * MB)
+    part = PartSize("transformer", sum(blocks), blocks)
+    for limit in range(12, 16):
+        plan = make_plan(demand(transformers=(part,)), ["layers"], limit * GB)
+        resident = spread(plan.resident["transformer"], 40)
+        slots = NUM_SLOTS * max(size for index, size in enumerate(blocks) if index not in resident)
+        weights = slots + sum(blocks[index] for index in resident)
+        assert plan.parts["denoise"]["transformer, streamed"] == weights
+        assert plan.peak <= limit * GB
+    assert {0, 39} <= resident
+    assert slots == NUM_SLOTS * 300 * MB
+
+
 def test_the_transformer_leaves_before_decoding_where_both_do_not_fit() -> None:
     assert make_plan(demand(), ["model"], 40 * GB).keeps_transformer
     large = demand(decode_activations=14 * GB)
