@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_RUNTIME_CACHE"
@@ -18,3 +20,16 @@ def cache_root() -> Path:
     # The specification asks to ignore a relative one.
     user_cache = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
     return user_cache / "diffusion-runtime"
+
+
+@contextlib.contextmanager
+def complete_file(path: Path, text: str) -> Iterator[Path]:
+    """A file with `text` beside `path` under a name of its own; gone afterwards, unless it was renamed."""
+    complete = path.with_name(f".{path.stem[:64]}.{os.getpid()}.{os.urandom(4).hex()}.partial")
+    try:
+        with open(complete, "x", encoding="utf-8") as file:
+            file.write(text)
+        yield complete
+    finally:
+        with contextlib.suppress(OSError):
+            complete.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
-from diffusion_runtime.cache_folder import cache_root
+from diffusion_runtime.cache_folder import cache_root, complete_file
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.untrusted.json_text import read_json_file
 
@@ -108,19 +108,6 @@ class MeasuredCache:
         except OSError as error:
             _logger.warning("the measurement of %s cannot be kept (%s): each process makes its own", shape_class, error)
         return choice
-
-
-@contextlib.contextmanager
-def complete_file(path: Path, text: str) -> Iterator[Path]:
-    """A file with `text` beside `path` under a name of its own; gone afterwards, unless it was renamed."""
-    complete = path.with_name(f".{path.stem[:64]}.{os.getpid()}.{os.urandom(4).hex()}.partial")
-    try:
-        with open(complete, "x", encoding="utf-8") as file:
-            file.write(text)
-        yield complete
-    finally:
-        with contextlib.suppress(OSError):
-            complete.unlink(missing_ok=True)
 
 
 def machine_facts(hardware: Hardware, candidates: Sequence[Backend]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.stream import STANDARD_OUTPUT, for_stream, run_stream
 from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
+from diffusion_runtime.hardware import device_of_process
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
@@ -86,16 +87,21 @@ def run_generate(
 def _launch(
     settings: Settings, outputs: Outputs, output_flags: OutputFlags, terminal: Terminal, command_line: CommandLine
 ) -> int:
-    """Check what can be checked once, then run the command in several processes."""
-    # Rank 0 logs it again.
-    with Terminal(quiet=True, log_format=terminal.log_format).log():
-        prepared, items = prepare_items(settings, outputs)
-    description = prepared.description
-    if output_flags.resume:
-        find_finished([item.request for item in items if item.failure is None], outputs, description.to_dict())
+    """Run the command in several processes, and check what can be checked once while they import what they need."""
+    num_processes = settings.runtime.parallel.num_processes
+    # What they cannot run on is known before any is started.
+    on_cpu = device_of_process(settings.runtime.device, 0, num_processes) == "cpu"
+
+    def check() -> None:
+        # Rank 0 logs it again.
+        with Terminal(quiet=True, log_format=terminal.log_format).log():
+            prepared, items = prepare_items(settings, outputs)
+        if output_flags.resume:
+            requests = [item.request for item in items if item.failure is None]
+            find_finished(requests, outputs, prepared.description.to_dict())
+
     schema = SCHEMA if output_flags.as_json else None
-    device = "cpu" if description.device == "cpu" else "cuda"
-    return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
+    return launch_processes(command_line, num_processes, outputs, terminal, schema, on_cpu=on_cpu, check=check)
 
 
 def _generate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,9 +43,19 @@ class CommandLine:
 
 
 def launch_processes(
-    command_line: CommandLine, num_processes: int, device: str, outputs: Outputs, terminal: Terminal, schema: str | None
+    command_line: CommandLine,
+    num_processes: int,
+    outputs: Outputs,
+    terminal: Terminal,
+    schema: str | None,
+    *,
+    on_cpu: bool,
+    check: Callable[[], None],
 ) -> int:
-    """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
+    """Run the command in `num_processes` processes; returns the exit code, which is what one process would have.
+
+    check: runs beside them, and ends them where it raises. Raises what it does.
+    """
     from diffusion_runtime.media.publish import remove_abandoned_files
     from diffusion_runtime.parallel.failure import RankFailure
     from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
@@ -64,9 +74,10 @@ def launch_processes(
             failure = launch(
                 (*this_program(), *arguments),
                 num_processes,
-                on_cpu=device == "cpu",
+                on_cpu=on_cpu,
                 verbose=terminal.verbose,
                 end_at_once=end_at_once,
+                check=check,
             )
         except RunInterrupted as interrupted:
             with interruptions.reporting():

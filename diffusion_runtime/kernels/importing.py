@@ -1,12 +1,25 @@
-"""Import check of optional packages: what importing one raises, tried once per process."""
+"""Import of optional packages: what importing one raises, tried once per process; their functions at a first call."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
+import logging
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.kernels.first_use import watch_triton
+from diffusion_runtime.kernels.remembered_imports import forget
+
+# Seconds of an import from which on it is told.
+_LONG = 1.0
+
+_logger = logging.getLogger("diffusion_runtime.attention")
 
 
 @functools.cache
@@ -25,7 +38,7 @@ def import_failure(module: str, *functions: str) -> str | None:
             keep_flash_attention_kernels()
         # Backends are chosen where transformers are built, on the meta device; a package's own import must not run on
         # it. A deprecation inside a package is no failure of it, even where warnings are errors.
-        with torch.device("cpu"), warnings.catch_warnings():
+        with torch.device("cpu"), warnings.catch_warnings(), _compiler_left_out():
             warnings.simplefilter("ignore")
             found = importlib.import_module(module)
         if module.split(".")[0] == "triton":
@@ -34,6 +47,59 @@ def import_failure(module: str, *functions: str) -> str | None:
         return raised_line(error)
     missing = [name for name in functions if not hasattr(found, name)]
     return f"module {module!r} has no {missing[0]!r}" if missing else None
+
+
+@contextlib.contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """While it holds, `torch.compiler.disable` makes a function that asks torch's compiler when it is called.
+
+    torch's own imports the compiler and sympy for every use as a decorator: 3.8 of the 6.5 s that the import of
+    FlashAttention-4 took on one H200, for functions of a package below it (quack's autotuner) that it never calls.
+    """
+    import torch
+
+    disable: Any = torch.compiler.disable
+
+    def disable_when_called(fn: Any = None, recursive: bool = True, **keywords: Any) -> Any:
+        if fn is None:
+            return lambda function: disable_when_called(function, recursive, **keywords)
+        if not inspect.isfunction(fn):
+            return disable(fn, recursive, **keywords)
+
+        @functools.wraps(fn)
+        def called(*arguments: Any, **named: Any) -> Any:
+            return disable(fn, recursive, **keywords)(*arguments, **named)
+
+        return called
+
+    torch.compiler.disable = disable_when_called
+    try:
+        yield
+    finally:
+        torch.compiler.disable = disable
+
+
+def first_call_functions(backend: str, module: str, *functions: str) -> tuple[Callable[..., Any], ...]:
+    """The functions of a module, imported now unless it is: a choice of `backend` that is remembered imports nothing.
+
+    Raises BackendUnavailableError where the import fails after all; what is remembered of it is dropped, so that the
+    next choice imports first.
+    """
+    started = time.perf_counter()
+    failure = import_failure(module, *functions)
+    if failure is not None:
+        forget(module)
+        reason = f"{module} imported when it was last checked on this machine, and no longer does: {failure}"
+        raise BackendUnavailableError(
+            f"attention backend {backend!r} cannot run: {reason}; start again, which checks it anew and chooses among "
+            f"what works, or choose another with --attention-backend",
+            [(backend, reason)],
+        )
+    seconds = time.perf_counter() - started
+    if seconds >= _LONG:
+        _logger.info("imported %s for its first call: %.1f s", module, seconds)
+    found = importlib.import_module(module)
+    return tuple(getattr(found, name) for name in functions)
 
 
 def raised_line(error: BaseException) -> str:

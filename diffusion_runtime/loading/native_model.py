@@ -248,22 +248,26 @@ class PreparedModel:
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
         empty = build_transformer(self.model, self.policy, self.quantization)
         config, degrees = self.description.config, self.description.degrees
-        return self._with_upsampler(demand_of(config, self.model, empty, planned, self.dtype, degrees, self.device))
+        return self._of_processes(demand_of(config, self.model, empty, planned, self.dtype, degrees, self.device))
 
     def _largest_demand(
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
         found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees, self.device)
-        return self._with_upsampler(found)
+        return self._of_processes(found)
 
-    def _with_upsampler(self, planned: PlannedDemand | None) -> PlannedDemand | None:
-        """The upsampler of a second stage stays on the device as the decoder does, and is counted with it."""
-        if planned is None or self.upsampler is None:
-            return planned
+    def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
+        """With the processes of this machine, and the upsampler of a second stage, which stays on the device as the
+        decoder does and is counted with it."""
+        if planned is None:
+            return None
         decoder = planned.demand.decoder
-        larger = dataclasses.replace(decoder, total=decoder.total + self.upsampler.num_bytes(self.dtype))
-        return dataclasses.replace(planned, demand=dataclasses.replace(planned.demand, decoder=larger))
+        if self.upsampler is not None:
+            decoder = dataclasses.replace(decoder, total=decoder.total + self.upsampler.num_bytes(self.dtype))
+        num_local = self.mesh.size if self.world is None else self.world.place.local_world_size
+        demand = dataclasses.replace(planned.demand, decoder=decoder, num_local=num_local)
+        return dataclasses.replace(planned, demand=demand)
 
     def _fitting(self, request: GenerationRequest) -> str:
         """What of the offloading there is would fit a request that ran out of memory."""

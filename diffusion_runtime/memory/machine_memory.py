@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,19 +19,30 @@ def free_on_device(device: torch.device) -> int | None:
     that does not say."""
     if device.type == "cpu":
         return free_in_machine()
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    library, share = _library_of(device), share_of_device(device)
+    return None if library is None or share is None else share - int(library.memory_allocated(device))
 
 
 def share_of_device(device: torch.device) -> int | None:
     """Bytes of a device that are this process's or free: what it could have if it gave back all of its own; None for
     one that does not say, and for the machine's own memory."""
-    if device.type != "cuda":
+    library = _library_of(device)
+    if library is None:
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+    try:
+        free, _ = library.mem_get_info(device)
+    except RuntimeError:
+        # Some drivers of Intel's do not say.
+        if device.type == "cuda":
+            raise
+        return None
+    return int(free) + int(library.memory_reserved(device))
+
+
+def _library_of(device: torch.device) -> Any:
+    """torch's module of a kind of device that counts what is allocated; None for the CPU and MPS, whose memory is the
+    machine's."""
+    return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
 
 
 def free_in_machine() -> int | None:
@@ -41,17 +53,18 @@ def free_in_machine() -> int | None:
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """The most bytes that this process had at once so far: `machine`, and `device` for tensors on a CUDA device."""
-    found = {"machine": peak_in_machine()}
-    if device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(device)
+    """The most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that counts."""
+    found, library = {"machine": peak_in_machine()}, _library_of(device)
+    if library is not None:
+        found["device"] = int(library.max_memory_allocated(device))
     return found
 
 
 def forget_device_peak(device: torch.device) -> None:
-    """`peaks` counts tensors on a CUDA device from here on. The machine's part stays that of the whole process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    """`peaks` counts tensors on the device from here on. The machine's part stays that of the whole process."""
+    library = _library_of(device)
+    if library is not None:
+        library.reset_peak_memory_stats(device)
 
 
 def peak_in_machine() -> int:

@@ -66,7 +66,8 @@ class PartSize:
 class MemoryDemand:
     """What a model and a request ask for, in bytes. text: the encoders together; transformers: of which one predicts at
     a time; decoder: with what encodes an image. The activations of each phase, without weights; modulation_rows: those
-    of the step's that are rows of all timesteps, computed before the first one."""
+    of the step's that are rows of all timesteps, computed before the first one. num_local: processes of this machine;
+    each holds transformers of its own where they are offloaded, the first alone the encoders."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -76,13 +77,15 @@ class MemoryDemand:
     decode_activations: int
     notes: tuple[str, ...] = ()
     modulation_rows: int = 0
+    num_local: int = 1
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What is on the device when. limit: bytes it may take, None where nobody knows. parts: by phase, what takes how
-    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed. keeps_transformer:
-    whether it may stay while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible;
+    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed.
+    keeps_transformer: whether it may stay while frames are decoded. host: bytes of weights in the machine's memory,
+    pinned where possible, of all its processes; host_limit: what is free there, None where nobody knows;
     waits_in_files: what is offloaded is read from its files instead. reason: why this offloading."""
 
     demand: MemoryDemand
@@ -94,6 +97,7 @@ class MemoryPlan:
     host: int
     reason: str
     waits_in_files: bool = False
+    host_limit: int | None = None
 
     @property
     def phases(self) -> dict[str, int]:
@@ -132,6 +136,10 @@ class MemoryPlan:
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
         known = "unknown" if self.limit is None else size_text(self.limit)
         waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
+        if self.host and demand.num_local > 1:
+            waiting += f" in {demand.num_local} processes"
+        if self.host_limit is not None:
+            waiting += f" of {size_text(self.host_limit)} that are free"
         rows += [("device, at most", f"{size_text(self.peak)} of {known}"), ("machine, weights", waiting)]
         return rows
 
@@ -155,6 +163,7 @@ class MemoryPlan:
             "peak": self.peak,
             "resident_blocks": dict(self.resident),
             "host": self.host,
+            "host_free": self.host_limit,
             "notes": list(demand.notes),
         }
 
@@ -204,11 +213,12 @@ def make_plan(
             plan, reason=f"{before.offload} would take {size_text(before.peak)} in {before.peak_phase}"
         )
     if host_limit is not None and plan.host > host_limit:
+        each = f" in {demand.num_local} processes" if demand.num_local > 1 else ""
         raise DeviceMemoryError(
-            f"offload: {plan.offload}: the weights take {size_text(plan.host)} of the machine's memory, and "
+            f"offload: {plan.offload}: the weights take {size_text(plan.host)} of the machine's memory{each}, and "
             f"{size_text(host_limit)} are free. {_listed(advice)}"
         )
-    return plan
+    return dataclasses.replace(plan, host_limit=host_limit)
 
 
 def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: DeviceKind) -> MemoryPlan:
@@ -245,7 +255,8 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
         "decode": {named: largest} if keeps else {},
     }
     parts = {phase: {**weights[phase], demand.decoder.name: stays, **own} for phase, own in beside.items()}
-    host = 0 if kind.waits_in_files else demand.text.total + sum(part.total for part in demand.transformers)
+    of_each = sum(part.total for part in demand.transformers)
+    host = 0 if kind.waits_in_files else demand.text.total + demand.num_local * of_each
     return MemoryPlan(demand, offload, limit, parts, resident, keeps, host, "as asked", kind.waits_in_files)
 
 
@@ -255,18 +266,21 @@ def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) 
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
         return len(blocks), part.total
-    fixed = part.rest + kind.num_slots * max(blocks)
     count = 0
     if limit is not None:
-        room = limit - beside - fixed
+        room = limit - beside - part.rest
         # Not all of them: with every block on the device there would be no slots.
         counts = range(1, len(blocks))
-        count = max((each for each in counts if _bytes_of(blocks, each) <= room), default=0)
-    return count, fixed + _bytes_of(blocks, count)
+        count = max((each for each in counts if _bytes_of(blocks, each, kind.num_slots) <= room), default=0)
+    return count, part.rest + _bytes_of(blocks, count, kind.num_slots)
 
 
-def _bytes_of(blocks: Sequence[int], num_resident: int) -> int:
-    return sum(blocks[index] for index in spread(num_resident, len(blocks)))
+def _bytes_of(blocks: Sequence[int], num_resident: int, num_slots: int) -> int:
+    """Of the blocks that stay, and of slots for the largest of the others: blocks that are not quantised are larger,
+    and may all be among those that stay."""
+    resident = spread(num_resident, len(blocks))
+    largest = max(size for index, size in enumerate(blocks) if index not in resident)
+    return sum(blocks[index] for index in resident) + num_slots * largest
 
 
 def spread(num_resident: int, num_blocks: int) -> frozenset[int]:

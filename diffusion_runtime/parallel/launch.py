@@ -9,10 +9,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -28,6 +30,9 @@ _ELASTIC_LOGGER = "torch.distributed.elastic"
 _QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 # How long to wait for killed processes to be gone.
 _KILL_SECONDS = 5.0
+# Sent to this process by a check that failed, and what the ranks are ended with then: they have nothing to unwind yet.
+_CHECK_FAILED = signal.SIGUSR1
+_KILL = signal.SIGKILL
 # How much of a rank's stderr is quoted when it ends without a reason.
 _NUM_LAST_LINES = 6
 _MAX_LAST_BYTES = 4096
@@ -53,7 +58,13 @@ def this_program() -> tuple[str, ...]:
 
 
 def launch(
-    program: Sequence[str], num_processes: int, *, on_cpu: bool, verbose: bool, end_at_once: Callable[[bool], None]
+    program: Sequence[str],
+    num_processes: int,
+    *,
+    on_cpu: bool,
+    verbose: bool,
+    end_at_once: Callable[[bool], None],
+    check: Callable[[], None],
 ) -> RankFailure | None:
     """Run a Python program in `num_processes` processes until all have ended; None when all succeeded.
 
@@ -62,6 +73,9 @@ def launch(
 
     end_at_once: called on a second signal, after the ranks have been killed; its argument is whether one of them had
     reported the interruption.
+
+    check: what is asked of the whole run, in a thread beside the ranks, which import for seconds meanwhile. Where it
+    raises, they are killed, and `launch` raises the same once they have ended.
 
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once all processes have ended.
     """
@@ -92,18 +106,70 @@ def launch(
             shutil.rmtree(folder, ignore_errors=True)
             end_at_once(is_reported)
 
+        checked = _CheckBeside(check)
         try:
             with (
                 _environment(_variables(num_processes, on_cpu=on_cpu, verbose=verbose)),
                 _quiet(verbose),
                 _signals(kill),
+                checked.running(),
             ):
                 started(*program)
         except ChildFailedError as error:
-            return _cause(error.failures, _records(folder), folder)
+            cause = _cause(error.failures, _records(folder), folder)
+            if not cause.is_reported:
+                # A rank may fail of what the check finds, which says it without a rank.
+                checked.raise_error()
+            return cause
         except (SignalException, KeyboardInterrupt) as error:
+            if isinstance(error, SignalException) and error.sigval == _KILL:
+                _kill_children()
+                checked.raise_error()
             raise Interrupted(is_reported=any(record.is_reported for record in _records(folder))) from error
     return None
+
+
+class _CheckBeside:
+    """A check in a thread beside torch's launcher, which only the main thread can run."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="check of the run", daemon=True)
+        self._is_over = False
+
+    def _run(self) -> None:
+        try:
+            self._check()
+        except BaseException as error:
+            self._error = error
+            if not self._is_over:
+                # To the main thread, so that it does not sleep on.
+                signal.pthread_kill(cast(int, threading.main_thread().ident), _CHECK_FAILED)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run it; where it fails within the block, the main thread raises SignalException(_KILL), with which torch's
+        launcher kills its ranks. The check is over when the block is, unless an exception leaves it."""
+
+        def handle(*_: object) -> None:
+            raise SignalException("the check of the run failed", _KILL)
+
+        before = signal.signal(_CHECK_FAILED, handle)
+        try:
+            self._thread.start()
+            yield
+            self._thread.join()
+        finally:
+            self._is_over = True
+            # One that fails yet may be about to send the signal, whose default ends this process.
+            signal.signal(_CHECK_FAILED, signal.SIG_IGN if self._thread.is_alive() else before)
+
+    def raise_error(self) -> None:
+        """What it raised, once it has ended; nothing where it passed."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _variables(num_processes: int, *, on_cpu: bool, verbose: bool) -> dict[str, str]:

@@ -38,6 +38,7 @@ from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.token_layout import TokenLayout
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
@@ -56,7 +57,7 @@ PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
 }
 CACHES = (
     *(module._kernels for module in (aiter, fa2, fa3, fa4)),
-    *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, calling._key_counts),
+    *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, calling._key_counts, import_failure),
 )
 
 

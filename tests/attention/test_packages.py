@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,13 @@ def install(folder: Path, distribution: str, version: str, module: str, text: st
     (path / "__init__.py").write_text(text)
 
 
+def with_own_cache(folder: Path) -> dict[str, str]:
+    """An environment in which nothing is remembered of imports, but by earlier programs of the same test."""
+    return {**os.environ, "DIFFUSION_RUNTIME_CACHE": str(folder / "cache")}
+
+
 def ask(folder: Path) -> dict[str, Any]:
-    done = run_python("-c", SCRIPT, folder)
+    done = run_python("-c", SCRIPT, folder, env=with_own_cache(folder))
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -112,7 +118,7 @@ print(json.dumps(said))
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """What a script says in a process of its own, and what it logs."""
-    done = run_python("-c", script, folder, *arguments)
+    done = run_python("-c", script, folder, *arguments, env=with_own_cache(folder))
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import kernel_packages
 import pytest
@@ -25,10 +26,11 @@ CACHES = (packages._failure, import_failure, sage_attn._kernel, xformers._operat
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The CPU stands for the device with the chip that a test makes up."""
     monkeypatch.setattr(packages, "device_with_chip", lambda hardware: torch.device("cpu"))
     monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path))
     for cache in CACHES:
         cache.cache_clear()
     yield

@@ -109,6 +109,21 @@ def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_interrupted_while_blocks_are_streamed_leaves_nothing(tmp_path: Path) -> None:
+    flags = ("--device", "cpu", "--memory-limit", "36MB", "--height", "64", "--width", "64", "--num-frames", "5")
+    arguments = ("-m", "diffusion_runtime", "generate", "a star", *flags, "--num-inference-steps", "500", "--json")
+    with start_python(*arguments, cwd=tmp_path, env=process_environment()) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("denoise: step" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        told, said = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "interrupted: 0 of 1 finished" in said
+    assert json.loads(told)["interrupted"]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     ("name", "code", "said"),

@@ -156,3 +156,16 @@ def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
     assert result.err.count("ulysses_degree 3 does not give 2 processes") == 1
     assert "exitcode  : 2" in result.err
     assert result.json["kind"] == "ConfigError"
+
+
+def test_a_request_that_cannot_be_made_ends_processes_that_are_starting(tmp_path: Path) -> None:
+    """The launcher checks beside them: its error is that of one process, and none of those that hang is left."""
+    faults = [{"rank": rank, "stage": "start", "fault": "hang"} for rank in range(2)]
+    flags = ("--num-gpus", 2, "--height", 63, "--json")
+    running = start(tmp_path, *GENERATE, *flags, plan={"faults": faults}, warm=False)
+    result = running.finish()
+    assert result.code == 2, result.err
+    assert result.err.count("error: ") == result.err.count("error: height: expected a multiple of 16, got 63") == 1
+    assert (result.json["kind"], result.json["exit_code"]) == ("RequestError", 2)
+    assert running.remaining() == []
+    assert "outputs" not in {path.name for path in tmp_path.iterdir()}

@@ -104,6 +104,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "b
 # media/generated.py and media/reading.py open what they wrote or have checked.
 OWN_TEXTS = {
     "attention/machine_cache.py",
+    "cache_folder.py",
     "attention/self_check.py",
     "cli/generation.py",
     "cli/terminal.py",

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cli_support import process_environment
 
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.loading.memory_planning import is_planned
 from diffusion_runtime.memory import machine_memory
 
 GB = 10**9
@@ -42,3 +45,37 @@ def test_the_peak_is_not_that_of_the_program_that_started_this_one() -> None:
         [sys.executable, "-c", script], env=process_environment(), capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 550_000_000
+
+
+class Xpu:
+    """torch.xpu as far as memory goes. free: None for a driver that does not say."""
+
+    def __init__(self, free: int | None) -> None:
+        self._free = free
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        if self._free is None:
+            raise RuntimeError("The device doesn't support querying the available free memory")
+        return self._free, 16 * GB
+
+    memory_reserved = staticmethod(lambda _: 3 * GB)
+    memory_allocated = staticmethod(lambda _: GB)
+    max_memory_allocated = staticmethod(lambda _: 5 * GB)
+    reset_peak_memory_stats = staticmethod(lambda _: None)
+
+
+def test_memory_of_devices_other_than_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu, mps = torch.device("xpu"), torch.device("mps")
+    monkeypatch.setattr(torch, "xpu", Xpu(free=8 * GB))
+    assert machine_memory.share_of_device(xpu) == 11 * GB
+    assert machine_memory.free_on_device(xpu) == 10 * GB
+    assert machine_memory.peaks(xpu)["device"] == 5 * GB
+    assert is_planned(RuntimeConfig(), xpu)
+    machine_memory.forget_device_peak(xpu)
+    monkeypatch.setattr(torch, "xpu", Xpu(free=None))
+    assert (machine_memory.share_of_device(xpu), machine_memory.free_on_device(xpu)) == (None, None)
+    assert not is_planned(RuntimeConfig(), xpu)
+    assert (machine_memory.share_of_device(mps), machine_memory.free_on_device(mps)) == (None, None)
+    assert set(machine_memory.peaks(mps)) == {"machine"}
+    machine_memory.forget_device_peak(mps)
+    assert not is_planned(RuntimeConfig(), mps)

@@ -73,6 +73,21 @@ def test_a_streamed_transformer_is_its_rest_two_slots_and_the_blocks_that_stay()
     assert 0 < make_plan(demand(), ["layers"], 11 * GB).resident["text_encoder"] < 24
 
 
+def test_slots_are_as_large_as_the_largest_block_that_is_streamed() -> None:
+    """The first and the last block are not quantised: where they stay, no slot is for them."""
+    blocks = (590 * MB, *(300 * MB,) * 38, 590 * MB)
+    part = PartSize("transformer", sum(blocks), blocks)
+    for limit in range(12, 16):
+        plan = make_plan(demand(transformers=(part,)), ["layers"], limit * GB)
+        resident = spread(plan.resident["transformer"], 40)
+        slots = NUM_SLOTS * max(size for index, size in enumerate(blocks) if index not in resident)
+        weights = slots + sum(blocks[index] for index in resident)
+        assert plan.parts["denoise"]["transformer, streamed"] == weights
+        assert plan.peak <= limit * GB
+    assert {0, 39} <= resident
+    assert slots == NUM_SLOTS * 300 * MB
+
+
 def test_the_transformer_leaves_before_decoding_where_both_do_not_fit() -> None:
     assert make_plan(demand(), ["model"], 40 * GB).keeps_transformer
     large = demand(decode_activations=14 * GB)
@@ -137,6 +152,18 @@ def test_the_machine_must_hold_what_waits_there() -> None:
     with pytest.raises(DeviceMemoryError, match=r"take 39.00 GB of the machine's memory, and 16.00 GB are free"):
         make_plan(demand(), ["layers"], 12 * GB, 16 * GB)
     assert make_plan(demand(), ["none"], 80 * GB, 16 * GB).host == 0
+    plan = make_plan(demand(), ["layers"], 12 * GB, 64 * GB)
+    assert dict(plan.rows())["machine, weights"] == "39.00 GB of 64.00 GB that are free"
+    assert plan.to_dict()["host_free"] == 64 * GB
+
+
+def test_each_process_of_a_machine_holds_transformers_of_its_own_and_the_first_the_encoders() -> None:
+    plan = make_plan(demand(num_local=2), ["layers"], 12 * GB, 80 * GB)
+    assert plan.host == 11 * GB + 2 * 28 * GB
+    assert dict(plan.rows())["machine, weights"] == "67.00 GB in 2 processes of 80.00 GB that are free"
+    with pytest.raises(DeviceMemoryError, match=r"take 67.00 GB of the machine's memory in 2 processes, and 64.00 GB"):
+        make_plan(demand(num_local=2), ["layers"], 12 * GB, 64 * GB)
+    assert make_plan(demand(num_local=2), ["none"], 80 * GB, 16 * GB).host == 0
 
 
 def test_a_plan_is_shown_and_recorded() -> None:

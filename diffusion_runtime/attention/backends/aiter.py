@@ -16,10 +16,8 @@ from diffusion_runtime.attention.backends.registry import register_backend
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from aiter import flash_attn_func, flash_attn_varlen_func
-
-    return flash_attn_func, flash_attn_varlen_func
+def _kernels() -> tuple[Callable[..., Any], ...]:
+    return AiterBackend().first_call_functions()
 
 
 @register_backend

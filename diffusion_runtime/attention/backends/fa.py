@@ -37,11 +37,12 @@ def _installed(hardware: Hardware) -> list[FlashAttention]:
 
 
 def serving_generation(
-    requirements: AttentionRequirements,
+    requirements: AttentionRequirements, *, importing: bool = False
 ) -> tuple[FlashAttention | None, list[tuple[FlashAttention, Availability]]]:
     """The generation that `fa` stands for, None when none can serve; and those before it that cannot be imported.
 
     Which ones import is known of this process's own machine alone; of any other, the first that fits is taken.
+    importing: import them though they are remembered to.
     """
     broken: list[tuple[FlashAttention, Availability]] = []
     for generation in _installed(requirements.hardware):
@@ -49,7 +50,7 @@ def serving_generation(
             continue
         if not requirements.hardware.is_here:
             return generation, []
-        found = generation.imported(requirements)
+        found = generation.imported(requirements) if importing else generation.importable(requirements)
         if found.version is not None:
             return generation, broken
         broken.append((generation, found))
@@ -126,7 +127,13 @@ class AnyFlashAttention(ImportingBackend):
         return generation.versions(hardware)
 
     def imported(self, requirements: AttentionRequirements) -> Availability:
-        generation, broken = serving_generation(requirements)
+        return self._serving(requirements, importing=True)
+
+    def importable(self, requirements: AttentionRequirements) -> Availability:
+        return self._serving(requirements, importing=False)
+
+    def _serving(self, requirements: AttentionRequirements, *, importing: bool) -> Availability:
+        generation, broken = serving_generation(requirements, importing=importing)
         if generation is not None:
             for other, found in broken:
                 _log_passed_over(other, found.reason, generation.name)

@@ -28,10 +28,8 @@ _compiled: set[tuple[object, ...]] = set()
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    return flash_attn_func, flash_attn_varlen_func
+def _kernels() -> tuple[Callable[..., Any], ...]:
+    return FlashAttention4().first_call_functions()
 
 
 def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> bool:
@@ -94,15 +92,17 @@ class FlashAttention4(FlashAttention):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> AttentionResult:
+        kernel = _kernels()[0]
         is_first, started = _announce_compilation(call, q, k, causal, "dense"), time.perf_counter()
-        result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=call.return_lse)
+        result = kernel(q, k, v, softmax_scale=call.scale, causal=causal, return_lse=call.return_lse)
         if is_first:
             count_kernel(time.perf_counter() - started)
         return _result(call, result, "flash-attn-4")
 
     def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
+        kernel = _kernels()[1]
         is_first, started = _announce_compilation(call, packed.q, packed.k, False, "varlen"), time.perf_counter()
-        result = _kernels()[1](
+        result = kernel(
             packed.q,
             packed.k,
             packed.v,

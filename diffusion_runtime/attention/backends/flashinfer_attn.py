@@ -40,8 +40,7 @@ def _planned(
     scale: float | None,
 ) -> Any:
     """A wrapper planned for calls of one form. Planning waits for the device."""
-    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-
+    (BatchPrefillWithRaggedKVCacheWrapper,) = FlashInferBackend().first_call_functions()
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu") * seq_q
     packed_k = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +14,8 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Availa
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.kernels.importing import import_failure, raised_line
+from diffusion_runtime.kernels.importing import first_call_functions, import_failure, raised_line
+from diffusion_runtime.kernels.remembered_imports import ImportCheck, forget, is_remembered, remember
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
@@ -33,6 +35,10 @@ class ImportingBackend(Backend):
         Imports packages and may run one small call, so it is asked of the backend that is about to be chosen and of no
         other, where `probe` and the capability have nothing against it. requirements.hardware: of this process.
         """
+
+    def importable(self, requirements: AttentionRequirements) -> Availability:
+        """`imported`; without the import, which the first call makes, where one that passed here is remembered."""
+        return self.imported(requirements)
 
 
 class PackageBackend(ImportingBackend):
@@ -70,6 +76,11 @@ class PackageBackend(ImportingBackend):
 
     def imported(self, requirements: AttentionRequirements) -> Availability:
         failure, problem = import_failure(self.module, *self.functions), "cannot be imported"
+        check = self._import_check(requirements.hardware)
+        if failure is None:
+            remember(check)
+        else:
+            forget(self.module)
         if failure is None and self.is_compiled_ahead(requirements.hardware):
             failure, problem = (
                 trial_failure(self, requirements),
@@ -83,6 +94,20 @@ class PackageBackend(ImportingBackend):
             f"package {self.distribution!r} {found.version or ''} is installed and {problem}: {failure}",
             f"install it again for this torch and CUDA ({self.install}), or remove it",
         )
+
+    def importable(self, requirements: AttentionRequirements) -> Availability:
+        hardware = requirements.hardware
+        # Kernels that came compiled are tried in every process, for which they are imported.
+        if not self.is_compiled_ahead(hardware) and is_remembered(self._import_check(hardware)):
+            return self.probe(hardware)
+        return self.imported(requirements)
+
+    def first_call_functions(self) -> tuple[Callable[..., Any], ...]:
+        """`functions` of the package, imported unless they are. Raises BackendUnavailableError."""
+        return first_call_functions(self.name, self.module, *self.functions)
+
+    def _import_check(self, hardware: Hardware) -> ImportCheck:
+        return ImportCheck(self.distribution, self.module, self.functions, hardware.describe())
 
 
 # Queries and keys of the trial call: more than one tile of any kernel, so that none takes its path for short ones.

@@ -31,7 +31,8 @@ def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
 
     Where there is no other reason and the requirements are those of this process's machine, its package is
     imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused
-    like any other, and so is one that raises when asked, and one that a self-check of this process found wrong.
+    like any other, and so is one that raises when asked, and one that a self-check of this process found wrong. A
+    package that compiles its kernels itself, and imported here before, is not imported again (`importable`).
     """
     backend = find_backend(name)
     if backend is None:
@@ -50,7 +51,7 @@ def _refusals(backend: Backend, requirements: AttentionRequirements) -> list[str
         reasons.append(_with_fix(availability))
     reasons += backend.capability.refusals(requirements)
     if not reasons and requirements.hardware.is_here and isinstance(backend, ImportingBackend):
-        availability = backend.imported(requirements)
+        availability = backend.importable(requirements)
         if availability.version is None:
             reasons.append(_with_fix(availability))
     if not reasons and requirements.hardware.is_here and not requirements.unchecked:

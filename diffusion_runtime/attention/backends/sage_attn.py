@@ -79,8 +79,7 @@ def _on(hardware: Hardware) -> Capability:
 @functools.cache
 def _kernel() -> tuple[Callable[..., Any], bool]:
     """The package's function, and whether it is that of version 1."""
-    from sageattention import sageattn
-
+    (sageattn,) = SageBackend().first_call_functions()
     return sageattn, _is_version_1(importlib.metadata.version("sageattention"))
 
 

@@ -109,8 +109,8 @@ class SparseBackend(ImportingBackend):
             if failure is not None:
                 return Availability(None, f"triton is installed and cannot be imported: {failure}", _INSTALL_TRITON)
             if flash4.serves(requirements.hardware):
-                # Asked here, so that neither its import nor what is wrong with it waits for the first sparse step.
-                flash4.package_refusal()
+                # Asked here, so that what is wrong with it does not wait for the first sparse step.
+                flash4.check_package(requirements.hardware)
         return self.probe(requirements.hardware)
 
     def keeps_everything(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002

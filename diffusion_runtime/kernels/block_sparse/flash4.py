@@ -16,8 +16,11 @@ from diffusion_runtime.kernels.block_packing.triton import reorder_tokens
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.kernels.remembered_imports import ImportCheck, forget, is_remembered, remember
 
 _TILE = 128
+# The module of the block-sparse form, and what it must have.
+_BLOCK_SPARSE = "flash_attn.cute.block_sparsity", ("BlockSparseTensorsTorch",)
 
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -37,12 +40,21 @@ def package_refusal() -> str | None:
     if not installed:
         return "flash-attn-4 is not installed: pip install 'diffusion-runtime[flash]'"
     failure = import_failure("flash_attn.cute", "flash_attn_func")
-    failure = failure or import_failure("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
+    module, functions = _BLOCK_SPARSE
+    failure = failure or import_failure(module, *functions)
     if failure is None:
         return None
+    forget(module)
     refusal = f"flash-attn-4 is installed and cannot be imported: {failure}"
     _logger.warning("block-sparse attention runs on Triton: %s", refusal)
     return refusal
+
+
+def check_package(hardware: Hardware) -> None:
+    """Ask `package_refusal` before the first call, unless its import is remembered to pass on this machine."""
+    check = ImportCheck("flash-attn-4", *_BLOCK_SPARSE, hardware.describe())
+    if not is_remembered(check) and package_refusal() is None:
+        remember(check)
 
 
 def serves(hardware: Hardware) -> bool:
