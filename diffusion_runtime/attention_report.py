@@ -26,6 +26,8 @@ class ReportRow:
     prefix that is computed once. Commits are no steps. None elsewhere.
     keys: of a cache in pages or in 8 bits, whether its keys were read `in place`, or `gathered` or `read back` into one
     tensor before; None elsewhere.
+    kind: `softmax`, or `linear` for attention whose state does not grow with the keys: a property of the architecture,
+    never a choice.
     """
 
     role: str
@@ -38,17 +40,19 @@ class ReportRow:
     reason: str
     phase: str | None = None
     keys: str | None = None
+    kind: str = "softmax"
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a phase or keys where there are none."""
-        optional = ("phase", "keys")
-        return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
+        """Without a phase or keys where there are none, and without a kind where it is the usual one."""
+        usual = {"phase": None, "keys": None, "kind": "softmax"}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def __str__(self) -> str:
         when = "commits" if self.phase == "commit" else f"steps {self.steps}"
         keys = "" if self.keys is None else f"cached keys {self.keys}, "
+        role = self.role + ", linear" * (self.kind == "linear")
         return (
-            f"{self.role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, {keys}"
+            f"{role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, {keys}"
             f"from {self.source}: {self.reason}"
         )
 
@@ -288,7 +292,7 @@ class AttentionRecorder:
     def __init__(self, *, counts_density: bool = False) -> None:
         self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
-        self._tallies: dict[tuple[str, str, str, str, str, str, str], _Tally] = {}
+        self._tallies: dict[tuple[str, str, str, str, str, str, str, str], _Tally] = {}
         self._has_phases = False
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
@@ -333,17 +337,18 @@ class AttentionRecorder:
         reason: str,
         kept: Sequence[Kept] = (Kept(),),
         keys: str = "",
+        kind: str = "softmax",
     ) -> None:
         """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
-        it is said. keys: as ReportRow, empty for None."""
+        it is said. keys, kind: as ReportRow, empty for no keys."""
         if self._density is not None:
             self._density.add(layer, step, kept)
         if self._tape is not None:
             named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
-            named |= {"keys": keys}
+            named |= {"keys": keys, "kind": kind}
             self._tape.calls.append((layer, named))
             return
-        key = (layer.role, backend, implementation, source, reason, step.phase, keys)
+        key = (layer.role, backend, implementation, source, reason, step.phase, keys, kind)
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = _Tally()
@@ -421,8 +426,9 @@ class AttentionRecorder:
                 reason,
                 phase if self._has_phases else None,
                 keys or None,
+                kind,
             )
-            for (role, backend, implementation, source, reason, phase, keys), tally in self._tallies.items()
+            for (role, backend, implementation, source, reason, phase, keys, kind), tally in self._tallies.items()
         ]
         steps = [
             StepRow(
