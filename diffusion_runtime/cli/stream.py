@@ -256,7 +256,12 @@ def _sidecar(stream: GenerationStream, *, is_interrupted: bool) -> dict[str, Any
         attention_report=stream.attention_report.to_dict(),
         timings=stream.timings,
         peak_memory=peaks(stream.device),
-        stream={**stream.rate.to_dict(), "cache_bytes": stream.cache_bytes, "interrupted": is_interrupted},
+        stream={
+            **stream.rate.to_dict(),
+            "cache_bytes": stream.cache_bytes,
+            "decodes_beside": stream.decodes_beside,
+            "interrupted": is_interrupted,
+        },
     )
 
 

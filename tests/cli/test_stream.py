@@ -66,6 +66,7 @@ def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, 
         "frames_per_second",
         "worst_gap_seconds",
         "cache_bytes",
+        "decodes_beside",
         "interrupted",
     }
     assert read_media_file("new/x.mp4").num_frames == 45
