@@ -24,6 +24,10 @@ class ReportRow:
     layers, steps: which ones, as inclusive ranges such as `0-5`; source and reason: why this backend was chosen.
     phase: `denoise` or `commit` where keys and values are cached: those of a video that is made chunk by chunk, or of a
     prefix that is computed once. Commits are no steps. None elsewhere.
+    keys: of a cache in pages or in 8 bits, whether its keys were read `in place`, or `gathered` or `read back` into one
+    tensor before; None elsewhere.
+    kind: `softmax`, or `linear` for attention whose state does not grow with the keys: a property of the architecture,
+    never a choice.
     """
 
     role: str
@@ -35,16 +39,21 @@ class ReportRow:
     source: str
     reason: str
     phase: str | None = None
+    keys: str | None = None
+    kind: str = "softmax"
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a phase where there is none."""
-        return {name: value for name, value in asdict(self).items() if name != "phase" or value is not None}
+        """Without a phase or keys where there are none, and without a kind where it is the usual one."""
+        usual = {"phase": None, "keys": None, "kind": "softmax"}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def __str__(self) -> str:
         when = "commits" if self.phase == "commit" else f"steps {self.steps}"
+        keys = "" if self.keys is None else f"cached keys {self.keys}, "
+        role = self.role + ", linear" * (self.kind == "linear")
         return (
-            f"{self.role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, from "
-            f"{self.source}: {self.reason}"
+            f"{role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, {keys}"
+            f"from {self.source}: {self.reason}"
         )
 
 
@@ -131,7 +140,7 @@ class CacheRow:
     first ones of the video, which stay. cached_frames: that there was room for. positions: what keys are rotated by.
     num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
     dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in fewer bits, the numbers
-    that were too large. page_size: tokens of a page, None for keys in a row; pages are gathered before they are read.
+    that were too large. page_size: tokens of a page, None for keys in a row.
     """
 
     chunk_frames: int
@@ -149,7 +158,7 @@ class CacheRow:
         window = "all frames" if self.window_frames is None else f"{self.window_frames} latent frames"
         sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
         stored = "" if self.dtype == "auto" else f", stored in {self.dtype} ({self.num_saturated} numbers saturated)"
-        pages = "" if self.page_size is None else f", in pages of {self.page_size} tokens, gathered to be read"
+        pages = "" if self.page_size is None else f", in pages of {self.page_size} tokens"
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
             f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
@@ -283,7 +292,7 @@ class AttentionRecorder:
     def __init__(self, *, counts_density: bool = False) -> None:
         self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
-        self._tallies: dict[tuple[str, str, str, str, str, str], _Tally] = {}
+        self._tallies: dict[tuple[str, str, str, str, str, str, str, str], _Tally] = {}
         self._has_phases = False
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
@@ -327,16 +336,19 @@ class AttentionRecorder:
         source: str,
         reason: str,
         kept: Sequence[Kept] = (Kept(),),
+        keys: str = "",
+        kind: str = "softmax",
     ) -> None:
         """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
-        it is said."""
+        it is said. keys, kind: as ReportRow, empty for no keys."""
         if self._density is not None:
             self._density.add(layer, step, kept)
         if self._tape is not None:
             named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
+            named |= {"keys": keys, "kind": kind}
             self._tape.calls.append((layer, named))
             return
-        key = (layer.role, backend, implementation, source, reason, step.phase)
+        key = (layer.role, backend, implementation, source, reason, step.phase, keys, kind)
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = _Tally()
@@ -413,8 +425,10 @@ class AttentionRecorder:
                 source,
                 reason,
                 phase if self._has_phases else None,
+                keys or None,
+                kind,
             )
-            for (role, backend, implementation, source, reason, phase), tally in self._tallies.items()
+            for (role, backend, implementation, source, reason, phase, keys, kind), tally in self._tallies.items()
         ]
         steps = [
             StepRow(

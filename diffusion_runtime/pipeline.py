@@ -175,13 +175,20 @@ class Pipeline:
             return self._generate(batch, settings, on_progress, open_sink)
 
     def stream(
-        self, request: GenerationRequest, *, endless: bool = False, keeps_frames: bool = False
+        self,
+        request: GenerationRequest,
+        *,
+        endless: bool = False,
+        keeps_frames: bool = False,
+        decodes_beside: bool | None = None,
     ) -> GenerationStream:
         """One video of a causal model, chunk after chunk: a context manager that gives frames as they are made, and
         takes other prompts on the way. Its frames are those of `generate`.
 
         endless: without an end, whatever num_frames says, for models or requests whose kv_window bounds the frames in
-        sight. keeps_frames: for GenerationStream.media; else memory does not grow with the video.
+        sight. keeps_frames: for GenerationStream.media; else memory does not grow with the video. decodes_beside:
+        whether a chunk is decoded while the next one is denoised, on a thread of its own; None for where that pays, on
+        CUDA unless parts of the model wait in the machine's memory.
 
         Raises what `generate` raises, RequestError for a model that makes clips at once and for a video without an end
         that sees all of its frames, ConfigError for a decoder that needs the whole clip.
@@ -223,10 +230,16 @@ class Pipeline:
                 plan=chunks,
                 temporal_factor=self.rules.geometry.temporal_factor,
                 keeps_frames=keeps_frames,
+                decodes_beside=self._decodes_beside if decodes_beside is None else decodes_beside,
             )
         except BaseException:
             resources.close()
             raise
+
+    @property
+    def _decodes_beside(self) -> bool:
+        """Decoder and transformer share the cores of a CPU, and must both be on the device."""
+        return self.device.type == "cuda" and self.offloading is None
 
     @contextlib.contextmanager
     def _streaming(self, settings: BatchSettings) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.chunk_decoding import DecodedChunk, DecodingThread
 from diffusion_runtime.chunked_denoiser import ChunkStream
 from diffusion_runtime.denoising.chunks import ChunkPlan, longest_pass, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
@@ -76,6 +78,20 @@ class StreamRate:
         }
 
 
+# Chunks that are handed out before the one behind them is denoised: the first frames are there as early as can be, and
+# whatever a decoder compiles or captures when it first runs is done.
+_CHUNKS_IN_LINE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _BegunChunk:
+    """A chunk that is denoised. decoded: waits for its frames, or makes them."""
+
+    first_frame: int
+    prompt: str
+    decoded: Callable[[], DecodedChunk]
+
+
 class GenerationStream(Iterator[StreamedFrames]):
     """The chunks of one video, each made when it is asked for. A context manager; `Pipeline.stream` makes one.
 
@@ -90,6 +106,8 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     request: resolved; its prompt_switches apply by themselves. fps: frames per second. num_frames: made so far;
     num_frames_of_video: of all, None without an end; frames_per_chunk: of all chunks but the first and the last.
+    decodes_beside: whether a chunk is decoded while the next one is denoised, from the third one on. A prompt is that
+    of the first chunk that has not been begun then, one later than otherwise; frames are the same.
     """
 
     def __init__(
@@ -111,10 +129,11 @@ class GenerationStream(Iterator[StreamedFrames]):
         plan: ChunkPlan,
         temporal_factor: int,
         keeps_frames: bool,
+        decodes_beside: bool,
     ) -> None:
         """plan: how the video is cut; temporal_factor: frames of a latent frame. chunks: made from the request's
         prompt, whose encoding took text_seconds and left notes. encode: of another prompt. guard: around every
-        computation. resources: what is closed with the stream."""
+        computation, on any thread. resources: what is closed with the stream. decodes_beside: as the attribute."""
         self.request = request
         self.fps = fps
         self.device = device
@@ -127,6 +146,18 @@ class GenerationStream(Iterator[StreamedFrames]):
         self._chunks = chunks
         self._decoder = decoder
         self._decode_next = resources.enter_context(decoder.clip())
+        self.decodes_beside = decodes_beside
+        self._thread: DecodingThread | None = None
+        if decodes_beside:
+            self._thread = DecodingThread(self._frames_of, device, guard)
+            # Before the clip of the decoder ends, which the thread may be in.
+            resources.callback(self._thread.close)
+        self._temporal_factor = temporal_factor
+        self._num_chunks = 0
+        # Frames of the chunks that are denoised, handed out or not.
+        self._num_begun = 0
+        self._ahead: _BegunChunk | None = None
+        self._failed_ahead: Exception | None = None
         self._encode = encode
         self._notes = list(notes)
         self._recorder = recorder
@@ -154,7 +185,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             self.close()
 
     def prompt(self, text: str) -> None:
-        """Another prompt from the next chunk on. Raises RequestError for one without words."""
+        """Another prompt from the next chunk on that has not been begun. Raises RequestError for one without words."""
         dataclasses.replace(self.request, prompt=text)
         self._typed.append(text)
 
@@ -171,23 +202,58 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     def _next(self) -> StreamedFrames:
         started = self._clock()
-        self._switch_prompt()
-        clean = next(self._chunks)
-        denoised = self._clock("denoise", started)
-        parts = [to_pixels(part[0], self.num_frames) for part in self._decode_next(clean.latents)]
-        frames = torch.cat(parts).numpy()
-        seconds = self._clock("decode", denoised) - started
-        self.rate.add(len(frames), seconds, is_first=self.num_frames == 0)
-        made = StreamedFrames(frames, self.num_frames, self._prompt, seconds)
-        self.num_frames += len(frames)
+        if self._failed_ahead is not None:
+            raise self._failed_ahead
+        begun = self._begin_chunk() if self._ahead is None else self._ahead
+        self._ahead = None
+        if self._thread is not None and self._num_chunks >= _CHUNKS_IN_LINE:
+            self._begin_ahead()
+        decoded = begun.decoded()
+        self._timings["decode"] += decoded.seconds
+        seconds = time.perf_counter() - started
+        self.rate.add(len(decoded.frames), seconds, is_first=self.num_frames == 0)
+        made = StreamedFrames(decoded.frames, begun.first_frame, begun.prompt, seconds)
+        self.num_frames += len(decoded.frames)
+        self._num_chunks += 1
         if self._kept is not None:
-            self._kept.append(frames)
+            self._kept.append(decoded.frames)
         return made
+
+    def _begin_ahead(self) -> None:
+        """Denoise the next chunk, where there is one. What fails is the failure of that chunk and not of this one."""
+        try:
+            self._ahead = self._begin_chunk()
+        except StopIteration:
+            return
+        except Exception as error:
+            self._failed_ahead = error
+
+    def _begin_chunk(self) -> _BegunChunk:
+        """Denoise the next chunk and, on the thread, begin to decode it. Raises StopIteration behind the last one."""
+        self._switch_prompt()
+        started, first_frame = self._clock(), self._num_begun
+        clean = next(self._chunks)
+        self._clock("denoise", started)
+        self._num_begun = 1 + self._temporal_factor * (clean.chunk.frames.stop - 1)
+        if self._thread is not None:
+            return _BegunChunk(first_frame, self._prompt, self._thread.start(clean.latents, first_frame).result)
+        return _BegunChunk(first_frame, self._prompt, functools.partial(self._decoded_here, clean.latents, first_frame))
+
+    def _decoded_here(self, latents: torch.Tensor, first_frame: int) -> DecodedChunk:
+        started = self._clock()
+        frames = self._frames_of(latents, first_frame)
+        return DecodedChunk(frames, self._clock() - started)
+
+    def _frames_of(self, latents: torch.Tensor, first_frame: int) -> numpy.ndarray:
+        frames: numpy.ndarray = torch.cat(
+            [to_pixels(part[0], first_frame) for part in self._decode_next(latents)]
+        ).numpy()
+        return frames
 
     def _switch_prompt(self) -> None:
         """Before a chunk: the prompt that is due; of several, the last one that was typed."""
         due = []
-        while self._scheduled and self._scheduled[0][0] <= self.num_frames:
+        while self._scheduled and self._scheduled[0][0] <= self._num_begun:
             due.append(self._scheduled.popleft()[1])
         while self._typed:
             due.append(self._typed.popleft())
@@ -197,16 +263,19 @@ class GenerationStream(Iterator[StreamedFrames]):
         encoded = self._encode(self._prompt)
         self._notes += [note for note in encoded.notes[0] if note not in self._notes]
         self._clock("text", started)
-        if self.num_frames == 0:
+        if self._num_begun == 0:
             # Nothing has been seen of the first one.
             self.request = dataclasses.replace(self.request, prompt=self._prompt)
         else:
-            self._switches.append((self.num_frames, self._prompt))
+            self._switches.append((self._num_begun, self._prompt))
         self._chunks.switch_text(encoded.conditions, self.request.switch_mode)
 
     def _clock(self, stage: str | None = None, since: float = 0.0) -> float:
         """The time, once the device is done; the seconds since another one are added to a stage."""
-        if self.device.type != "cpu":
+        if self._thread is not None and self.device.type == "cuda":
+            # The other stream has its own time.
+            torch.cuda.current_stream(self.device).synchronize()
+        elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         now = time.perf_counter()
         if stage is not None:
@@ -243,7 +312,8 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds by stage: text, denoise (commits included), decode, and of the load before the first generation."""
+        """Seconds by stage: text, denoise (commits included), decode, and of the load before the first generation. With
+        decodes_beside the stages overlap."""
         return dict(self._timings)
 
     def media(self) -> GeneratedMedia:

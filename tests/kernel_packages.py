@@ -53,6 +53,21 @@ def varlen(
     return out, lse
 
 
+def paged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [batch, seq_q, heads, head_dim]; k, v [num_pages, page_size, heads, head_dim], as flash-attn-4 asserts."""
+    assert table.dtype == lengths.dtype == torch.int32
+    assert table.stride(-1) == 1
+    assert table.shape[0] == lengths.shape[0] == q.shape[0]
+    assert q.dtype == k.dtype == v.dtype
+    outs = []
+    for sample, pages in enumerate(table.long()):
+        row_k, row_v = (x[pages].flatten(0, 1)[None, : int(lengths[sample])] for x in (k, v))
+        outs.append(dense(q[sample : sample + 1], row_k, row_v, scale, False))
+    return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+
+
 def flash_attn() -> types.ModuleType:
     def flash_attn_func(
         q: Any,
@@ -196,6 +211,35 @@ def flash_attn_interface(always_returns_lse: bool) -> types.ModuleType:
         result = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
         return result if return_attn_probs else result[0]
 
+    def flash_attn_with_kvcache(
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        k: Any = None,
+        v: Any = None,
+        qv: Any = None,
+        rotary_cos: Any = None,
+        rotary_sin: Any = None,
+        cache_seqlens: Any = None,
+        cache_batch_idx: Any = None,
+        cache_leftpad: Any = None,
+        page_table: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k_new: Any = None,
+        max_seqlen_q: Any = None,
+        rotary_seqlens: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        window_size: Any = (-1, -1),
+        return_softmax_lse: bool = False,
+    ) -> Any:
+        out, lse = paged(q, k_cache, v_cache, page_table, cache_seqlens, softmax_scale)
+        return (out, lse, None, None) if return_softmax_lse else out
+
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     module.flash_attn_func = early_func if always_returns_lse else later_func  # type: ignore[attr-defined]
     module.flash_attn_varlen_func = early_varlen if always_returns_lse else later_varlen  # type: ignore[attr-defined]
     return module
@@ -265,6 +309,10 @@ def flash_attn_cute() -> types.ModuleType:
         gather_bwd_recompute_p: bool = False,
         gather_bwd_token_chunk: Any = None,
     ) -> Any:
+        if page_table is not None:
+            assert cu_seqlens_k is None
+            out, lse = paged(q, k, v, page_table, seqused_k, softmax_scale)
+            return out, lse if return_lse else None
         assert cu_seqlens_q.stride(0) == cu_seqlens_k.stride(0) == 1
         out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
         return out, lse if return_lse else None
@@ -412,7 +460,61 @@ def flashinfer() -> types.ModuleType:
             out, lse = varlen(q, k, v, *self.offsets, 10**9, 10**9, self.scale, self.causal)
             return (out, lse.T / math.log(2)) if return_lse else out
 
+    class BatchPrefillWithPagedKVCacheWrapper:
+        """Plans are counted on the class: the pages of each."""
+
+        plans: list[list[int]] = []  # noqa: RUF012
+
+        def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+            assert kv_layout == "NHD"
+
+        def plan(
+            self,
+            qo_indptr: Any,
+            paged_kv_indptr: Any,
+            paged_kv_indices: Any,
+            paged_kv_last_page_len: Any,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim_qk: int,
+            page_size: int,
+            head_dim_vo: Any = None,
+            custom_mask: Any = None,
+            packed_custom_mask: Any = None,
+            causal: bool = False,
+            pos_encoding_mode: str = "NONE",
+            use_fp16_qk_reduction: bool = False,
+            sm_scale: Any = None,
+            window_left: int = -1,
+            logits_soft_cap: Any = None,
+            rope_scale: Any = None,
+            rope_theta: Any = None,
+            q_data_type: Any = "float16",
+            kv_data_type: Any = None,
+        ) -> None:
+            assert paged_kv_indices.dtype == torch.int32
+            assert set(paged_kv_last_page_len.tolist()) == {page_size}
+            self.plans.append(paged_kv_indices.tolist())
+            self.offsets, self.pages = (qo_indptr, paged_kv_indptr), paged_kv_indices
+            self.form = (num_qo_heads, num_kv_heads, head_dim_qk, q_data_type, page_size, kv_data_type)
+            self.scale = sm_scale
+
+        def run(self, q: Any, paged_kv_cache: Any, return_lse: bool = False) -> Any:
+            k, v = paged_kv_cache
+            form = (q.shape[1], k.shape[2], q.shape[2], q.dtype, k.shape[1], k.dtype)
+            assert form == self.form
+            assert q.is_contiguous()
+            queries, pages = (x.tolist() for x in self.offsets)
+            outs = []
+            for sample in range(len(pages) - 1):
+                own = self.pages[pages[sample] : pages[sample + 1]].long()
+                rows = [x.to(q.dtype)[own].flatten(0, 1)[None] for x in (k, v)]
+                outs.append(dense(q[None, queries[sample] : queries[sample + 1]], *rows, self.scale, False))
+            out, lse = torch.cat([o[0] for o, _ in outs]), torch.cat([each[0] for _, each in outs], dim=1)
+            return (out, lse.T / math.log(2)) if return_lse else out
+
     module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper  # type: ignore[attr-defined]
     return module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,8 +93,58 @@ def test_whatever_ends_a_stream_its_recipe_repeats_it_and_the_pipeline_is_free(
     assert len(pipeline(request).frames) == 9
 
 
-def raises(error: BaseException) -> Callable[[object], None]:
-    def method(_: object) -> None:
+def test_decoding_beside_denoising_gives_the_same_frames(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread of its own, from the third chunk on: prompts at their times, typed ones a chunk later, what fails
+    fails at its chunk, and the recipe repeats it."""
+    request = dataclasses.replace(REQUEST, prompt_switches=[["1.5s", "a blue star"], ["30f", "a green ring"]])
+    whole = pipeline(request)
+    with pipeline.stream(request, keeps_frames=True, decodes_beside=True) as stream:
+        chunks = list(stream)
+    assert [(chunk.first_frame, chunk.prompt) for chunk in chunks] == [
+        (0, "a red circle"),
+        (9, "a red circle"),
+        (21, "a blue star"),
+        (33, "a green ring"),
+    ]
+    assert numpy.array_equal(stream.media().frames, whole.frames)
+    assert stream.media().recipe == whole.recipe
+    threads = []
+    decoded = GenerationStream._frames_of
+    monkeypatch.setattr(
+        GenerationStream, "_frames_of", lambda *a: (threads.append(threading.current_thread().name), decoded(*a))[1]
+    )
+    with pipeline.stream(REQUEST, endless=True, keeps_frames=True, decodes_beside=True) as stream:
+        for _ in range(3):
+            next(stream)
+        # The fourth chunk has been begun.
+        stream.prompt("a blue star")
+        prompts = [next(stream).prompt for _ in range(2)]
+    assert prompts == ["a red circle", "a blue star"]
+    assert len(set(threads)) == 1
+    assert threads[0].startswith("decoding")
+    repeated = GenerationRequest.from_dict(stream.recipe["request"])
+    assert repeated.prompt_switches == ((45, "a blue star"),)
+    assert numpy.array_equal(pipeline(repeated).frames, stream.media().frames)
+    monkeypatch.setattr(GenerationStream, "_frames_of", raises(RequestError("a decoder that fails")))
+    with pytest.raises(RequestError, match="decoder that fails"):
+        next(pipeline.stream(REQUEST, decodes_beside=True))
+    monkeypatch.undo()
+    # The chunk before the one that fails, or is interrupted, is handed out.
+    for error in (RequestError("no more"), KeyboardInterrupt()):
+        with pipeline.stream(REQUEST, endless=True, keeps_frames=True, decodes_beside=True) as stream:
+            next(stream), next(stream), next(stream)
+            monkeypatch.setattr(ChunkStream, "__next__", raises(error))
+            if not isinstance(error, KeyboardInterrupt):
+                assert next(stream).first_frame == 33
+            with pytest.raises(type(error)):
+                next(stream)
+            monkeypatch.undo()
+        frames = stream.media().frames
+        assert numpy.array_equal(pipeline(dataclasses.replace(REQUEST, num_frames=len(frames))).frames, frames)
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def method(*_: object) -> None:
         raise error
 
     return method

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from diffusion_runtime.attention.backends.calling import check_shapes
-from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.attention.backends.interface import AttentionCall, Backend
+from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.cache.stored import KeyParts
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.errors import ConfigError
@@ -19,11 +22,27 @@ from diffusion_runtime.token_layout import RASTER, CachedLayout, TokenLayout
 CACHED_KEYS = "cached keys"
 
 
+class CachedCall(NamedTuple):
+    """A call to the keys of a cache. inputs: with the keys in sight; with its own where `parts` are read in their
+    place. copied: what was done to the keys for it, as KeyStore.copied says, `in place` for none of it, empty for a
+    store that is always read in place."""
+
+    inputs: AttentionInputs
+    copied: str = ""
+    parts: KeyParts | None = None
+
+
 def with_cached_keys(
-    inputs: AttentionInputs, layer: LayerInfo, context: AttentionContext, cache: FrameCache, *, causal: bool
-) -> AttentionInputs:
+    inputs: AttentionInputs,
+    layer: LayerInfo,
+    context: AttentionContext,
+    cache: FrameCache,
+    *,
+    causal: bool,
+    backend: Backend,
+) -> CachedCall:
     """The call with the keys and values in sight in place of its own, which are written to the cache. After the
-    exchange, so that every process keeps the heads that it computes.
+    exchange, so that every process keeps the heads that it computes. backend: whose kernels may read them in place.
 
     Raises ConfigError for a call over other frames than the cache's plan.
     """
@@ -38,10 +57,17 @@ def with_cached_keys(
     store = context.state.of_layer(layer, context.step).get_or_create(
         (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
     )
-    q, k, v = cache.exchange(store, q, k, v)
     grid = (len(plan.read), *layout.grid[1:])
     in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
-    return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
+    store.write(plan, k, v)
+    form = store.page_format(plan) if cache.reads_as_stored else None
+    if form is not None and isinstance(backend, StoredKeysReader):
+        refusal = backend.stored_refusal(form, q.device)
+        if refusal is None:
+            return CachedCall(inputs._replace(layout=in_sight, packed=None), "in place", store.read_parts(plan))
+        context.recorder.note(f"{layer.role}: {backend.name}: cached keys are {store.copied}: {refusal}")
+    q, k, v = cache.read(store, q)
+    return CachedCall(inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None), store.copied)
 
 
 def with_prefix(
@@ -68,8 +94,9 @@ def with_prefix(
     return inputs._replace(k=k, v=v, layout=in_sight, packed=None)
 
 
-def plan_of(call: AttentionCall, cache: FrameCache | None) -> ForwardPlan:
-    """What a backend prepares for, once per forward pass: of cached calls the largest that the cache makes."""
+def plan_of(call: AttentionCall, cache: FrameCache | None, parts: KeyParts | None = None) -> ForwardPlan:
+    """What a backend prepares for, once per forward pass: of cached calls the largest that the cache makes. parts: of a
+    call whose keys are read where they are stored."""
     layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
     plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
     if plan is not None and layout is not None:
@@ -87,5 +114,9 @@ def plan_of(call: AttentionCall, cache: FrameCache | None) -> ForwardPlan:
         call.q.shape[3],
         call.q.dtype,
         call.q.device,
+        call.scale,
     )
-    return ForwardPlan(limits, call.step, plan)
+    stored = None if parts is None else parts.stored
+    if plan is not None and stored is not None:
+        plan = dataclasses.replace(plan, page_table=stored.page_table)
+    return ForwardPlan(limits, call.step, plan, None if stored is None else stored.form)

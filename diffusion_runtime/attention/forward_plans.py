@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention.cache.stored import StoredForm
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -22,8 +23,8 @@ from diffusion_runtime.token_layout import TokenLayout
 class PlanLimits:
     """The calls that share a plan, and how large they are. options: an instance of the backend's options_type. layout:
     of the whole sequence, None where nothing is padded; batch, num_queries, num_keys, num_heads, num_kv_heads,
-    head_dim: of q and k as the backend gets them. With a key-value cache these are the most that a call of the video
-    has, and the layout is that of all that there is room for."""
+    head_dim: of q and k as the backend gets them; scale: of the softmax, None for 1 / sqrt(head_dim). With a key-value
+    cache these are the most that a call of the video has, and the layout is that of all that there is room for."""
 
     options: Any
     layout: TokenLayout | None
@@ -35,16 +36,19 @@ class PlanLimits:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
     """What `prepare` makes a plan of. limits: of its calls; step: of this forward pass; cache: what it reads and writes
-    of the key-value cache, with the number of keys in sight; None for calls without one."""
+    of the key-value cache, with the number of keys in sight; None for calls without one. stored: the pages of calls
+    that read them in place, which all layers have alike unless one shares pages with another video."""
 
     limits: PlanLimits
     step: StepInfo
     cache: CachePlan | None = None
+    stored: StoredForm | None = None
 
 
 class Planning(Protocol):
@@ -67,8 +71,8 @@ class ForwardPlans:
         self._made: dict[Hashable, Any] = {}
 
     def of(self, backend: Planning, plan: ForwardPlan) -> Any:
-        """The backend's plan for all calls of the same limits."""
-        key = (backend.name, plan.limits)
+        """The backend's plan for all calls of the same limits and pages."""
+        key = (backend.name, plan.limits, plan.stored)
         if key not in self._made:
             self._made[key] = self._make(backend, plan)
         return self._made[key]
@@ -87,13 +91,19 @@ class VideoPlans(ForwardPlans):
     def __init__(self) -> None:
         super().__init__()
         self._reserved: dict[Hashable, Any] = {}
+        self._in_use: set[Hashable] = set()
 
     def start_pass(self) -> None:
         """Another forward pass begins: what was prepared for the one before is of no use to it."""
         self._made.clear()
+        self._in_use.clear()
 
     def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
         key = (backend.name, plan.limits)
+        if key in self._in_use:
+            # Layers with other pages than the first: what was prepared for that one is still to be read.
+            return backend.prepare(plan)
+        self._in_use.add(key)
         if key not in self._reserved:
             self._reserved[key] = backend.reserve(plan.limits)
         return backend.prepare(plan, into=self._reserved[key])

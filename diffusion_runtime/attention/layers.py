@@ -7,6 +7,7 @@ processes share, through an exchange; with one process they equal LocalAttention
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
+from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
 from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
@@ -198,23 +200,25 @@ class AttentionLayer(nn.Module, ABC):
         inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
-            self._count(context, served, result.implementation, [Kept(result.plan, result.skip_counts)])
+            kept_here = [Kept(result.plan, result.skip_counts)]
+            self._count(context, served, result.implementation, kept_here, result.keys)
             self._count_skipped(context, result)
             return result.out
         if block_mask is not None:
             raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
-        implementations: list[str] = []
+        names: list[tuple[str, str]] = []
         kept: list[Kept] = []
 
         def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
-            implementations.append(result.implementation)
+            names.append((result.implementation, result.keys))
             kept.append(Kept(result.plan, result.skip_counts))
             self._count_skipped(context, result)
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)
-        self._count(context, served, implementations[0] if implementations else "no tokens on this process", kept)
+        implementation, keys = names[0] if names else ("no tokens on this process", "")
+        self._count(context, served, implementation, kept, keys)
         return out
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
@@ -355,11 +359,16 @@ class AttentionLayer(nn.Module, ABC):
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
+        backend, dense = served.resolved.backend, served.resolved.dense
+        copied, parts = "", None
         if self.cached_keys and context.cache is not None:
-            inputs = with_cached_keys(inputs, self.layer, context, context.cache, causal=self.causal)
+            inputs, copied, parts = with_cached_keys(
+                inputs, self.layer, context, context.cache, causal=self.causal, backend=backend
+            )
         if self.cached_keys and context.prefix is not None:
             inputs = with_prefix(inputs, self.layer, context.prefix, first_head=self.first_head, causal=self.causal)
-        check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
+        if parts is None:
+            check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
             check_mask(inputs.mask, inputs.q, inputs.k)
         call = AttentionCall(
@@ -374,13 +383,17 @@ class AttentionLayer(nn.Module, ABC):
             dense=served.resolved.dense,
             block_mask=block_mask,
         )
-        backend, dense = served.resolved.backend, served.resolved.dense
         context.plans.serves(backend, call.options)
         if dense is not None:
             context.plans.serves(dense.backend, dense.options)
         if backend.prepares:
-            call = call._replace(prepared=context.plans.of(backend, plan_of(call, context.cache)))
-        return run_backend(backend, call)
+            call = call._replace(prepared=context.plans.of(backend, plan_of(call, context.cache, parts)))
+        if parts is not None:
+            assert isinstance(backend, StoredKeysReader), "parts are for backends that read them"
+            result = attend_parts(backend, call, parts, functools.partial(run_backend, backend))
+        else:
+            result = run_backend(backend, call)
+        return result._replace(keys=copied) if copied else result
 
     def _count(
         self,
@@ -388,8 +401,9 @@ class AttentionLayer(nn.Module, ABC):
         served: _ResolvedCall,
         implementation: str,
         kept: Sequence[Kept],
+        keys: str,
     ) -> None:
-        """Record one call. kept: of its pairs, by the parts it was computed in."""
+        """Record one call. kept: of its pairs, by the parts it was computed in; keys: as AttentionResult.keys."""
         decision = served.resolved.decision
         context.recorder.record(
             self.layer,
@@ -399,6 +413,7 @@ class AttentionLayer(nn.Module, ABC):
             source=decision.source,
             reason=decision.reason,
             kept=kept,
+            keys=keys,
         )
         for name, reason in decision.rejected:
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")

@@ -62,6 +62,18 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
     return dataclasses.replace(flags, output_path=flags.stream)
 
 
+def _check_native(rules: Any, backend: str) -> None:
+    """Raises ConfigError for a pipeline of diffusers, with what is its own way to long video."""
+    if backend != "diffusers" and hasattr(rules, "is_causal"):
+        return
+    from diffusion_runtime.diffusers_bridge.long_video import long_video_way
+
+    way = long_video_way(getattr(rules, "pipeline_class", ""))
+    if way is not None:
+        raise ConfigError(f"--stream: {way.instead_of_streaming}")
+    raise ConfigError("--stream: diffusers' own pipelines make a clip at once; leave it out, or use a native model")
+
+
 def run_stream(
     settings: Settings,
     outputs: Outputs,
@@ -84,8 +96,7 @@ def run_stream(
         value is None for value in (settings.requests[0].num_frames, settings.requests[0].seconds)
     )
     rules: Any = prepared.rules
-    if settings.runtime.backend == "diffusers" or not hasattr(rules, "is_causal"):
-        raise ConfigError("--stream: diffusers' own pipelines make a clip at once; leave it out, or use a native model")
+    _check_native(rules, settings.runtime.backend)
     from diffusion_runtime.batch_settings import BatchSettings
     from diffusion_runtime.streaming import check_streamable
 
@@ -245,7 +256,12 @@ def _sidecar(stream: GenerationStream, *, is_interrupted: bool) -> dict[str, Any
         attention_report=stream.attention_report.to_dict(),
         timings=stream.timings,
         peak_memory=peaks(stream.device),
-        stream={**stream.rate.to_dict(), "cache_bytes": stream.cache_bytes, "interrupted": is_interrupted},
+        stream={
+            **stream.rate.to_dict(),
+            "cache_bytes": stream.cache_bytes,
+            "decodes_beside": stream.decodes_beside,
+            "interrupted": is_interrupted,
+        },
     )
 
 

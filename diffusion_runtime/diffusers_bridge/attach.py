@@ -265,6 +265,19 @@ class AttachedAttention:
         """Record calls of a reached module that were not intercepted. module: component and path."""
         self._calls.add_unserved(module, reason, num_calls)
 
+    def record_linear(self, module: FoundModule, step: StepInfo) -> None:
+        """Count a run of linear attention, which is the model's own."""
+        self._recorder.record(
+            module.layer,
+            step,
+            backend="diffusers",
+            implementation=module.processor,
+            source="platform",
+            reason="linear attention, which the architecture sets",
+            kept=(),
+            kind="linear",
+        )
+
     def end_pass(self) -> None:
         """A forward pass has ended without an exception: log calls that were not intercepted, the first time.
 

@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.interception import (
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, other_mode
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
+from diffusion_runtime.step_info import StepInfo
 
 
 class Attachment(Protocol):
@@ -39,6 +40,9 @@ class Attachment(Protocol):
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
         """Record calls of a reached module that were not intercepted."""
+
+    def record_linear(self, module: FoundModule, step: StepInfo) -> None:
+        """Count a run of linear attention."""
 
     def end_pass(self) -> None:
         """A forward pass has ended without an exception."""
@@ -69,6 +73,8 @@ class AttachedModel:
         self._hooks: list[Any] = []
         self._parameters = inspect.signature(type(self.model).forward)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
+        # No choice reaches them; they are counted, so that the report is of all that ran.
+        self._linear = [module for module in found if module.unreached and module.kind == "linear"]
         reached = {module.found.module for module in self.modules}
         self._whole_graphs = WholeGraphs(model, reached, {module for module in reached if not is_recordable(module)})
 
@@ -102,6 +108,10 @@ class AttachedModel:
                 is_in_whole_graph=self._whole_graphs.holds(module.found.module),
             )
         self._whole_graphs.set_aside()
+        self._hooks += [
+            module.module.register_forward_hook(PassHook(functools.partial(self._ran_linear, module)))
+            for module in self._linear
+        ]
         # Hooks, not a replaced forward method: offloading replaces that itself, before or after.
         self._hooks += [
             self.model.register_forward_pre_hook(PassHook(self._begin), with_kwargs=True),
@@ -156,6 +166,9 @@ class AttachedModel:
         reason = self._left.get(module) or ("" if num_calls else unserved_reason(module.found))
         if reason:
             self._add_unserved(module, reason, num_calls)
+
+    def _ran_linear(self, module: FoundModule, *_: Any) -> None:
+        self._owner.record_linear(module, getattr(self._now, "forward_pass", ForwardPass()).step or StepInfo())
 
     def _add_unserved(self, module: ModuleAttention, reason: str, num_calls: int) -> None:
         self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, num_calls)

@@ -58,6 +58,7 @@ class FoundModule:
 
     path: in the model. layer: its role, and its number among those of that role. processor: the class that computes it,
     the module's own for one without a processor. unreached: why its calls cannot be intercepted; empty when they can.
+    kind: `linear` for attention without a softmax, whose state does not grow with the keys, else `softmax`.
     """
 
     path: str
@@ -65,6 +66,7 @@ class FoundModule:
     layer: LayerInfo
     processor: str
     unreached: str
+    kind: str = "softmax"
 
 
 def find_attention_modules(model: nn.Module) -> list[FoundModule]:
@@ -79,7 +81,9 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
     for path, module, role in found:
         index = seen[role] = seen.get(role, -1) + 1
         layer = LayerInfo(index, counts[role], role, path)
-        listed.append(FoundModule(path, module, layer, computer_of(module).__name__, unreached_reason(module)))
+        listed.append(
+            FoundModule(path, module, layer, computer_of(module).__name__, unreached_reason(module), kind_of(module))
+        )
     return listed
 
 
@@ -146,6 +150,13 @@ def computer_of(module: nn.Module) -> type:
     """The class that computes the attention of a module."""
     processor = processor_of(module)
     return type(module) if processor is None else type(processor)
+
+
+def kind_of(module: nn.Module) -> str:
+    """`linear` or `softmax`. Linear attention is a property of the architecture; diffusers has it in the names of the
+    classes that compute it."""
+    name = computer_of(module).__name__
+    return "linear" if "LinearAtt" in name else "softmax"
 
 
 def unreached_reason(module: nn.Module) -> str:

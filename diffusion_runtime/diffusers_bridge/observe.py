@@ -134,6 +134,7 @@ class ObservedAttention:
             source=source,
             reason=reason,
             kept=(),
+            kind=module.kind,
         )
 
     def _is_planned(self, component: str, module: FoundModule) -> bool:

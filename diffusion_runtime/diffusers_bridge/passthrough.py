@@ -19,6 +19,7 @@ from diffusion_runtime.diffusers_bridge.compiled_denoisers import compile_denois
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
+from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, models_of, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
@@ -81,6 +82,11 @@ class DiffusersPipeline:
         self._load_timings: dict[str, float] = {}
         # A choice that reaches nothing fails now, and not at the first request.
         self._planned_attention(self._choice.ours)
+
+    def _own_notes(self) -> tuple[str, ...]:
+        """What is the pipeline's own of how it makes long video."""
+        way = long_video_way(self.rules.pipeline_class)
+        return () if way is None else (way.note,)
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """As GenerationPipeline says."""
@@ -212,7 +218,7 @@ class DiffusersPipeline:
                 report,
                 libraries=(*report.libraries, *self._libraries),
                 steps=cached.steps,
-                notes=(*report.notes, *cost_recorder.report().notes),
+                notes=(*self._own_notes(), *report.notes, *cost_recorder.report().notes),
             ),
             timings=timings,
             peak_memory=peaks(self.device),

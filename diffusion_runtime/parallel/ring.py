@@ -16,6 +16,7 @@ import torch
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.collectives import RankGroup, start_handover
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
+from diffusion_runtime.parallel.merging import PartialAttention
 from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
 
 
@@ -172,28 +173,3 @@ def _with_padding(out: torch.Tensor, slices: Slices, num_rows: int) -> torch.Ten
     end = out.shape[1] - slices.num_suffix
     zeros = out.new_zeros(out.shape[0], missing, *out.shape[2:])
     return torch.cat([out[:, :end], zeros, out[:, end:]], dim=1)
-
-
-class PartialAttention:
-    """The result over the keys added so far. out: [batch, seq_q, heads, head_dim]; lse: [batch, heads, seq_q]."""
-
-    def __init__(self) -> None:
-        self._out: torch.Tensor | None = None
-        self._lse: torch.Tensor | None = None
-
-    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the result over further keys. lse: float32, natural log, -inf for rows that see none of them."""
-        working = torch.promote_types(out.dtype, torch.float32)
-        if self._out is None or self._lse is None:
-            # A copy for float32 too: what follows is done in place.
-            self._out, self._lse = out.to(working, copy=True), lse.to(working)
-            return
-        lse = lse.to(working)
-        # -inf minus -inf: neither part holds a key, both results are 0 and any weight does.
-        weight = torch.sigmoid(lse - self._lse).nan_to_num_(nan=0.0)
-        self._out.lerp_(out.to(working), weight.transpose(1, 2)[..., None])
-        self._lse = torch.logaddexp(self._lse, lse)
-
-    def result(self, like: torch.Tensor) -> torch.Tensor:
-        """The result in the dtype of `like`; zeros in its shape when no keys were added."""
-        return torch.zeros_like(like) if self._out is None else self._out.to(like.dtype)

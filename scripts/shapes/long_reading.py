@@ -88,6 +88,8 @@ class WindowReading:
     motion: bool
     continuous: bool
     drift: Drift
+    seam: float = 1.0
+    """Motion or flicker at the borders of chunks in the window over those inside chunks of the whole stream."""
 
     @property
     def right(self) -> bool:
@@ -145,8 +147,9 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
         # A prompt that is replaced before it need be followed says nothing.
         if index and end - prompt.first_frame >= (SETTLE_CHUNKS + 2) * settings.chunk:
             switches.append(_read_switch(frames, seen, prompts[index - 1], prompt, end, settings))
-    motion, change = _seams(seen, torch.cat(flicker)[: num_frames - 1], prompts, settings)
-    return StreamReading(num_frames, tuple(windows), tuple(switches), motion, change, settings)
+    seams = _seams(seen, torch.cat(flicker)[: num_frames - 1], prompts, settings)
+    windows = [replace(each, seam=max(seams.ratios(each.first_frame, settings.window))) for each in windows]
+    return StreamReading(num_frames, tuple(windows), tuple(switches), *seams.ratios(), settings)
 
 
 def _read_window(
@@ -284,28 +287,46 @@ def _background_changes(segmentation: Segmentation) -> Tensor:
     return (change * ground).sum(dim=(1, 2)) / ground.sum(dim=(1, 2)).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class _Seams:
+    """Per step from a frame to the next, [frames - 1]. odd: how far a step is from those around it, NaN where that is
+    not known; flicker: of the background. border: steps at borders of chunks; counted: those not at a switch."""
+
+    odd: Tensor
+    flicker: Tensor
+    border: Tensor
+    counted: Tensor
+
+    def ratios(self, first: int = 0, count: int | None = None) -> tuple[float, float]:
+        """Of motion and of flicker: at borders, of `count` frames from `first` on, over inside of all chunks."""
+        within = torch.zeros_like(self.border)
+        within[first : None if count is None else first + count - 1] = True
+        at, inside = self.counted & self.border & within, self.counted & ~self.border
+        return (
+            _quantile_ratio(self.odd, at, inside, MIN_DISPLACEMENT),
+            _quantile_ratio(self.flicker, at, inside, MIN_FLICKER),
+        )
+
+
 def _seams(
     seen: Sequence[Sequence[Sighting]], flicker: Tensor, prompts: Sequence[Prompt], settings: LongSettings
-) -> tuple[float, float]:
-    """Motion and flicker at borders of chunks over those inside; of motion, how far a step is from those around it."""
+) -> _Seams:
     count = len(seen)
     steps = torch.full((count - 1,), float("nan"))
     for frame, (now, then) in enumerate(pairwise(seen)):
         if len(now) == len(then) == len(prompts[0].attributes.objects) and all(_is_free(each) for each in now):
             nearest = [min((a.x - b.x) ** 2 + (a.y - b.y) ** 2 for b in then) ** 0.5 for a in now]
             steps[frame] = max(nearest)
-    around = steps.unfold(0, 7, 1).nanmedian(dim=1).values if count > 8 else steps
-    odd = (steps[3 : 3 + len(around)] - around).abs()
+    around = steps.unfold(0, 7, 1).nanmedian(dim=1).values
+    odd = torch.full_like(steps, float("nan"))
+    odd[3 : 3 + len(around)] = (steps[3 : 3 + len(around)] - around).abs()
     # A border is the step over it, and those beside it: a frame shown twice is made up for by the next step.
     place = (torch.arange(count - 1) - (settings.chunk - 4)) % settings.chunk
     border = (place <= 1) | (place == settings.chunk - 1)
     switched = torch.zeros_like(border)
     for prompt in prompts[1:]:
         switched[prompt.first_frame - 1 : prompt.first_frame + SETTLE_CHUNKS * settings.chunk] = True
-    return (
-        _quantile_ratio(odd, border[3 : 3 + len(odd)], ~switched[3 : 3 + len(odd)], MIN_DISPLACEMENT),
-        _quantile_ratio(flicker, border, ~switched, MIN_FLICKER),
-    )
+    return _Seams(odd, flicker, border, ~switched)
 
 
 def _is_free(each: Sighting) -> bool:
@@ -314,9 +335,9 @@ def _is_free(each: Sighting) -> bool:
     return min(1 + left, 1 - right, 1 + top, 1 - bottom) > _MARGIN_ROOM / 2
 
 
-def _quantile_ratio(values: Tensor, border: Tensor, counted: Tensor, least: float) -> float:
-    counted = counted & ~torch.isnan(values)
-    if not bool((counted & border).any()) or not bool((counted & ~border).any()):
+def _quantile_ratio(values: Tensor, at: Tensor, inside: Tensor, least: float) -> float:
+    known = ~torch.isnan(values)
+    if not bool((known & at).any()) or not bool((known & inside).any()):
         return 1.0
-    at, inside = (float(torch.quantile(values[counted & part], SEAM_QUANTILE)) for part in (border, ~border))
-    return max(at, least) / max(inside, least)
+    above, below = (float(torch.quantile(values[known & part], SEAM_QUANTILE)) for part in (at, inside))
+    return max(above, least) / max(below, least)

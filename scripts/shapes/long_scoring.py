@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from diffusion_runtime.quality.shapes.scoring import Proportion, wilson
-from scripts.shapes.long_reading import StreamReading
+from scripts.shapes.long_reading import StreamReading, WindowReading
 
 SURVIVAL_SECONDS = (5, 15, 30, 60, 180)
 MAX_AREA_DRIFT, MAX_COLOUR_DRIFT, MAX_BACKGROUND_DRIFT, MAX_SOFTNESS_DRIFT = 0.25, 0.10, 0.08, 0.6
@@ -30,11 +30,16 @@ class LongScore:
     """Windows that are right."""
     parts: dict[str, Proportion]
     """Windows in which one thing is right: count, colour, shape, background, motion, continuous."""
+    same_windows: Proportion
+    """Windows that have not drifted too far from their stream's first one."""
+    seamless_windows: Proportion
+    """Windows without a jump between chunks."""
     same: Proportion
     """Streams that never drift too far from their own first window."""
     area_drift: float
     """Median over streams of the last window's area over the first's, less 1."""
     seamless: Proportion
+    """Streams without jumps between chunks, by the 95th percentile of all their borders."""
     followed: Proportion | None
     """Switches followed within MAX_SWITCH_DELAY chunks."""
     kept: Proportion | None
@@ -83,6 +88,8 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
         right,
         wilson(sum(window.right for window in windows), len(windows)),
         parts,
+        wilson(sum(map(has_not_drifted, windows)), len(windows)),
+        wilson(sum(map(has_no_seam, windows)), len(windows)),
         wilson(sum(is_same(each) for each in readings), len(readings)),
         float(last.median().exp()) - 1,
         wilson(sum(max(each.seam_motion, each.seam_flicker) <= MAX_SEAM for each in readings), len(readings)),
@@ -93,10 +100,35 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
 
 def is_same(reading: StreamReading) -> bool:
     """Whether no window of a stream has drifted too far."""
-    return all(
-        abs(window.drift.area) <= MAX_AREA_DRIFT
-        and window.drift.colour <= MAX_COLOUR_DRIFT
-        and window.drift.background <= MAX_BACKGROUND_DRIFT
-        and abs(window.drift.softness) <= MAX_SOFTNESS_DRIFT
-        for window in reading.windows
+    return all(map(has_not_drifted, reading.windows))
+
+
+def has_not_drifted(window: WindowReading) -> bool:
+    """Whether a window still shows the object and the background of the first one."""
+    drift = window.drift
+    return (
+        abs(drift.area) <= MAX_AREA_DRIFT
+        and drift.colour <= MAX_COLOUR_DRIFT
+        and drift.background <= MAX_BACKGROUND_DRIFT
+        and abs(drift.softness) <= MAX_SOFTNESS_DRIFT
     )
+
+
+def has_no_seam(window: WindowReading) -> bool:
+    """Whether nothing jumps between two chunks of a window."""
+    return window.seam <= MAX_SEAM
+
+
+def window_record(reading: StreamReading) -> dict[str, object]:
+    """Every window of a stream, for JSON: its first frame, and a 1 or a 0 per window and question."""
+
+    def row(answers: Iterable[bool]) -> str:
+        return "".join("1" if answer else "0" for answer in answers)
+
+    return {
+        "frames": reading.num_frames,
+        "first_frames": [window.first_frame for window in reading.windows],
+        "right": row(window.right for window in reading.windows),
+        "same": row(map(has_not_drifted, reading.windows)),
+        "seamless": row(map(has_no_seam, reading.windows)),
+    }

@@ -3,6 +3,8 @@
 python -m scripts.train_shapes.causal_evaluate --checkpoint FOLDER --streams 64 --seconds 30 --out measured.json
 python -m scripts.train_shapes.causal_evaluate --checkpoint FOLDER --sweep 12:2:2:1 12:4:2:1 12:4:2:2 --out sweep.json
 python -m scripts.train_shapes.causal_evaluate --package FOLDER --sweep 8:8:2:2 --out package.json
+python -m scripts.train_shapes.causal_evaluate --folder FOLDER --size 256 --kv-cache-dtype fp8_e4m3 --out fp8.json
+python -m scripts.train_shapes.causal_evaluate --folder FOLDER --size 256 --position-offset 2 --out off_by_two.json
 python -m scripts.train_shapes.causal_evaluate --rendered --streams 256 --seconds 15 --out clean.json
 """
 
@@ -13,7 +15,8 @@ import json
 import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -27,7 +30,7 @@ from transformers import UMT5EncoderModel
 
 from diffusion_runtime.quality.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
-from scripts.shapes.long_scoring import score_streams
+from scripts.shapes.long_scoring import score_streams, window_record
 from scripts.shapes.streams import StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_pool import first_pixel_frames
@@ -48,7 +51,11 @@ CAPTIONS = CaptionSettings(
     filler=0.0,
 )
 """Everything is mentioned: what a prompt leaves free at first must not be asked for later."""
-DECODED_AT_ONCE = 4
+SAMPLED_AT_ONCE = 64
+DECODED_AT_ONCE = 4 * 733 * 256 * 256
+"""Pixels, of all frames and streams together: four streams of a minute at 256 x 256."""
+WRITE_EVERY = 10.0
+"""Seconds between two versions of the results while streams are read."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,17 @@ class StreamModel:
         )
 
     @torch.no_grad()
-    def frames(self, tasks: list[Task], sampling: StreamSampling) -> list[Tensor]:
-        """uint8 [frames, size, size, 3] per task, on the CPU."""
+    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> list[Tensor]:
+        """uint8 [frames, size, size, 3] per task, on the CPU. is_over: see StreamSampler.sample."""
         with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
-            latents = self._sampler.sample([task.texts for task in tasks], [task.seed for task in tasks], sampling)
+            latents = self._sampler.sample(
+                [task.texts for task in tasks], [task.seed for task in tasks], sampling, is_over
+            )
             vae = WholeClipVae(self._vae)
+            of_stream = (4 * latents.shape[2] - 3) * sampling.size**2
             parts = [
                 clip_to_frames(vae.decode(part * self._std + self._mean)).cpu()
-                for part in latents.split(DECODED_AT_ONCE)
+                for part in latents.split(max(1, DECODED_AT_ONCE // of_stream))
             ]
         return list(torch.cat(parts))
 
@@ -129,12 +139,14 @@ class PackageModel:
         dtype = "bfloat16" if device == "cuda" else "float32"
         self._pipeline = load_pipeline(str(folder), device=device, dtype=dtype)
 
-    def frames(self, tasks: list[Task], sampling: StreamSampling) -> list[Tensor]:
-        """uint8 [frames, size, size, 3] per task."""
+    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> list[Tensor]:
+        """uint8 [frames, size, size, 3] per task; of fewer tasks when it is over after one of them."""
         from diffusion_runtime import GenerationRequest
 
-        made = []
+        made: list[Tensor] = []
         for task in tasks:
+            if made and is_over():
+                break
             starts = first_pixel_frames(len(task.texts) * sampling.chunk).tolist()[:: sampling.chunk]
             switches = tuple(
                 (start, text)
@@ -156,6 +168,8 @@ class PackageModel:
                 "guided_chunks": None if sampling.guidance == sampling.first_guidance else 1,
                 "prompt_switches": switches or None,
                 "switch_mode": "keep",
+                "kv_cache_dtype": sampling.kv_cache_dtype,
+                "commit_noise": sampling.commit_noise,
             }
             media = self._pipeline(GenerationRequest(task.texts[0], seed=task.seed, **fields))
             made.append(torch.from_numpy(media.frames))
@@ -174,8 +188,96 @@ def parse_sampling(text: str, base: StreamSampling) -> StreamSampling:
     )
 
 
-def main() -> None:
-    """Print a line per setting, and write everything as JSON."""
+def read_part(clip: Tensor, task: Task, settings: LongSettings) -> tuple[np.ndarray, tuple[Prompt, ...]] | None:
+    """The arguments of a reading; None for a stream that ended before its first window did."""
+    if len(clip) < settings.window:
+        return None
+    return clip.numpy(), tuple(prompt for prompt in task.prompts if prompt.first_frame < len(clip))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was read so far of one setting. is_complete: of all streams, to their ends."""
+
+    setting: str
+    readings: list[StreamReading]
+    num_streams: int
+    is_complete: bool
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON; no scores where nothing was read."""
+        row: dict[str, object] = {
+            "setting": self.setting,
+            "complete": self.is_complete,
+            "streams": len(self.readings),
+            "of": self.num_streams,
+        }
+        if any(reading.windows for reading in self.readings):
+            score = score_streams(self.readings)
+            row |= {"score": score.to_dict(), "misses": score.misses()}
+        return {**row, "windows": [json.dumps(window_record(reading)) for reading in self.readings]}
+
+    def rates(self) -> dict[str, float | None]:
+        """The main scores, for a line of text."""
+        if not any(reading.windows for reading in self.readings):
+            return {}
+        score = score_streams(self.readings)
+        return {
+            **{f"survival {seconds} s": round(each.rate, 3) for seconds, each in score.survival.items()},
+            **{f"right at {seconds} s": round(each.rate, 3) for seconds, each in score.right.items()},
+            **{part: round(each.rate, 3) for part, each in score.parts.items()},
+            "windows right": round(score.windows.rate, 3),
+            "windows same": round(score.same_windows.rate, 3),
+            "windows seamless": round(score.seamless_windows.rate, 3),
+            "streams same": round(score.same.rate, 3),
+            "streams seamless": round(score.seamless.rate, 3),
+            "followed": None if score.followed is None else round(score.followed.rate, 3),
+            "kept": None if score.kept is None else round(score.kept.rate, 3),
+        }
+
+
+def measure(
+    model: StreamModel | PackageModel | None,
+    tasks: list[Task],
+    sampling: StreamSampling,
+    settings: LongSettings,
+    pool: ProcessPoolExecutor,
+    is_over: Callable[[], bool],
+    sheet: Path,
+) -> Iterator[Result]:
+    """Results of more and more streams, the last one of all that was made. sheet: where frames of 16 of them go."""
+    name = "rendered" if model is None else f"{'package ' if isinstance(model, PackageModel) else ''}{sampling}"
+    pending: set[Future[StreamReading]] = set()
+    readings: list[StreamReading] = []
+    kept: list[Tensor] = []
+    num_whole = 0
+    length = 4 * len(tasks[0].texts) * sampling.chunk - 3
+    for first in range(0, len(tasks), SAMPLED_AT_ONCE):
+        if first and is_over():
+            break
+        batch = tasks[first : first + SAMPLED_AT_ONCE]
+        if model is None:
+            clips = [render_streams(task.streams, sampling.size)[0] for task in batch]
+        else:
+            clips = model.frames(batch, sampling, is_over)
+        kept += clips[: 16 - len(kept)]
+        num_whole += sum(len(clip) == length for clip in clips)
+        for clip, task in zip(clips, batch, strict=False):
+            part = read_part(clip, task, settings)
+            if part is not None:
+                pending.add(pool.submit(_read_one, *part, settings))
+        done, pending = wait(pending, timeout=0)
+        readings += [future.result() for future in done]
+        yield Result(name, readings, len(tasks), is_complete=False)
+    save_sheet(sheet, kept, num_columns=8)
+    while pending:
+        done, pending = wait(pending, timeout=WRITE_EVERY)
+        readings += [future.result() for future in done]
+        yield Result(name, readings, len(tasks), is_complete=not pending and num_whole == len(tasks))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line. Exits where two of its options do not go together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="folder of causal_train; without it the weights of --folder")
     parser.add_argument("--folder", type=Path, default=SHAPES, help="exported folder: its VAE, and its weights")
@@ -189,19 +291,59 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2)
     parser.add_argument("--span", type=int, default=6, help="0 for everything")
     parser.add_argument("--sink", type=int, default=2)
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of committed keys and values"
+    )
     parser.add_argument("--no-commit", action="store_true", help="a control that is to fail")
+    parser.add_argument(
+        "--commit-noise",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="noise level of commits, whose timestep is 1000 T; 0.5 is a control that is to fail",
+    )
+    parser.add_argument(
+        "--position-offset",
+        type=int,
+        default=0,
+        metavar="N",
+        help="committed keys stand N latent frames further on: a control that is to fail",
+    )
     parser.add_argument("--sweep", nargs="+", default=["12:4:2:1"], metavar="FIRST:STEPS:GUIDANCE:GUIDANCE")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further setting then"
+        "--stop-after",
+        type=float,
+        default=1e9,
+        metavar="SECONDS",
+        help="make no further chunk then; what was made is read and recorded",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if not 0 <= arguments.commit_noise < 1:
+        parser.error(f"--commit-noise: a level from 0 to below 1, got {arguments.commit_noise:g}")
+    if arguments.no_commit and (arguments.commit_noise or arguments.position_offset):
+        parser.error("--no-commit: there is no commit for --commit-noise or --position-offset")
+    if arguments.package and (arguments.no_commit or arguments.position_offset):
+        parser.error("--package: the package always commits, and at the right positions; use --folder for controls")
+    return arguments
+
+
+def main() -> None:
+    """Print a line per setting, and write everything as JSON."""
     began = time.monotonic()
+    arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     base = StreamSampling(
-        arguments.size, arguments.chunk, arguments.span or None, arguments.sink, commits=not arguments.no_commit
+        arguments.size,
+        arguments.chunk,
+        arguments.span or None,
+        arguments.sink,
+        commits=not arguments.no_commit,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        commit_noise=arguments.commit_noise,
+        position_offset=arguments.position_offset,
     )
     tasks = tasks_of(arguments.streams, arguments.seconds, arguments.chunk, arguments.two_objects, arguments.switches)
     model: StreamModel | PackageModel | None = None
@@ -213,38 +355,22 @@ def main() -> None:
     settings = LongSettings(chunk=4 * arguments.chunk)
     results: list[dict[str, object]] = []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def is_over() -> bool:
+        return time.monotonic() - began > arguments.stop_after
+
     with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for text in arguments.sweep:
-            if time.monotonic() - began > arguments.stop_after:
+            if results and is_over():
                 break
-            sampling, start = parse_sampling(text, base), time.monotonic()
-            futures, kept = [], []
-            for first in range(0, len(tasks), 64):
-                batch = tasks[first : first + 64]
-                if model is None:
-                    clips = [render_streams(task.streams, arguments.size)[0] for task in batch]
-                else:
-                    clips = model.frames(batch, sampling)
-                kept += clips[: 16 - len(kept)]
-                futures += [
-                    pool.submit(_read_one, clip.numpy(), task.prompts, settings)
-                    for clip, task in zip(clips, batch, strict=True)
-                ]
-            made = time.monotonic() - start
-            score = score_streams([future.result() for future in futures])
-            name = "rendered" if model is None else f"{'package ' if arguments.package else ''}{sampling}"
-            save_sheet(arguments.out.with_name(f"{arguments.out.stem}_{len(results)}.png"), kept, num_columns=8)
-            rates = {
-                **{f"survival {seconds} s": round(each.rate, 3) for seconds, each in score.survival.items()},
-                **{part: round(each.rate, 3) for part, each in score.parts.items()},
-                "same": round(score.same.rate, 3),
-                "seamless": round(score.seamless.rate, 3),
-                "followed": None if score.followed is None else round(score.followed.rate, 3),
-                "kept": None if score.kept is None else round(score.kept.rate, 3),
-            }
-            print(f"{name}: {rates} made in {made:.0f} s, read in {time.monotonic() - start - made:.0f} s", flush=True)
-            results.append({"setting": name, "streams": len(tasks), "score": score.to_dict(), "misses": score.misses()})
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            start, sheet = time.monotonic(), arguments.out.with_name(f"{arguments.out.stem}_{len(results)}.png")
+            result: Result | None = None
+            for result in measure(model, tasks, parse_sampling(text, base), settings, pool, is_over, sheet):
+                arguments.out.write_text(json.dumps([*results, result.to_dict()], indent=1) + "\n")
+            assert result is not None, "there is a task, and so a result"
+            results.append(result.to_dict())
+            state = "" if result.is_complete else f" ({len(result.readings)} of {len(tasks)} streams, or shorter ones)"
+            print(f"{result.setting}{state}: {result.rates()} in {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

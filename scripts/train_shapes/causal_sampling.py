@@ -7,7 +7,7 @@ passes per chunk whose keys are thrown away, then one pass at timestep 0 whose k
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,9 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 from scripts.train_shapes.architecture import LATENT_CHANNELS, MAX_PROMPT_TOKENS, embed_prompts
 from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
 from scripts.train_shapes.export import build_scheduler
+
+_COMMIT_DRAWS = 500_000
+"""The noise of commits, behind that of any chunk."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +40,87 @@ class StreamSampling:
     shift: float = 5.0
     commits: bool = True
     """False keeps the keys of the last denoising pass: a control that must fail."""
+    kv_cache_dtype: str = "auto"
+    """`fp8_e4m3` keeps committed keys and values in 8 bits."""
+    commit_noise: float = 0.0
+    """Noise level, 0 to 1, of what is committed; the pass is at 1000 times that timestep. 0.5 is a control."""
+    position_offset: int = 0
+    """Latent frames by which the positions of committed keys are off: a control that must fail."""
 
     def __str__(self) -> str:
+        changed = (
+            "" if self.commits else " no commit",
+            "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}",
+            f" commit noise {self.commit_noise:g}" if self.commit_noise else "",
+            f" positions off by {self.position_offset}" if self.position_offset else "",
+        )
         return (
             f"{self.size} c{self.chunk} W{self.span} S{self.sink} J{self.first_steps}/{self.steps} "
-            f"g{self.first_guidance:g}/{self.guidance:g}"
+            f"g{self.first_guidance:g}/{self.guidance:g}{''.join(changed)}"
         )
+
+
+class Fp8Codes:
+    """float8_e4m3fn codes of tensors [rows, heads, tokens, head_dim]: x = code * scale + mean, where scale, per row and
+    head, and mean, per row, head and place (of keys alone), are those of the first tensor. Larger ones saturate."""
+
+    def __init__(self, first: Tensor, *, centred: bool) -> None:
+        wide = first.float()
+        self._mean = wide.mean(dim=2, keepdim=True) if centred else torch.zeros_like(wide[:, :, :1])
+        largest = (wide - self._mean).abs().amax(dim=(2, 3), keepdim=True)
+        self._scale = (1.25 * largest / 448).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes of x."""
+        return ((x.float() - self._mean) / self._scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """float32 numbers of codes."""
+        return codes.float() * self._scale + self._mean
 
 
 @dataclass
 class KeyCache:
-    """Keys and values [rows, heads, tokens, head_dim] by (layer, latent frame); `committing` keeps those of a pass."""
+    """Keys and values [rows, heads, tokens, head_dim] by (layer, latent frame).
+
+    visible: the past frames of the next pass. keep: the frames of it, where its keys are to stay; rows: how many of
+    its rows, None for all. in_fp8: what stays is kept in 8 bits; a pass's own keys are as they were computed.
+    """
 
     num_tokens: int
     held: dict[int, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     visible: tuple[int, ...] = ()
     keep: range | None = None
+    rows: int | None = None
+    in_fp8: bool = False
+    codes: dict[int, tuple[Fp8Codes, Fp8Codes]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over the visible frames and the chunk itself."""
         of_layer = self.held.setdefault(layer, {})
         if self.keep is not None:
+            kept = self._stored(layer, k[: self.rows], v[: self.rows])
             for index, frame in enumerate(self.keep):
                 own = slice(index * self.num_tokens, (index + 1) * self.num_tokens)
-                of_layer[frame] = (k[:, :, own], v[:, :, own])
-        past = [of_layer[frame] for frame in self.visible]
+                of_layer[frame] = (kept[0][:, :, own], kept[1][:, :, own])
+        past = [self._read(layer, of_layer[frame], k.dtype) for frame in self.visible]
         keys = torch.cat([*(each for each, _ in past), k], dim=2)
         values = torch.cat([*(each for _, each in past), v], dim=2)
         return F.scaled_dot_product_attention(q, keys, values)
+
+    def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.in_fp8:
+            return k, v
+        if layer not in self.codes:
+            self.codes[layer] = Fp8Codes(k, centred=True), Fp8Codes(v, centred=False)
+        of_keys, of_values = self.codes[layer]
+        return of_keys.encode(k), of_values.encode(v)
+
+    def _read(self, layer: int, held: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if not self.in_fp8:
+            return held
+        of_keys, of_values = self.codes[layer]
+        return of_keys.decode(held[0]).to(dtype), of_values.decode(held[1]).to(dtype)
 
     def forget(self, kept: Sequence[int]) -> None:
         """Drop all frames but these."""
@@ -99,14 +155,23 @@ class StreamSampler:
         return embed_prompts(self._text_encoder, encoded["input_ids"].to(self._device), MAX_PROMPT_TOKENS)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[str]], seeds: Sequence[int], sampling: StreamSampling) -> Tensor:
-        """[B, 16, chunks * chunk, h, w] float32. prompts: per stream, one per chunk; all of one length."""
+    def sample(
+        self,
+        prompts: Sequence[Sequence[str]],
+        seeds: Sequence[int],
+        sampling: StreamSampling,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Tensor:
+        """[B, 16, chunks * chunk, h, w] float32. prompts: per stream, one per chunk; all of one length. is_over: asked
+        before every chunk but the first; the streams end there when it says so."""
         count, num_chunks, side = len(prompts), len(prompts[0]), sampling.size // 8
         guided, always = sampling.first_guidance > 1, sampling.guidance > 1
-        cache = KeyCache((side // 2) ** 2)
+        cache = KeyCache((side // 2) ** 2, rows=None if always else count, in_fp8=sampling.kv_cache_dtype == "fp8_e4m3")
         empty = self._embed([""] * count)
         made = []
         for index in range(num_chunks):
+            if index and is_over():
+                break
             first = index * sampling.chunk
             said = self._embed([each[index] for each in prompts])
             with_guidance = always or (index == 0 and guided)
@@ -133,8 +198,13 @@ class StreamSampler:
                 latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
             if sampling.commits:
                 cache.keep = range(first, first + sampling.chunk)
-                rows = torch.cat([latents, latents]) if always else latents
-                self._predict(rows, 0.0, first, text[: len(rows)], cache)
+                level = sampling.commit_noise
+                committed = latents
+                if level:
+                    fresh = self._noise(seeds, _COMMIT_DRAWS + index, tuple(latents.shape[1:]))
+                    committed = (1 - level) * latents + level * fresh
+                rows = torch.cat([committed, committed]) if always else committed
+                self._predict(rows, 1000 * level, first + sampling.position_offset, text[: len(rows)], cache)
             following = first + sampling.chunk
             cache.forget(visible_frames(following, sampling.chunk, sampling.span, sampling.sink))
             made.append(latents)

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import kernel_packages
 import pytest
@@ -36,10 +37,14 @@ from diffusion_runtime.attention.backends.calling import numbers_of_keys, run_ba
 from diffusion_runtime.attention.backends.capability import KeyCounts
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
+from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits, VideoPlans
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.kernels.importing import import_failure
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
 PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
@@ -57,6 +62,7 @@ PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
 }
 CACHES = (
     *(module._kernels for module in (aiter, fa2, fa3, fa4)),
+    fa3._paged_kernel,
     *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, calling._key_counts, import_failure),
 )
 
@@ -170,6 +176,73 @@ def test_flashinfer_has_a_workspace_for_every_stream(backend: Backend, monkeypat
         backend.run(make_call("none")._replace(state=state))
     plans = sys.modules["flashinfer"].BatchPrefillWithRaggedKVCacheWrapper.plans
     assert len(plans) == len(set(plans)) == 2
+
+
+@table("package", ["fa3", "fa4", "flashinfer"])
+@table("num_dropped", [0, 2])
+def test_pages_are_handed_over_by_their_table(package: str, num_dropped: int) -> None:
+    """Pages in any order, of each sample its own; a forward pass of three layers is prepared once, and another pass
+    over the same pages is not planned again."""
+    generator = torch.Generator().manual_seed(num_dropped)
+    q = torch.randn(2, 5, 4, 64, generator=generator)
+    # Of a pool of more pages than are in sight.
+    keys, values = torch.randn(2, 12, 3, 2, 64, generator=generator)
+    pages = torch.randperm(12, generator=generator)[:10].view(2, 5)[:, num_dropped:]
+    form = StoredForm(PageFormat(3, q.dtype), tuple(map(tuple, pages.tolist())))
+    stored = StoredKeys(keys, values, pages.int(), form)
+    # Of the call's own keys nothing is read.
+    own = torch.full((2, 5, 2, 64), float("nan"))
+    in_a_row = [x[pages].flatten(1, 2) for x in (keys, values)]
+    cache = CachePlan(0, 1, 5, "denoise", (0,), (0,), (0,), 3, 1)
+    plans, outs = VideoPlans(), []
+    with stand_in(package) as backend:
+        assert isinstance(backend, StoredKeysReader)
+        for scale in (None, None, 0.3):
+            plans.start_pass()
+            for _layer in range(3):
+                call = attention_call(q, own, own, scale=scale, return_lse=True)
+                limits = PlanLimits(None, None, 2, 5, 15, 4, 2, 64, q.dtype, q.device, scale)
+                if backend.prepares:
+                    plan = ForwardPlan(limits, StepInfo(), cache, form)
+                    call = call._replace(prepared=plans.of(backend, plan))
+                result = attend_parts(backend, call, KeyParts(stored), partial(run_backend, backend))
+            everything = torch.ones(2, 5, in_a_row[0].shape[1], dtype=torch.bool)
+            expected = exact(q, *in_a_row, everything, 0.125 if scale is None else scale)
+            assert_is_exact(result.out, result.lse, expected)
+            outs.append(result.out)
+        if package == "flashinfer":
+            made = sys.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper.plans
+            assert made == [pages.flatten().tolist()] * 2
+    assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
+def test_flashinfer_plans_calls_to_a_cache_once_per_forward_pass(backend: Backend) -> None:
+    """In one wrapper for all lengths of a cache that fills; pages that other layers do not have get a plan of their
+    own."""
+    plans = VideoPlans()
+    wrappers = set()
+    for num_frames in (1, 1, 2, 3, 3):
+        plans.start_pass()
+        seen = tuple(range(num_frames))
+        cache = CachePlan(num_frames - 1, 1, 5, "denoise", seen[-1:], seen, seen, 3, 1)
+        q, k, v = (torch.randn(2, 5 * n, 4, 64) for n in (1, num_frames, num_frames))
+        layout = CachedLayout((num_frames, 1, 5), num_query_frames=1, key_frames=seen)
+        for _layer in range(3):
+            call = attention_call(q, k, v, layout=layout)
+            limits = PlanLimits(None, TokenLayout((3, 1, 5)), 2, 5, 15, 4, 4, 64, q.dtype, q.device)
+            prepared = plans.of(backend, ForwardPlan(limits, StepInfo(), cache))
+            result = backend.run(call._replace(prepared=prepared))
+            wrappers.add(id(prepared))
+        visible = torch.ones(2, 5, k.shape[1], dtype=torch.bool)
+        assert_is_exact(result.out, None, exact(q, k, v, visible, 0.125))
+    assert len(sys.modules["flashinfer"].BatchPrefillWithRaggedKVCacheWrapper.plans) == 3
+    assert len(wrappers) == 1
+    others = [
+        plans.of(backend, ForwardPlan(limits, StepInfo(), cache, StoredForm(PageFormat(5, q.dtype), pages)))
+        for pages in (((0,), (1,)), ((2,), (3,)), ((0,), (1,)))
+    ]
+    assert others[0] is others[2] is not others[1]
 
 
 @pytest.mark.parametrize("backend", ["fa4"], indirect=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from cli_support import Command
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime.chunked_denoiser import ChunkStream
-from diffusion_runtime.cli.stream import _agreed
+from diffusion_runtime.cli.stream import _agreed, _check_native
 from diffusion_runtime.denoising.chunk_samplers import CleanChunk
-from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.media import read_media_file, read_own_sidecar
 from diffusion_runtime.media.clips import inspect_clip
 from diffusion_runtime.media.growing_clip import GrowingClip
@@ -32,6 +33,20 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = write_tiny_wan(tmp_path_factory.mktemp("wan") / "causal", causal=keys)
     sizes = ("--height", "32", "--width", "32", "--num-inference-steps", "1", "--fps", "12")
     return ("generate", "a red circle", "--model-path", str(folder), *sizes)
+
+
+def test_pipelines_without_a_cache_say_what_is_theirs() -> None:
+    import diffusers
+
+    for name, said in (
+        ("SanaVideoPipeline", "linear attention has a state of fixed size.* --model-path shapes-causal"),
+        ("SkyReelsV2DiffusionForcingPipeline", "noise levels that rise along a window"),
+        ("SkyReelsV2DiffusionForcingImageToVideoPipeline", "keeps no keys"),
+        ("LTXPipeline", "diffusers' own pipelines make a clip at once"),
+    ):
+        assert hasattr(diffusers, name)
+        with pytest.raises(ConfigError, match=f"--stream: .*{said}"):
+            _check_native(SimpleNamespace(pipeline_class=name), "auto")
 
 
 def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, causal: tuple[str, ...]) -> None:
@@ -51,6 +66,7 @@ def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, 
         "frames_per_second",
         "worst_gap_seconds",
         "cache_bytes",
+        "decodes_beside",
         "interrupted",
     }
     assert read_media_file("new/x.mp4").num_frames == 45

@@ -35,7 +35,7 @@ def test_the_same_numbers_as_diffusers_and_everything_put_back(name: str) -> Non
             assert relative_error(forward(model, arguments), before) < 1e-5
             assert list(model.state_dict()) == weights
             assert (handle.num_reached, handle.num_modules) == (num_reached, num_modules)
-            rows = handle.report().rows
+            rows = [row for row in handle.report().rows if row.kind == "softmax"]
             assert {row.backend for row in rows} == {backend}
             assert handle.report().num_calls >= num_reached
     assert torch.equal(forward(model, arguments), before)
@@ -249,14 +249,19 @@ def test_a_forced_backend_comes_first() -> None:
 
 
 def test_some_reached_is_a_warning_that_lists_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = image_linear()
+    model, arguments = image_linear()
     with caplog.at_level(logging.WARNING), attach(model, "torch_sdpa") as handle:
-        pass
+        forward(model, arguments)
     [record] = [record.getMessage() for record in caplog.records]
     assert "2 of 4" in record
     assert "transformer_blocks.0.attn1 (SanaLinearAttnProcessor2_0 computes attention by hand)" in record
     assert [other.path for other in handle.others] == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
     assert record in handle.report().notes
+    # Linear attention is counted too, as what it is.
+    rows = {(row.role, row.backend, row.kind): row.count for row in handle.report().rows}
+    assert rows == {("self", "diffusers", "linear"): 2, ("cross", "torch_sdpa", "softmax"): 2}
+    kinds = {row.role: row.to_dict().get("kind") for row in handle.report().rows}
+    assert kinds == {"self": "linear", "cross": None}
 
 
 def test_none_reached_is_an_error() -> None:

@@ -37,7 +37,7 @@ from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.ring import PartialAttention
+from diffusion_runtime.parallel.merging import PartialAttention
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.parallel.ulysses import share_heads
 

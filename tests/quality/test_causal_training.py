@@ -3,6 +3,7 @@ there is to know, and what it holds runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from scripts.train_shapes.architecture import TEXT_DIM, build_text_encoder
+from scripts.train_shapes.architecture import TEXT_DIM, build_text_encoder, build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES
 from scripts.train_shapes.causal_export import export_streams
 from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
 from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
 from scripts.train_shapes.causal_objective import StepPlan
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
-from scripts.train_shapes.causal_sampling import KeyCache, visible_frames
+from scripts.train_shapes.causal_sampling import Fp8Codes, KeyCache, StreamSampler, StreamSampling, visible_frames
 from scripts.train_shapes.causal_train import SHAPES, make_pool
 from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.train_transformer import load_encoder
@@ -118,6 +119,51 @@ def test_the_forward_is_the_models_own_and_a_cache_computes_what_the_mask_does()
                 out = causal_forward(transformer, latents[:, :, own], inputs, text, attend=cache.attend)
                 wanted = predicted[:, :, half + first : half + first + 2]
                 torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_streams_are_sampled_with_every_control_and_end_early() -> None:
+    """Each control gives other later chunks and leaves the first alone; a stream that is stopped is a beginning."""
+    torch.manual_seed(3)
+    transformer = tiny_transformer()
+    sampler = StreamSampler(
+        transformer, build_text_encoder(len(build_tokenizer(streams=True))), build_tokenizer(streams=True), "cpu"
+    )
+    base = StreamSampling(size=32, first_steps=2, steps=1)
+    prompts = [["a red circle"] * 4, ["a blue ring"] * 4]
+    whole = sampler.sample(prompts, [1, 2], base)
+    assert whole.shape == (2, 16, 8, 4, 4)
+    asked: list[None] = []
+
+    def is_over() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    torch.testing.assert_close(sampler.sample(prompts, [1, 2], base, is_over), whole[:, :, :6], atol=0, rtol=0)
+    distances = {}
+    for change in (
+        {"commits": False},
+        {"commit_noise": 0.5},
+        {"position_offset": 2},
+        {"kv_cache_dtype": "fp8_e4m3"},
+    ):
+        other = sampler.sample(prompts, [1, 2], replace(base, **change))
+        torch.testing.assert_close(other[:, :, :2], whole[:, :, :2], atol=0, rtol=0)
+        distances[next(iter(change))] = float((other - whole)[:, :, 2:].norm() / whole[:, :, 2:].norm())
+    # What 8 bits change is less than what is wrong.
+    assert 0 < distances.pop("kv_cache_dtype") < 0.3 * min(distances.values()), distances
+
+
+def test_8_bit_codes_are_within_half_a_step_and_saturate() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 50, 8, generator=generator) + 5
+    codes = Fp8Codes(x, centred=True)
+    error = (codes.decode(codes.encode(x)) - x).abs()
+    spread = (x - x.mean(dim=2, keepdim=True)).abs()
+    assert bool((error <= spread / 16 + 1e-3).all())
+    assert float(error.max()) > 0.01
+    far = codes.decode(codes.encode(x + 100)) - x.mean(dim=2, keepdim=True)
+    assert torch.isfinite(far).all()
+    assert float(far.max()) < 1.3 * float(spread.max())
 
 
 def tiny_training(seed: int = 0) -> CausalTraining:

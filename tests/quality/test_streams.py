@@ -15,7 +15,7 @@ from diffusion_runtime.quality.shapes.captions import UNKNOWN_FILLERS, all_words
 from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
 from scripts.shapes import is_held_out, render, sample_scenes, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
-from scripts.shapes.long_scoring import is_same, score_streams
+from scripts.shapes.long_scoring import is_same, score_streams, window_record
 from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
 
@@ -119,7 +119,8 @@ def test_rendered_streams_score_one() -> None:
         readings.append(read_stream(frames, prompts, SETTINGS))
     score = score_streams(readings)
     assert score.misses() == ()
-    assert {each.rate for each in (*score.survival.values(), *score.parts.values(), score.same)} == {1.0}
+    proportions = (*score.survival.values(), *score.parts.values(), score.same_windows, score.seamless_windows)
+    assert {each.rate for each in (*proportions, score.same)} == {1.0}
     assert score.followed is not None
     assert score.followed.total == 1
 
@@ -184,6 +185,10 @@ def test_every_control_is_found_wrong() -> None:
     assert not is_same(readings["shrinking"])
     assert not is_same(readings["fading"])
     assert readings["stuttering"].seam_motion > 1.5
+    # And recorded window by window.
+    assert window_record(clean) == {"frames": 37, "first_frames": [0, 8], "right": "11", "same": "11", "seamless": "11"}
+    assert "1" not in str(window_record(readings["stuttering"])["seamless"])
+    assert window_record(readings["fading"])["same"] == "10"
     (scene,) = [prompt.attributes for prompt in prompts]
     for change in ({"shape": "ring"}, {"motion": "around"}):
         wrong = replace(scene, objects=tuple(replace(one, **change) for one in scene.objects))

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
-from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
+from diffusion_runtime.attention.backends.flash_attention import (
+    FLASH_DTYPES,
+    FLASH_FEATURES,
+    FlashAttention,
+    codes_refusal,
+    lengths_of,
+)
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.backends.stored import StoredKeysReader
+from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
 
 
 @functools.cache
@@ -30,9 +38,18 @@ def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@functools.cache
+def _paged_kernel() -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    function: Callable[..., Any] = flash_attn_with_kvcache
+    return function
+
+
 @register_backend
-class FlashAttention3(FlashAttention):
-    """flash_attn_interface.flash_attn_func; its kernel always writes the log-sum-exp."""
+class FlashAttention3(FlashAttention, StoredKeysReader):
+    """flash_attn_interface.flash_attn_func; its kernel always writes the log-sum-exp. Stored pages are read by
+    flash_attn_with_kvcache."""
 
     name = "fa3"
     not_replayed = None
@@ -71,3 +88,18 @@ class FlashAttention3(FlashAttention):
             softmax_scale=call.scale,
         )[:2]
         return AttentionResult(out, lse if call.return_lse else None, "flash-attn-3 varlen")
+
+    def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:  # noqa: ARG002
+        return codes_refusal(form)
+
+    def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
+        out, lse = _paged_kernel()(
+            call.q,
+            stored.keys,
+            stored.values,
+            cache_seqlens=lengths_of(call, stored),
+            page_table=stored.page_table,
+            softmax_scale=call.scale,
+            return_softmax_lse=True,
+        )[:2]
+        return AttentionResult(out, lse if call.return_lse else None, "flash-attn-3 paged")

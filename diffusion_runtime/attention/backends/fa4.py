@@ -16,11 +16,19 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
-from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
+from diffusion_runtime.attention.backends.flash_attention import (
+    FLASH_DTYPES,
+    FLASH_FEATURES,
+    FlashAttention,
+    codes_refusal,
+    lengths_of,
+)
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.attention.backends.stored import StoredKeysReader
+from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
+from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.first_use import count_kernel
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -69,8 +77,9 @@ def _on(hardware: Hardware) -> Capability:
 
 
 @register_backend
-class FlashAttention4(FlashAttention):
-    """flash_attn.cute.flash_attn_func: kernels of their own for sm_90 and sm_100, those of sm_80 on sm_120."""
+class FlashAttention4(FlashAttention, StoredKeysReader):
+    """flash_attn.cute.flash_attn_func: kernels of their own for sm_90 and sm_100, those of sm_80 on sm_120. The first
+    two read stored pages, by TMA where a page is one of their tiles of keys and with plain copies otherwise."""
 
     name = "fa4"
     not_replayed = None
@@ -116,6 +125,29 @@ class FlashAttention4(FlashAttention):
         if is_first:
             count_kernel(time.perf_counter() - started)
         return _result(call, result, "flash-attn-4 varlen")
+
+    def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:
+        capability = detect_hardware(str(device)).capability
+        if capability is not None and capability >= (12, 0):
+            return f"it has no kernel for pages on sm_{capability[0]}{capability[1]}"
+        return codes_refusal(form)
+
+    def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
+        is_first, started = _announce_compilation(call, call.q, stored.keys, False, "paged"), time.perf_counter()
+        result = _kernels()[1](
+            call.q,
+            stored.keys,
+            stored.values,
+            max_seqlen_q=call.q.shape[1],
+            max_seqlen_k=stored.form.num_keys,
+            seqused_k=lengths_of(call, stored),
+            page_table=stored.page_table,
+            softmax_scale=call.scale,
+            return_lse=call.return_lse,
+        )
+        if is_first:
+            count_kernel(time.perf_counter() - started)
+        return _result(call, result, "flash-attn-4 paged")
 
 
 def _result(call: AttentionCall, result: Any, implementation: str) -> AttentionResult:

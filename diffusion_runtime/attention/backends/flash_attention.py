@@ -13,9 +13,26 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths
 from diffusion_runtime.attention.backends.packages import PackageBackend
+from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
 
 FLASH_DTYPES = frozenset({"bfloat16", "float16"})
 FLASH_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "cached_keys"})
+
+
+def lengths_of(call: AttentionCall, stored: StoredKeys) -> torch.Tensor:
+    """Keys of each sample, int32 [batch] on the device, copied there once per request and length."""
+    return call.state.request.compute_once(_lengths, call.batch, stored.form.num_keys, call.q.device)
+
+
+def _lengths(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+def codes_refusal(form: PageFormat) -> str | None:
+    """Why kernels that take queries and keys of one dtype cannot read pages; None for pages in 16 bits."""
+    if form.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return "its kernels take keys in 8 bits only with queries in 8 bits"
 
 
 class FlashAttention(PackageBackend):

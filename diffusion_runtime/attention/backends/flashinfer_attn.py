@@ -12,6 +12,9 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths, unpack_rows
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.backends.stored import StoredKeysReader
+from diffusion_runtime.attention.cache.stored import PageFormat, StoredForm, StoredKeys
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.hardware import Hardware
 
 # What FlashInfer's documentation recommends, in bytes.
@@ -38,10 +41,13 @@ def _planned(
     head_dim: int,
     causal: bool,
     scale: float | None,
+    *,
+    wrapper: Any = None,
 ) -> Any:
-    """A wrapper planned for calls of one form. Planning waits for the device."""
-    (BatchPrefillWithRaggedKVCacheWrapper,) = FlashInferBackend().first_call_functions()
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    """A wrapper planned for calls of one form; `wrapper` itself where there is one. Planning waits for the device."""
+    if wrapper is None:
+        (BatchPrefillWithRaggedKVCacheWrapper, _) = FlashInferBackend().first_call_functions()
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu") * seq_q
     packed_k = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
     wrapper.plan(
@@ -57,9 +63,76 @@ def _planned(
     return wrapper
 
 
+class CacheWrappers:
+    """What the calls of one video to its key-value cache are planned with: a wrapper for keys in a row and one for
+    stored pages, each planned anew where a forward pass has other lengths or pages than the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.workspace = _workspace(device, _stream(device))
+        self._ragged: Any = None
+        self._paged: Any = None
+        self._ragged_form: object = None
+        self._paged_form: object = None
+
+    def prepare(self, plan: ForwardPlan) -> None:
+        """Plan for the calls of a forward pass over a cache. It waits for the device where it plans."""
+        limits, cache = plan.limits, plan.cache
+        assert cache is not None, "calls without a cache are planned by their form"
+        seq_q = cache.num_frames * cache.tokens_per_frame
+        heads = (limits.num_heads, limits.num_kv_heads, limits.head_dim)
+        if plan.stored is None:
+            lengths = (cache.num_keys,) * limits.batch
+            form = (limits.dtype, seq_q, lengths, *heads, False, limits.scale)
+            if form != self._ragged_form:
+                self._ragged = _planned(self.workspace, *form, wrapper=self._ragged)
+                self._ragged_form = form
+            return
+        key = (plan.stored, seq_q, limits)
+        if key != self._paged_form:
+            self._paged = _planned_pages(self.workspace, plan.stored, seq_q, limits, wrapper=self._paged)
+            self._paged_form = key
+
+    def ragged(self, form: object) -> Any:
+        """The wrapper planned for calls of a form; None where another was."""
+        return self._ragged if form == self._ragged_form else None
+
+    @property
+    def paged(self) -> Any:
+        """The wrapper planned for the stored pages of this forward pass."""
+        return self._paged
+
+
+def _planned_pages(
+    workspace: torch.Tensor, stored: StoredForm, seq_q: int, limits: PlanLimits, *, wrapper: Any = None
+) -> Any:
+    """A wrapper planned for queries to stored pages, all of which are full; `wrapper` itself where there is one."""
+    if wrapper is None:
+        (_, BatchPrefillWithPagedKVCacheWrapper) = FlashInferBackend().first_call_functions()
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    batch, per_sample = len(stored.pages), len(stored.pages[0])
+    queries, pages = (
+        torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length for length in (seq_q, per_sample)
+    )
+    indices = torch.tensor([page for row in stored.pages for page in row], dtype=torch.int32, device="cpu")
+    last = torch.full((batch,), stored.format.page_size, dtype=torch.int32, device="cpu")
+    wrapper.plan(
+        *(x.to(workspace.device) for x in (queries, pages, indices, last)),
+        limits.num_heads,
+        limits.num_kv_heads,
+        limits.head_dim,
+        stored.format.page_size,
+        causal=False,
+        sm_scale=limits.scale,
+        q_data_type=limits.dtype,
+        kv_data_type=stored.format.dtype,
+    )
+    return wrapper
+
+
 @register_backend
-class FlashInferBackend(PackageBackend):
-    """BatchPrefillWithRaggedKVCacheWrapper, for padded batches and plain ones alike.
+class FlashInferBackend(PackageBackend, StoredKeysReader):
+    """BatchPrefillWithRaggedKVCacheWrapper, for padded batches and plain ones alike, and for stored keys
+    BatchPrefillWithPagedKVCacheWrapper, whose kernels read codes of 8 bits under queries of 16.
 
     Masks in general are not declared: its mask is part of a plan, and planning waits for the device at every new one.
     """
@@ -68,9 +141,10 @@ class FlashInferBackend(PackageBackend):
     summary = "FlashInfer's prefill kernels"
     distribution = "flashinfer-python"
     module = "flashinfer"
-    functions = ("BatchPrefillWithRaggedKVCacheWrapper",)
+    functions = ("BatchPrefillWithRaggedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
     install = "pip install 'diffusion-runtime[flashinfer]'"
     not_replayed = "its plans are made on the host, once per request"
+    prepares = True
     capability = Capability(
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
@@ -91,8 +165,31 @@ class FlashInferBackend(PackageBackend):
             "install the CUDA toolkit (nvcc on PATH or under CUDA_HOME), or flashinfer-jit-cache",
         )
 
+    def reserve(self, limits: PlanLimits) -> CacheWrappers:
+        return CacheWrappers(limits.device)
+
+    def prepare(self, plan: ForwardPlan, into: Any = None) -> CacheWrappers | None:
+        """Of calls to a key-value cache, once per forward pass; others are planned once per request and form."""
+        if plan.cache is None:
+            return None
+        wrappers = CacheWrappers(plan.limits.device) if into is None else into
+        assert isinstance(wrappers, CacheWrappers)
+        wrappers.prepare(plan)
+        return wrappers
+
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_lengths(call, _attend, _attend_packed)
+
+    def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:  # noqa: ARG002
+        return None
+
+    def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
+        assert isinstance(call.prepared, CacheWrappers), "calls to stored keys are prepared"
+        q = call.q.flatten(0, 1).contiguous()
+        name = f"flashinfer paged, {'8 bits' if stored.codes is not None else 'as computed'}"
+        result = _of_wrapper(call.prepared.paged, (q, (stored.keys, stored.values)), call.return_lse, name)
+        out, lse = unpack_rows(result, call.batch)
+        return AttentionResult(out, lse, name)
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
@@ -112,12 +209,19 @@ def _run(call: AttentionCall, packed: PackedCall, causal: bool, implementation: 
     where = (packed.q.device, _stream(packed.q.device))
     num_heads, head_dim = packed.q.shape[1:]
     form = (packed.q.dtype, packed.seq_q, packed.lengths, num_heads, packed.k.shape[1], head_dim, causal, call.scale)
-    workspace = call.state.request.compute_once(_workspace, *where)
-    # Plans are made once per request, form and stream.
-    wrapper = call.state.request.get_or_create((_planned, where, form), lambda: _planned(workspace, *form))
+    wrapper = call.prepared.ragged(form) if isinstance(call.prepared, CacheWrappers) else None
+    if wrapper is None:
+        workspace = call.state.request.compute_once(_workspace, *where)
+        # Plans are made once per request, form and stream.
+        wrapper = call.state.request.get_or_create((_planned, where, form), lambda: _planned(workspace, *form))
     # Its kernels read rows of heads without a gap, which a slice of a fused qkv does not have.
     q, k, v = packed.q.contiguous(), packed.k.contiguous(), packed.v.contiguous()
-    if not call.return_lse:
-        return AttentionResult(wrapper.run(q, k, v), None, implementation)
-    out, lse_base_2 = wrapper.run(q, k, v, return_lse=True)
+    return _of_wrapper(wrapper, (q, k, v), call.return_lse, implementation)
+
+
+def _of_wrapper(wrapper: Any, inputs: tuple[Any, ...], return_lse: bool, implementation: str) -> AttentionResult:
+    """out [rows, heads, head_dim] and lse [heads, rows]."""
+    if not return_lse:
+        return AttentionResult(wrapper.run(*inputs), None, implementation)
+    out, lse_base_2 = wrapper.run(*inputs, return_lse=True)
     return AttentionResult(out, (lse_base_2 * math.log(2)).transpose(0, 1), implementation)

@@ -12,6 +12,8 @@ from diffusion_runtime.attention.backends.capability import Capability
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.backends.stored import StoredKeysReader, gathered_pages
+from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
 from diffusion_runtime.hardware import DTYPES, Hardware
 
 # Bounds the score matrix: [batch, heads, _QUERY_CHUNK, seq_k] floats are alive at a time.
@@ -19,8 +21,8 @@ _QUERY_CHUNK = 1024
 
 
 @register_backend
-class ReferenceBackend(Backend):
-    """Plain attention in float32."""
+class ReferenceBackend(Backend, StoredKeysReader):
+    """Plain attention in float32. Of stored keys it is the specification: what the page table names, in its order."""
 
     name = "reference"
     summary = "float32 reference in plain torch; slow, exact, everywhere"
@@ -56,6 +58,16 @@ class ReferenceBackend(Backend):
         )
         implementation = f"eager {str(lse.dtype).removeprefix('torch.')}"
         return AttentionResult(out, lse.float() if call.return_lse else None, implementation)
+
+    def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:  # noqa: ARG002
+        return None
+
+    def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
+        working = torch.promote_types(call.q.dtype, torch.float32)
+        keys, values = gathered_pages(stored, working)
+        out, lse = reference_attention(call.q, keys, values, scale=call.scale)
+        implementation = f"eager {str(lse.dtype).removeprefix('torch.')}, pages of {stored.form.format.page_size}"
+        return AttentionResult(out, lse if call.return_lse else None, implementation)
 
 
 def visible_keys(call: AttentionCall) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ def copies_of(slots: Sequence[int], tokens_per_frame: int) -> tuple[TokenCopy, .
     """Frames 0, 1, ... here, and the slot of each in the cache, as few copies as there are runs of slots."""
     starts = [place for place in range(len(slots)) if place == 0 or slots[place] != slots[place - 1] + 1]
     copies = []
-    for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True):
+    for start, stop in zip(starts, [*starts[1:], len(slots)][: len(starts)], strict=True):
         length = (stop - start) * tokens_per_frame
         here, cached = start * tokens_per_frame, slots[start] * tokens_per_frame
         copies.append(TokenCopy(slice(here, here + length), slice(cached, cached + length)))

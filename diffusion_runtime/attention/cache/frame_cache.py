@@ -44,12 +44,14 @@ class FrameCache:
         batch, _, num_heads, head_dim = k.shape
         return self.make_store(KeyStoreSize(batch, self.plan.capacity, num_heads, head_dim, k.dtype, k.device))
 
-    def exchange(
-        self, store: KeyStore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v of the pass -> q, and the keys and values in sight, all [batch, tokens, heads, head_dim]. Those of
-        the pass are written to their slots first."""
-        store.write(self.plan, k, v)
+    @property
+    def reads_as_stored(self) -> bool:
+        """Whether keys are attended to as they are stored: positions are in them."""
+        return self.key_rotations is None
+
+    def read(self, store: KeyStore, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q of the pass -> q, and the keys and values in sight, all [batch, tokens, heads, head_dim]; those of the pass
+        have been written."""
         keys, values = store.read(self.plan)
         if self.rotations is not None and self.key_rotations is not None:
             q, keys = _rotated(q, self.rotations), _rotated(keys, self.key_rotations)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from diffusion_runtime.attention.cache.copies import TokenCopy
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize
+from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.errors import RequestError
 
 
@@ -98,11 +100,14 @@ class PagePool:
 class PagedStore(KeyStore):
     """Keys and values in pages of a pool, a row of the block table per sample of the batch.
 
-    Keys and values in sight are gathered into one tensor whenever they are read, for backends that take no block table.
+    Keys and values in sight are gathered into one tensor whenever they are read, for backends that take no block table;
+    others read them in place (`read_parts`).
 
     A frame is a whole number of pages and is written whole, so copy on write needs no copy: a page that another store
     refers to is left to it, and a free one is written in its place.
     """
+
+    copied = "gathered"
 
     def __init__(self, size: KeyStoreSize, page_size: int, pool: PagePool | None = None) -> None:
         """pool: of another store of the same size, None for one of its own. page_size: as check_page_size has it."""
@@ -154,6 +159,23 @@ class PagedStore(KeyStore):
             for pages in self.pool.keys_and_values
         )
         return keys, values
+
+    def page_format(self, plan: CachePlan) -> PageFormat:  # noqa: ARG002
+        return PageFormat(self.pool.page_size, self.pool.keys_and_values.dtype)
+
+    def read_parts(self, plan: CachePlan) -> KeyParts:
+        return KeyParts(self.stored(plan.read_copies))
+
+    def stored(self, runs: Sequence[TokenCopy]) -> StoredKeys:
+        """The pages of some runs of the cache, all of which have been written."""
+        size = self.pool.page_size
+        places = [_in_pages(run, size) for _, run in runs]
+        parts = [self.block_table[:, place] for place in places]
+        # Of one run it is a view, whose address a CUDA graph may hold.
+        table = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        pages = tuple(tuple(page for place in places for page in row[place]) for row in self._pages)
+        keys, values = self.pool.keys_and_values
+        return StoredKeys(keys, values, table, StoredForm(PageFormat(size, keys.dtype), pages))
 
     def fork(self) -> PagedStore:
         """Another store with the same keys and values, in the same pages until either writes to them."""

@@ -75,6 +75,11 @@ class CachePlan:
         """From which tokens of the pass to which of those in sight."""
         return copies_of([self.read.index(slot) for slot in self.write], self.tokens_per_frame)
 
+    @cached_property
+    def past_copies(self) -> tuple[TokenCopy, ...]:
+        """As read_copies, of the frames in sight that are not of this pass."""
+        return copies_of([slot for slot in self.read if slot not in self.write], self.tokens_per_frame)
+
     @property
     def is_full(self) -> bool:
         """Whether every slot is in sight: from then on all passes read alike."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from diffusion_runtime.attention.cache.pages import PagedStore, best_page_size
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
+from diffusion_runtime.attention.cache.stored import CodeScales, KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.kernels.fp8_cache.api import dequantise
 
 # The largest number of float8_e4m3fn.
@@ -29,6 +31,8 @@ class Fp8Store(KeyStore):
     The mean is added back when keys are read: softmax does not see a vector that all keys have in common, but positions
     that are applied after reading do.
     """
+
+    copied = "read back"
 
     def __init__(self, size: KeyStoreSize, make_store: Callable[[KeyStoreSize], KeyStore] = RingStore) -> None:
         """make_store: of the codes, as the bytes they are."""
@@ -65,6 +69,29 @@ class Fp8Store(KeyStore):
         keys, values = dequantise(*self.codes.read(plan), self.scale, self.mean)
         return _with_own(plan, keys, own_keys), _with_own(plan, values, own_values)
 
+    def page_format(self, plan: CachePlan) -> PageFormat | None:
+        """None for a pass that a CUDA graph may replay: which pages are of the past changes with every chunk."""
+        if plan.write_index is not None:
+            return None
+        in_pages = self.codes.page_format(plan)
+        size = best_page_size(plan.tokens_per_frame) if in_pages is None else in_pages.page_size
+        return PageFormat(size, torch.float8_e4m3fn)
+
+    def read_parts(self, plan: CachePlan) -> KeyParts:
+        """The codes of the past, and the pass's own keys and values as they came in."""
+        assert self._own is not None, "a pass writes its keys before it reads"
+        own, self._own = self._own, None
+        if not plan.past_copies:
+            return KeyParts(None, own)
+        if isinstance(self.codes, PagedStore):
+            stored = self.codes.stored(plan.past_copies)
+        else:
+            assert isinstance(self.codes, RingStore)
+            stored = _as_pages(self.codes.keys_and_values, plan)
+        keys, values = (x.view(torch.float8_e4m3fn) for x in (stored.keys, stored.values))
+        form = stored.form._replace(format=PageFormat(keys.shape[1], keys.dtype))
+        return KeyParts(StoredKeys(keys, values, stored.page_table, form, CodeScales(self.scale, self.mean)), own)
+
     def _fix_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._is_fixed = True
         self.mean.copy_(k.float().mean(dim=1, keepdim=True))
@@ -81,6 +108,17 @@ class Fp8Store(KeyStore):
         self._num_saturated += (scaled.abs() > LARGEST).sum()
         # A conversion makes NaN of what is too large.
         return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def _as_pages(codes: torch.Tensor, plan: CachePlan) -> StoredKeys:
+    """The past in a row, [2, batch, tokens, heads, head_dim], as pages that lie one behind the other."""
+    size = best_page_size(plan.tokens_per_frame)
+    batch, per_sample = codes.shape[1], codes.shape[2] // size
+    places = [page for _, run in plan.past_copies for page in range(run.start // size, run.stop // size)]
+    pages = tuple(tuple(sample * per_sample + place for place in places) for sample in range(batch))
+    keys, values = codes.view(2, batch * per_sample, size, *codes.shape[3:])
+    table = torch.tensor(pages, dtype=torch.int32).to(codes.device, non_blocking=True)
+    return StoredKeys(keys, values, table, StoredForm(PageFormat(size, codes.dtype), pages))
 
 
 def _with_own(plan: CachePlan, found: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

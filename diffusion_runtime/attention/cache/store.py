@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,10 @@ class KeyStoreSize:
 
 
 class KeyStore(ABC):
-    """Keys and values of one layer, guidance branch and expert. Its memory is allocated once."""
+    """Keys and values of one layer, guidance branch and expert. Its memory is allocated once. copied: what `read` does
+    to all that is in sight, in a word of the report; empty where it is read in place."""
+
+    copied: ClassVar[str] = ""
 
     @property
     @abstractmethod
@@ -45,6 +50,15 @@ class KeyStore(ABC):
     def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in sight, [batch, plan.num_keys, heads, head_dim] each, in the order of plan.read; they must
         not be written to."""
+
+    def page_format(self, plan: CachePlan) -> PageFormat | None:  # noqa: ARG002
+        """How what is in sight is stored, for backends that may read it in place; None where `read` is the only way."""
+        return None
+
+    def read_parts(self, plan: CachePlan) -> KeyParts:
+        """What is in sight where it is stored, in place of `read` and after `write` of the same pass. Of stores with a
+        page_format."""
+        raise NotImplementedError(f"{type(self).__name__} has no page_format")
 
 
 class RingStore(KeyStore):

@@ -242,7 +242,10 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
     with recorded(pipeline) as passes:
         media = pipeline(dataclasses.replace(REQUEST, num_frames=33))
     assert {given.step.expert for given in passes} == {0, 1}
-    assert assert_block_causal(pipeline, passes, 2, 7) == 3 * 4
+    # As FastVideo's A14B: eight steps, and a first chunk of one frame.
+    assert media.recipe["sampling_preset"] == "self-forcing-8"
+    assert [len(frames) for frames in dict.fromkeys(given.plan.frames for given in passes)] == [1, 3, 3, 2]
+    assert assert_block_causal(pipeline, passes, 2, 7) == 4 * 8
     cache = media.attention_report.cache
     assert cache is not None
     assert cache.num_bytes == 2 * 2 * 2 * 7 * 4 * 4 * 16 * 4
@@ -254,7 +257,7 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
         pipeline(short)
     made = [(given.step.expert, given.step.phase) for given in passes if given.plan.first_frame == 0]
     assert made == [(0, "denoise"), (0, "commit"), (1, "commit")]
-    assert assert_block_causal(pipeline, passes, 2, 7) == 1 + 2 * 4
+    assert assert_block_causal(pipeline, passes, 2, 7) == 1 + 3 * 4
 
 
 def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, tmp_path: Path) -> None:
