@@ -143,7 +143,7 @@ def test_a_video_in_pages_is_the_video(folder: Path) -> None:
         remarks = remarks_of([media.attention_report.to_dict()])
         assert any(line == str(cache) and "in pages of 2 tokens, gathered to be read" in line for line in remarks)
         planned = [
-            cache_bytes([pipeline.transformer], pipeline.resolve(x), 12, 4, 1, torch.float32)
+            cache_bytes([pipeline.transformer], pipeline.resolve(x), 4 * 7, 1, torch.float32)
             for x in (request, in_pages)
         ]
         # What one of two layers gathers: as many bytes as it stores.

@@ -15,6 +15,7 @@ import torch
 
 from diffusion_runtime.attention.cache.copies import TokenCopy, copies_of, run_of
 from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class CachePlan:
     def own_copies(self) -> tuple[TokenCopy, ...]:
         """From which tokens of the pass to which of those in sight."""
         return copies_of([self.read.index(slot) for slot in self.write], self.tokens_per_frame)
+
+    def key_layout(self, grid: tuple[int, int, int]) -> CachedLayout:
+        """Where the keys in sight sit. grid: of this pass's tokens."""
+        in_sight = (len(self.read), *grid[1:])
+        return CachedLayout(in_sight, num_query_frames=self.num_frames, key_frames=self.key_frames)
+
+    def whole_layout(self, grid: tuple[int, int, int]) -> TokenLayout:
+        """Of all that there is room for, the same at every pass of a video. grid: of the keys in sight."""
+        return TokenLayout((self.num_slots, *grid[1:]))
 
     @property
     def is_full(self) -> bool:
