@@ -31,7 +31,12 @@ FAR_KEYS = ("chunk_partition", "compressed_patch_size", "full_chunk_limit")
 # Of the authors' class: which kind of checkpoint it is.
 AUTHORS_KEYS = ("init_flowmap_model", "init_far_model", *FAR_KEYS)
 # What the authors' examples make: any number of steps does, and guidance is part of the weights.
-FLOW_MAP_DEFAULTS = {"num_inference_steps": 4, "guidance_scale": 1.0}
+FLOW_MAP_DEFAULTS = {
+    "num_inference_steps": 4,
+    "guidance_scale": 1.0,
+    "flow_shift": 5.0,
+    "sampler": "flow_map_euler",
+}
 _TARGETS = {"r": False, "t-r": True}
 _SAMPLERS = ("flow_map_euler", "flow_match_euler")
 
