@@ -140,7 +140,8 @@ class CacheRow:
     first ones of the video, which stay. cached_frames: that there was room for. positions: what keys are rotated by.
     num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
     dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in fewer bits, the numbers
-    that were too large. page_size: tokens of a page, None for keys in a row.
+    that were too large. page_size: tokens of a page, None for keys in a row. compressed_frames: of cached_frames, those
+    in larger patches.
     """
 
     chunk_frames: int
@@ -153,16 +154,18 @@ class CacheRow:
     dtype: str = "auto"
     num_saturated: int = 0
     page_size: int | None = None
+    compressed_frames: int = 0
 
     def __str__(self) -> str:
         window = "all frames" if self.window_frames is None else f"{self.window_frames} latent frames"
         sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
         stored = "" if self.dtype == "auto" else f", stored in {self.dtype} ({self.num_saturated} numbers saturated)"
+        large = f", {self.compressed_frames} of them in larger patches" if self.compressed_frames else ""
         pages = "" if self.page_size is None else f", in pages of {self.page_size} tokens"
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
             f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
-            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{stored}{pages}"
+            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{large}{stored}{pages}"
         )
 
 

@@ -10,7 +10,9 @@ from typing import Self, TypeVar
 
 import torch
 
-from diffusion_runtime.denoising.chunks import ChunkPlan, chunks_of, steps_of_chunk
+from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.attention.cache.passes import CachePasses
+from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.denoising.interface import Sampler
@@ -35,7 +37,8 @@ class SamplingRules:
     """How a model is sampled: the sizes it can make, the scheduler it came with, how its noise levels are spaced,
     whether guidance is an input of it (Model.embeds_guidance), what is added to its guidance_scale for classifier-free
     guidance, whether its pictures and sound are guided apart (guides_parts), how it takes a control video, and whether
-    it makes videos chunk by chunk with a key-value cache (Model.is_causal)."""
+    it makes videos chunk by chunk with a key-value cache (Model.is_causal), with older frames in larger patches
+    (history) or not."""
 
     geometry: LatentGeometry
     scheduler: SchedulerConfig
@@ -45,6 +48,7 @@ class SamplingRules:
     guides_parts: bool = False
     control: VideoControl | ImageControl | None = None
     is_causal: bool = False
+    history: CompressedHistory | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,13 @@ class BatchSettings:
     def chunks(self) -> ChunkPlan:
         """How a causal model's video is cut."""
         return chunks_of(self.shared, self.sample_shape(self.size)[1])
+
+    def cache_passes(self, chunks: ChunkPlan | None = None) -> CachePasses:
+        """What the passes of a causal model read and write of its cache. chunks: None for those of `chunks`. Raises
+        ConfigError for a video without an end or a window."""
+        shape = self.sample_shape(self.size)
+        chunks = self.chunks if chunks is None else chunks
+        return cache_passes(self.shared, chunks, self.rules.geometry.grid(shape), self.rules.history, shape)
 
     @property
     def num_steps_of_video(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.cache.pages import check_page_size
 from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
+from diffusion_runtime.denoising.chunks import frames_needed, is_rolling
 from diffusion_runtime.denoising.prompt_times import resolve_switches
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import GenerationRequest, is_set
@@ -15,15 +16,20 @@ from diffusion_runtime.request import GenerationRequest, is_set
 def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
     """Raises RequestError where a chunk and the sink have no room in the window, for pages that a frame does not fill,
     and for what goes with a clip that is made at once."""
-    shared = settings.shared
-    window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
-    if window is not None and window < sink + chunk:
-        of_chunk = f"a chunk of {chunk}"
-        if is_rolling(shared):
+    shared, history = settings.shared, settings.rules.history
+    if history is not None:
+        _check_history(settings, history)
+    window, sink = shared.kv_window or None, shared.kv_sink or 0
+    needed = frames_needed(shared, settings.chunks, history)
+    if window is not None and window < needed:
+        of_chunk = f"a chunk of {needed - sink}"
+        if history is not None:
+            of_chunk = f"{history.full_chunks + 1} chunks token by token, and one in large patches"
+        elif is_rolling(shared):
             of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
         raise RequestError(
-            f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
-            f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
+            f"kv_window: expected {needed} latent frames or more, a sink of {sink} and {of_chunk}, got "
+            f"{window}; use --kv-window {needed}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
         )
     if shared.page_size is not None:
         _, height, width = settings.rules.geometry.grid(settings.sample_shape(settings.size))
@@ -51,6 +57,28 @@ def check_chunks(settings: BatchSettings, *, has_two_experts: bool) -> None:
             raise RequestError(
                 f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
             )
+
+
+def _check_history(settings: BatchSettings, history: CompressedHistory) -> None:
+    """Raises RequestError for what goes with a cache whose frames are all of one size."""
+    shared = settings.shared
+    why = "the older frames of this model's history are in larger patches"
+    if is_rolling(shared):
+        raise RequestError(f"chunk_schedule: {why}, and each chunk needs a clean past; use sequential")
+    if shared.positions not in (None, "absolute"):
+        raise RequestError(f"positions: {why}, at their places in the video; expected absolute, got {shared.positions}")
+    if shared.page_size is not None:
+        raise RequestError(f"page_size: {why}, which fill no pages of one size; leave it out")
+    if shared.switch_mode == "recache_at_once":
+        raise RequestError(f"switch_mode: {why}, and are encoded chunk by chunk; use recache or keep")
+    shape = settings.sample_shape(settings.size)
+    if 0 in history.grid(shape):
+        factor = settings.rules.geometry.spatial_factor
+        smallest = (history.patch[1] * factor, history.patch[2] * factor)
+        raise RequestError(
+            f"height, width: {why}, of {smallest[0]} x {smallest[1]} pixels; expected a video of that size or more, "
+            f"got {settings.size.height} x {settings.size.width}"
+        )
 
 
 def _check_alike(settings: BatchSettings) -> None:

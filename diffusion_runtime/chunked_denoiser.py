@@ -12,15 +12,22 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.kinds import StoreKind
-from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
-from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.attention.cache.passes import CachePasses
+from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention_report import CacheRow
-from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk, Commit, PerChunkSampler
-from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, slots_of
+from diffusion_runtime.denoising.chunk_samplers import (
+    ChunkedVideo,
+    ChunkSampler,
+    CleanChunk,
+    Commit,
+    HistoryCommit,
+    PerChunkSampler,
+)
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, window_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
 from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep, Sampler
@@ -88,11 +95,12 @@ class ChunkStream(Iterator[CleanChunk]):
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
-        slots = slots_of(settings.shared, chunks)
         sampler = settings.build_sampler()
         experts = _experts_of(sampler, denoiser)
-        self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks), experts)
+        self._forward = _FrameForward(denoiser, settings.cache_passes(chunks), text, experts)
         self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
+        if (history := settings.rules.history) is not None:
+            self._commit = HistoryCommit(self._commit, self._forward.compress, history)
         video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
         self._sampler: ChunkSampler = PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))
         if is_rolling(settings.shared):
@@ -147,28 +155,31 @@ class ChunkStream(Iterator[CleanChunk]):
         if mode == "keep" or not self._recent:
             return
         in_one_pass = mode == "recache_at_once"
-        window, end = self._forward.slots.window, self._recent[-1].chunk.frames.stop
-        first = 0 if window.span is None else end - (window.span - window.sink)
-        in_ring = [_from_frame(clean, max(first, self._forward.oldest_frame)) for clean in self._recent]
+        first = self._forward.oldest_frame
+        window, end = self._forward.passes.window, self._recent[-1].chunk.frames.stop
+        if window.span is not None and self._denoiser.settings.rules.history is None:
+            first = max(first, end - (window.span - window.sink))
+        in_ring = [_from_frame(clean, first) for clean in self._recent]
         in_ring = [clean for clean in in_ring if clean.chunk.frames]
         if in_one_pass and in_ring:
             frames = range(in_ring[0].chunk.frames.start, in_ring[-1].chunk.frames.stop)
             whole = torch.cat([clean.latents for clean in in_ring], dim=2)
             in_ring = [CleanChunk(Chunk(in_ring[-1].chunk.index, frames), whole)]
-        for clean in in_ring:
-            self._commit(clean)
+        if in_ring:
+            self._commit.again(in_ring)
 
     def report(self) -> None:
         """Tell the recorder what the cache was, and what was replayed."""
         self._forward.report_graphs()
         settings, forward = self._denoiser.settings, self._forward
-        window = forward.slots.window
+        passes, window = forward.passes, window_of(settings.shared)
         self._denoiser.recorder.record_cache(
             CacheRow(
                 chunk_frames=settings.chunks.chunk_frames,
                 window_frames=window.span,
                 sink_frames=window.sink,
-                cached_frames=forward.slots.num_slots,
+                cached_frames=passes.num_slots,
+                compressed_frames=passes.num_compressed,
                 positions=forward.positions,
                 num_bytes=forward.num_bytes,
                 num_commits=forward.num_commits,
@@ -182,23 +193,21 @@ class ChunkStream(Iterator[CleanChunk]):
 class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
-    slots: where the frames' keys stand. max_frames: of the longest pass. experts: those that see committed frames.
+    passes: what each reads and writes of it. experts: those that see committed frames.
     """
 
     def __init__(
         self,
         denoiser: LatentDenoiser,
-        slots: FrameSlots,
+        passes: CachePasses,
         text: Mapping[str, Conditions],
-        max_frames: int,
         experts: frozenset[int],
     ) -> None:
         settings = denoiser.settings
-        self.slots = slots
+        self.passes = passes
         self.positions = settings.shared.positions or "absolute"
         self.num_commits = 0
         self._make_store = StoreKind(settings.shared.kv_cache_dtype == "fp8_e4m3", settings.shared.page_size)
-        self._max_frames = max_frames
         self._denoiser = denoiser
         self._inputs = denoiser.inputs_of(text, settings.size)
         self._state = RequestCache()
@@ -207,11 +216,6 @@ class _FrameForward:
         self._transformer_pass = denoiser.forward_of()
         self._plans = VideoPlans()
         self._experts = experts
-        # The frame behind the last one that was written.
-        self._written_to = 0
-        geometry = settings.rules.geometry
-        _, height, width = geometry.grid(settings.sample_shape(settings.size))
-        self._tokens_per_frame = height * width
         self._guided = denoiser.guided(
             denoiser.predict_of(self._transformer_pass, self._inputs, self._context), self._inputs["cond"]
         )
@@ -219,7 +223,7 @@ class _FrameForward:
     @property
     def oldest_frame(self) -> int:
         """The first frame behind the sink whose keys are there; those before gave their slots away."""
-        return self.slots.oldest_kept(self._written_to)
+        return self.passes.oldest_frame
 
     @property
     def num_bytes(self) -> int:
@@ -252,8 +256,13 @@ class _FrameForward:
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
         its own; those of the first chunk may be others."""
-        self._written_to = max(self._written_to, frames.stop)
-        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame, self._max_frames)
+        return self._pass(latents, self.passes.plan(frames, step.phase), step)
+
+    def compress(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
+        """See ForwardFrames; of a commit in large patches."""
+        return self._pass(latents, self.passes.plan(frames, "compress"), step)
+
+    def _pass(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
         if step.phase == "denoise":
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
@@ -265,7 +274,7 @@ class _FrameForward:
 
     def _run(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
         """Guided, with the positions of the plan's frames, which are made once per chunk."""
-        key = (plan.frames, plan.key_frames, step.expert)
+        key = (plan.frames, plan.tokens_per_frame, plan.key_frames, step.expert)
         if self._placed is None or self._placed[0] != key:
             cache = FrameCache(plan, self.positions, self._make_store)
             sharding = self._denoiser.mesh.sharding

@@ -19,7 +19,7 @@ from diffusion_runtime.attention_report import AttentionRecorder, AttentionRepor
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunk_decoding import DecodedChunk, DecodingThread
 from diffusion_runtime.chunked_denoiser import ChunkStream
-from diffusion_runtime.denoising.chunks import ChunkPlan, longest_pass, window_of
+from diffusion_runtime.denoising.chunks import ChunkPlan, frames_needed, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.frame_decoding import to_pixels
 from diffusion_runtime.media import GeneratedMedia
@@ -343,13 +343,13 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
     if not endless:
         return
     window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunks, num_frames=None)
+    needed = frames_needed(settings.shared, chunks, settings.rules.history)
     if window.span is None:
         raise RequestError(
             "stream: a video without an end cannot see all of its frames; give --kv-window, such as "
-            f"--kv-window {4 * settings.chunks.chunk_frames}, or a number of frames"
+            f"--kv-window {max(needed, 4 * settings.chunks.chunk_frames)}, or a number of frames"
         )
     # The chunks of a short clip may be shorter than those of a video without an end.
-    needed = window.sink + longest_pass(settings.shared, chunks)
     if window.span < needed:
         raise RequestError(
             f"stream: a video without an end has chunks of {chunks.largest} latent frames, which with a sink of "

@@ -102,7 +102,7 @@ class CachedLayout(TokenLayout):
 
     grid: of the keys, a frame for each slot that is read; it says nothing of the order in the video. num_query_frames:
     of the queries' grid, whose height and width are the keys'. key_frames: the latent frame of the video that each
-    frame of keys is.
+    frame of keys is. Keys of frames of two sizes are one row, and their queries' grid is not known here.
     """
 
     num_query_frames: int = 0

@@ -16,7 +16,7 @@ from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import RASTER, CachedLayout, TokenLayout
+from diffusion_runtime.token_layout import RASTER, CachedLayout
 
 # The name of every layer's store in a RequestCache.
 CACHED_KEYS = "cached keys"
@@ -57,8 +57,7 @@ def with_cached_keys(
     store = context.state.of_layer(layer, context.step).get_or_create(
         (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
     )
-    grid = (len(plan.read), *layout.grid[1:])
-    in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
+    in_sight = plan.key_layout(layout.grid)
     store.write(plan, k, v)
     form = store.page_format(plan) if cache.reads_as_stored else None
     if form is not None and isinstance(backend, StoredKeysReader):
@@ -101,7 +100,7 @@ def plan_of(call: AttentionCall, cache: FrameCache | None, parts: KeyParts | Non
     plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
     if plan is not None and layout is not None:
         # The same at every pass of a video, however full its cache is.
-        layout = TokenLayout((plan.num_slots, *layout.grid[1:]))
+        layout = plan.whole_layout(layout.grid)
         num_queries, num_keys = plan.max_frames * plan.tokens_per_frame, plan.capacity
     limits = PlanLimits(
         call.options,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.denoising.chunks import Chunk
+from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.denoising.chunks import Chunk, commits_of
 from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.step_info import StepInfo
@@ -36,7 +37,7 @@ class CleanChunk:
     latents: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Commit:
     """The pass that leaves a chunk's final keys. noise_level: sigma in [0, 1) of what is committed (context noise);
     num_steps: denoising steps by the index of a chunk."""
@@ -47,22 +48,55 @@ class Commit:
     num_steps: Callable[[int], int] = lambda _: 1
 
     def __call__(self, clean: CleanChunk) -> None:
+        """Of the chunk that has just become clean."""
+        self._encode(self.forward, clean, clean.chunk.index)
+
+    def again(self, chunks: Sequence[CleanChunk]) -> None:
+        """Of chunks that were committed before, in their order, such as under another prompt."""
+        for clean in chunks:
+            self(clean)
+
+    def _encode(self, forward: ForwardFrames, clean: CleanChunk, index: int) -> None:
+        """index: of the chunk that has just become clean, whose last step this counts as: its noise level is next to
+        it."""
         latents, sigma = clean.latents, self.noise_level
         if sigma > 0:
             fresh = self.noise.draw(clean.chunk.index, len(clean.chunk.frames), "commit").to(latents)
             latents = (1 - sigma) * latents + sigma * fresh
-        # As the last step of the chunk, whose noise level is next to it.
-        num_steps = self.num_steps(clean.chunk.index)
+        num_steps = self.num_steps(index)
         step = StepInfo(
             num_steps - 1,
             num_steps,
             timestep=_NUM_TRAIN_TIMESTEPS * sigma,
             sigma=sigma,
             next_timestep=0.0,
-            chunk=clean.chunk.index,
+            chunk=index,
             phase="commit",
         )
-        self.forward(latents, clean.chunk.frames, step)
+        forward(latents, clean.chunk.frames, step)
+
+
+class HistoryCommit(Commit):
+    """The passes of a model whose older frames are in larger patches (attention/cache/history.py): over the chunk that
+    is now too old, in large patches, then over the last ones again. compress: a pass in large patches."""
+
+    def __init__(self, commit: Commit, compress: ForwardFrames, history: CompressedHistory) -> None:
+        super().__init__(commit.forward, commit.noise, commit.noise_level, commit.num_steps)
+        self._compress = compress
+        self._history = history
+        self._recent: tuple[CleanChunk, ...] = ()
+
+    def __call__(self, clean: CleanChunk) -> None:
+        """See Commit."""
+        kept = self._recent[-self._history.full_chunks :]
+        self._recent = (*kept, clean)
+        self.again(self._recent)
+
+    def again(self, chunks: Sequence[CleanChunk]) -> None:
+        """See Commit.again."""
+        for clean, kind in commits_of(chunks, self._history):
+            forward = self._compress if kind == "compress" else self.forward
+            self._encode(forward, clean, chunks[-1].chunk.index)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from diffusion_runtime.attention.cache.history import CompressedHistory, HistoryPasses
+from diffusion_runtime.attention.cache.passes import CachePasses, SlidingPasses
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.request import GenerationRequest
+
+_C = TypeVar("_C")
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,39 @@ def window_of(request: GenerationRequest) -> FrameWindow:
     return FrameWindow(request.kv_sink or 0, request.kv_window or None)
 
 
-def slots_of(request: GenerationRequest, chunks: ChunkPlan) -> FrameSlots:
-    """Where the keys of its frames stand. In a rolling window the commit of a chunk sees clean frames in place of the
-    noisy ones behind it, so these have room beside them, as in the authors' cache.
+def cache_passes(
+    request: GenerationRequest,
+    chunks: ChunkPlan,
+    grid: tuple[int, int, int],
+    history: CompressedHistory | None = None,
+    latents: tuple[int, ...] = (),
+) -> CachePasses:
+    """What the passes over its frames read and write. In a rolling window the commit of a chunk sees clean frames in
+    place of the noisy ones behind it, so these have room beside them, as in the authors' cache.
 
-    Raises ConfigError for a video without an end or a window.
+    grid: of the video's tokens. history: of a model with one, and the shape of the video's latents. Raises ConfigError
+    for a video without an end or a window.
     """
-    return FrameSlots.of(window_of(request), chunks.num_frames, longest_pass(request, chunks) - chunks.largest)
+    window, (_, height, width) = window_of(request), grid
+    longest = longest_pass(request, chunks)
+    if history is None:
+        slots = FrameSlots.of(window, chunks.num_frames, longest - chunks.largest)
+        return SlidingPasses(slots, height * width, longest)
+    max_full, max_compressed, span = (history.full_chunks + 1) * chunks.largest, None, window.span
+    if chunks.num_frames is not None:
+        max_full = min(max_full, chunks.num_frames)
+        span = None if span is None or span >= chunks.num_frames else span
+        # The last chunk is denoised, and the full ones before it are never compressed.
+        in_full = list(chunks)[-history.full_chunks - 1 :]
+        max_compressed = in_full[0].frames.start
+    _, height_compressed, width_compressed = history.grid(latents)
+    return HistoryPasses(
+        FrameWindow(window.sink, None if span is None else span - max_full),
+        tokens_per_frame=height * width,
+        tokens_per_compressed=height_compressed * width_compressed,
+        max_full=max_full,
+        max_compressed=max_compressed,
+    )
 
 
 def is_rolling(request: GenerationRequest) -> bool:
@@ -83,8 +114,19 @@ def steps_of_chunk(request: GenerationRequest, index: int) -> int:
     return (request.num_inference_steps or 1) if first is None else first
 
 
-def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[range, str]]:
-    """The frames and the phase of every forward pass of a video with an end, in order."""
+def commits_of(recent: Sequence[_C], history: CompressedHistory | None) -> list[tuple[_C, str]]:
+    """Which chunks are encoded after one has become clean, and how: see CachePasses.plan. recent: the last chunks, that
+    one included; of a model with a history, full_chunks + 1 of them where there are as many."""
+    if history is None:
+        return [(recent[-1], "commit")]
+    split = max(0, len(recent) - history.full_chunks)
+    return [(chunk, "compress") for chunk in recent[:split]] + [(chunk, "commit") for chunk in recent[split:]]
+
+
+def passes_of(
+    request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None = None
+) -> Iterator[tuple[range, str]]:
+    """The frames and the kind (CachePasses.plan) of every forward pass of a video with an end, in order."""
     num_steps, of_video = steps_of_chunk(request, 1), list(chunks)
     # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
     for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():
@@ -95,7 +137,19 @@ def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[r
     for chunk in () if is_rolling(request) else of_video:
         yield from [(chunk.frames, "denoise")] * steps_of_chunk(request, chunk.index)
         if chunk is not of_video[-1]:
-            yield chunk.frames, "commit"
+            num_recent = 1 if history is None else history.full_chunks + 1
+            recent = of_video[max(0, chunk.index + 1 - num_recent) : chunk.index + 1]
+            yield from ((each.frames, kind) for each, kind in commits_of(recent, history))
+
+
+def frames_needed(request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None) -> int:
+    """The smallest window of latent frames with room for the sink and what stands beside it."""
+    sink, longest = request.kv_sink or 0, longest_pass(request, chunks)
+    if history is None:
+        return sink + longest
+    # A chunk, the full ones before it, and one that is encoded in large patches.
+    needed = sink + (history.full_chunks + 2) * chunks.largest
+    return needed if chunks.num_frames is None else min(needed, chunks.num_frames)
 
 
 def longest_pass(request: GenerationRequest, chunks: ChunkPlan) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
-from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
+from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.denoising.chunks import passes_of, slots_of
+from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
@@ -206,20 +206,21 @@ def _cost_of_chunks(
     """What one step of every chunk costs, with its share of the commits; and how many passes there are in all, those of
     each guidance branch that runs."""
     request, chunks = planned.request, settings.chunks
-    slots = slots_of(request, chunks)
-    _, height, width = prepared.model.geometry.grid(settings.sample_shape(settings.size))
+    passes, history = settings.cache_passes(), prepared.model.history
     # By all that a pass costs by.
-    found: dict[tuple[int, int], list[CachePlan]] = {}
-    written = 0
+    found: dict[tuple[int, ...], list[CachePlan]] = {}
+    chunk = 0
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
-    for frames, phase in passes_of(request, chunks):
-        written = max(written, frames.stop)
-        plan = plan_forward(slots, frames, height * width, phase, slots.oldest_kept(written))
-        # Several chunks at once are all guided, or none of them; a commit is for the chunk behind it.
-        step = StepInfo(chunk=places.get(frames, 0) + (phase == "commit"))
+    for frames, kind in passes_of(request, chunks, history):
+        plan = passes.plan(frames, kind)
+        if kind == "denoise":
+            # Several chunks at once are all guided, or none of them.
+            chunk = places.get(frames, 0)
+        # A commit is for the chunk behind the one that was made last.
+        step = StepInfo(chunk=chunk + (kind != "denoise"))
         num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
-        found.setdefault((plan.num_frames, plan.num_keys), []).extend([plan] * num_branches)
+        found.setdefault((plan.num_frames, plan.tokens_per_frame, plan.num_keys), []).extend([plan] * num_branches)
     costs = []
     for plans in found.values():
         cache = FrameCache(plans[0], request.positions or "absolute")

@@ -275,6 +275,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         references=model.references,
         control=model.control,
         is_causal=model.is_causal,
+        history=model.history,
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),

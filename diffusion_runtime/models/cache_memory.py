@@ -8,24 +8,21 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.denoising.chunks import chunks_of, slots_of
 from diffusion_runtime.request import GenerationRequest
 
 
 def cache_bytes(
     transformers: Iterable[nn.Module],
     request: GenerationRequest,
-    num_frames: int,
-    tokens_per_frame: int,
+    num_tokens: int,
     num_samples: int,
     dtype: torch.dtype,
 ) -> int:
     """Keys and values of all cached layers of all experts on one process, before a sequence is shared.
 
     Where they are stored in 8 bits or in pages, also those of one layer as it reads them. request: resolved.
-    num_frames: latent frames of the video. num_samples: of all guidance branches together.
+    num_tokens: that there is room for (CachePasses.capacity). num_samples: of all guidance branches together.
     """
-    num_slots = slots_of(request, chunks_of(request, num_frames)).num_slots
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]
     numbers = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys]
     stored = 1 if request.kv_cache_dtype == "fp8_e4m3" else dtype.itemsize
@@ -33,4 +30,4 @@ def cache_bytes(
     if request.kv_cache_dtype == "fp8_e4m3":
         read_per_number += dtype.itemsize
     num_bytes = sum(numbers) * stored + max(numbers, default=0) * read_per_number
-    return 2 * num_samples * num_slots * tokens_per_frame * num_bytes
+    return 2 * num_samples * num_tokens * num_bytes

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
@@ -97,8 +98,9 @@ class Model(Generic[C, G]):
     last_image_path and mask_path -> whether they must; in models with control blocks, those of the control video too.
     references: how a model for editing takes its images; control: what one with control blocks takes. is_causal: it
     makes videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); the defaults then
-    say chunk_frames, and what else is not that of a cache of everything. caches_prefix: it computes keys and values of
-    tokens that every step attends to once a request (PrefixCache).
+    say chunk_frames, and what else is not that of a cache of everything; history: of those whose older frames are in
+    larger patches. caches_prefix: it computes keys and values of tokens that every step attends to once a request
+    (PrefixCache).
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -133,6 +135,7 @@ class Model(Generic[C, G]):
     references: ReferenceImages | None = None
     control: VideoControl | ImageControl | None = None
     is_causal: bool = False
+    history: CompressedHistory | None = None
     caches_prefix: bool = False
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()

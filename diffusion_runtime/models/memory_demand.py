@@ -18,7 +18,7 @@ from torch import nn
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.denoising.chunks import chunks_of, longest_pass
+from diffusion_runtime.denoising.chunks import cache_passes, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
 from diffusion_runtime.memory.blocks import blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
@@ -178,10 +178,11 @@ def _cache_bytes(
     """Of the key-value cache of all branches and experts; 0 for a clip that is made at once."""
     if not model.is_causal:
         return 0
-    shape = model.geometry.sample_shape(planned.size)
-    _, height, width = model.geometry.grid(shape)
+    shape, request = model.geometry.sample_shape(planned.size), planned.request
+    chunks = chunks_of(request, shape[1])
+    passes = cache_passes(request, chunks, model.geometry.grid(shape), model.history, tuple(shape))
     num_samples = planned.num_samples * (2 if planned.is_guided else 1)
-    return cache_bytes(modules, planned.request, shape[1], height * width, num_samples, dtype)
+    return cache_bytes(modules, request, passes.capacity, num_samples, dtype)
 
 
 def forward_on_meta(

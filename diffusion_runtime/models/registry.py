@@ -47,6 +47,7 @@ _families: dict[str, _Registered] = {
     "WanVACETransformer3DModel": _in_folder("wan"),
     "CausalWanTransformer3DModel": _in_folder("wan"),
     "AnyFlowTransformer3DModel": _in_folder("wan"),
+    "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "Flux2Transformer2DModel": _in_folder("flux2"),

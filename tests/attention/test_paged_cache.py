@@ -147,7 +147,7 @@ def test_a_video_in_pages_is_the_video(folder: Path) -> None:
         assert copied == {"read back" if "kv_cache_dtype" in values else "gathered"}
         assert all(row.keys is None for row in media.attention_report.rows if row.role == "cross")
         planned = [
-            cache_bytes([pipeline.transformer], pipeline.resolve(x), 12, 4, 1, torch.float32)
+            cache_bytes([pipeline.transformer], pipeline.resolve(x), 4 * 7, 1, torch.float32)
             for x in (request, in_pages)
         ]
         # What one of two layers gathers: as many bytes as it stores.

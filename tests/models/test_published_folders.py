@@ -30,6 +30,8 @@ def dry_run(folder: Path) -> str:
 NUM_PARAMETERS = {
     "Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
     "Wan2.1-T2V-14B-Diffusers": 14_288_491_584,
+    "AnyFlow-FAR-Wan2.1-1.3B-Diffusers": 1_422_147_136,
+    "AnyFlow-FAR-Wan2.1-14B-Diffusers": 14_317_342_784,
     "Wan2.1-VACE-1.3B-diffusers": 2_153_972_032,
     "Wan2.1-VACE-14B-diffusers": 17_337_592_896,
     "Wan2.2-T2V-A14B-Diffusers": 2 * 14_288_491_584,

@@ -13,6 +13,7 @@ import yaml
 from cli_support import REPOSITORY
 from PIL import Image
 from tiny_families import WRITERS
+from tiny_flow_maps import write_tiny_flow_map
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
 from tiny_hunyuan_video import write_tiny_hunyuan_video
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 # A folder whose settings are of the published one's kind; the others' are as their family's first.
 KINDS: dict[str, Callable[[Path], Path]] = {
+    **dict.fromkeys(("anyflow-far-1.3b", "anyflow-far-14b"), partial(write_tiny_flow_map, is_far=True)),
     "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
     "wan2.1-vace-1.3b": partial(write_tiny_wan, condition="control"),
     "wan2.1-vace-14b": partial(write_tiny_wan, condition="control"),

@@ -15,6 +15,7 @@ import torch
 
 from diffusion_runtime.attention.cache.copies import TokenCopy, copies_of, run_of
 from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,20 @@ class CachePlan:
     def past_copies(self) -> tuple[TokenCopy, ...]:
         """As read_copies, of the frames in sight that are not of this pass."""
         return copies_of([slot for slot in self.read if slot not in self.write], self.tokens_per_frame)
+
+    @property
+    def run_unit(self) -> int:
+        """Tokens; every run of the cache begins and ends at a multiple of it, so that pages of it may be read."""
+        return self.tokens_per_frame
+
+    def key_layout(self, grid: tuple[int, int, int]) -> CachedLayout:
+        """Where the keys in sight sit. grid: of this pass's tokens."""
+        in_sight = (len(self.read), *grid[1:])
+        return CachedLayout(in_sight, num_query_frames=self.num_frames, key_frames=self.key_frames)
+
+    def whole_layout(self, grid: tuple[int, int, int]) -> TokenLayout:
+        """Of all that there is room for, the same at every pass of a video. grid: of the keys in sight."""
+        return TokenLayout((self.num_slots, *grid[1:]))
 
     @property
     def is_full(self) -> bool:

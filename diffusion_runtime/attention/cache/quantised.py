@@ -74,7 +74,7 @@ class Fp8Store(KeyStore):
         if plan.write_index is not None:
             return None
         in_pages = self.codes.page_format(plan)
-        size = best_page_size(plan.tokens_per_frame) if in_pages is None else in_pages.page_size
+        size = best_page_size(plan.run_unit) if in_pages is None else in_pages.page_size
         return PageFormat(size, torch.float8_e4m3fn)
 
     def read_parts(self, plan: CachePlan) -> KeyParts:
@@ -112,7 +112,7 @@ class Fp8Store(KeyStore):
 
 def _as_pages(codes: torch.Tensor, plan: CachePlan) -> StoredKeys:
     """The past in a row, [2, batch, tokens, heads, head_dim], as pages that lie one behind the other."""
-    size = best_page_size(plan.tokens_per_frame)
+    size = best_page_size(plan.run_unit)
     batch, per_sample = codes.shape[1], codes.shape[2] // size
     places = [page for _, run in plan.past_copies for page in range(run.start // size, run.stop // size)]
     pages = tuple(tuple(sample * per_sample + place for place in places) for sample in range(batch))

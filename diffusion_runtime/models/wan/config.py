@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.model_folder import (
     INDEX_FILE,
@@ -15,8 +16,12 @@ from diffusion_runtime.model_folder import (
     read_index,
 )
 from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.wan.far import is_far, read_history
 from diffusion_runtime.models.wan.flow_map import (
+    AUTHORS_CLASS,
     AUTHORS_KEYS,
+    FAR_KEYS,
+    FAR_PIPELINES,
     FLOW_MAP_CLASSES,
     FLOW_MAP_KEYS,
     FLOW_MAP_PIPELINES,
@@ -69,12 +74,13 @@ _CLASS_KEYS = {
     CONTROL_CLASS: _CONTROL_KEYS,
     CAUSAL_CLASS: CAUSAL_KEYS,
     FLOW_MAP_CLASSES[0]: FLOW_MAP_KEYS,
-    FLOW_MAP_CLASSES[1]: (*FLOW_MAP_KEYS, *AUTHORS_KEYS),
+    FLOW_MAP_CLASSES[1]: (*FLOW_MAP_KEYS, *FAR_KEYS),
+    AUTHORS_CLASS: (*FLOW_MAP_KEYS, *AUTHORS_KEYS),
 }
 CONTROL_PIPELINE = "WanVACEPipeline"
 # The pipelines of folders that make videos from text, and from an image; the second name of the former is FastVideo's
 # where the sampler is dmd, which diffusers has no class for.
-TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE, *FLOW_MAP_PIPELINES)
+TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE, *FLOW_MAP_PIPELINES, *FAR_PIPELINES)
 IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
@@ -90,7 +96,8 @@ class WanTransformerConfig:
     have a learned position, None where there is one image.
     control_layers: in VACE, the blocks that have a control block beside them; control_channels: of what those read.
     is_causal: whether self-attention reads the keys of earlier frames. flow_map: of models that predict the mean
-    velocity to the timestep that a step leads to, None for others.
+    velocity to the timestep that a step leads to, None for others. history: of causal ones whose older frames are in
+    larger patches.
     """
 
     num_layers: int
@@ -111,6 +118,7 @@ class WanTransformerConfig:
     control_channels: int = 0
     is_causal: bool = False
     flow_map: FlowMapConfig | None = None
+    history: CompressedHistory | None = None
 
     @property
     def dim(self) -> int:
@@ -189,9 +197,11 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
     num_heads = file.whole_number("num_attention_heads")
     image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
     num_layers = file.layer_count("num_layers")
+    history = read_history(file, (patch[0], patch[1], patch[2])) if is_far(file, class_name) else None
+    is_causal = is_causal or history is not None
     if is_causal and (patch[0] != 1 or in_channels != num_channels):
         raise ModelLoadError(
-            f"{file.path}: a {CAUSAL_CLASS} is supported with one latent frame per token (patch_size) and without "
+            f"{file.path}: a {class_name} is supported with one latent frame per token (patch_size) and without "
             f"channels of an image (in_channels equal to out_channels), got {patch[0]}, {in_channels}, {num_channels}"
         )
     if is_controlled and in_channels != num_channels:
@@ -216,6 +226,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
         control_channels=file.whole_number("vace_in_channels", 96) if is_controlled else 0,
         is_causal=is_causal,
         flow_map=read_flow_map(file) if class_name in FLOW_MAP_CLASSES else None,
+        history=history,
     )
 
 
@@ -304,9 +315,13 @@ def check_pipeline(folder: AnyFolder) -> None:
     if name == CONTROL_PIPELINE and (pipeline.keeps_first_frame or config.image_dim is not None):
         raise ModelLoadError(f"{path}: key '_class_name': {name} takes no first frame and no image encoder")
     has_more = starts_from_image or pipeline.boundary is not None
-    if (name in FLOW_MAP_PIPELINES) != (config.flow_map is not None) or (config.flow_map is not None and has_more):
+    kind = int(config.history is not None)
+    of_kind, is_flow_map = (FLOW_MAP_PIPELINES, FAR_PIPELINES)[kind], config.flow_map is not None
+    if (name in (*FLOW_MAP_PIPELINES, *FAR_PIPELINES)) != is_flow_map or (
+        is_flow_map and (has_more or name not in of_kind)
+    ):
         raise ModelLoadError(
-            f"{path}: key '_class_name': {FLOW_MAP_PIPELINES[0]} belongs to one {FLOW_MAP_CLASSES[0]} that makes "
+            f"{path}: key '_class_name': {of_kind[0]} belongs to one {FLOW_MAP_CLASSES[kind]} that makes "
             f"videos from text alone, got {shown(name)} and {component_class(folder, 'transformer')[1]} with "
             f"{config.in_channels} in_channels, expand_timesteps {pipeline.keeps_first_frame}, boundary_ratio "
             f"{pipeline.boundary}"

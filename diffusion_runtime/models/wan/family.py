@@ -39,6 +39,8 @@ from diffusion_runtime.models.wan.config import (
 )
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
+from diffusion_runtime.models.wan.far import read_far_defaults
+from diffusion_runtime.models.wan.far_transformer import FarTransformer
 from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
 from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
@@ -89,8 +91,17 @@ def _with_flow_map(model: _Model) -> _Model:
 
 
 def _with_chunks(model: _Model) -> _Model:
-    if not model.config.is_causal:
+    config = model.config
+    if not config.is_causal:
         return model
+    if config.history is not None:
+        return dataclasses.replace(
+            model,
+            is_causal=True,
+            history=config.history,
+            defaults={**model.defaults, **read_far_defaults(model.folder)},
+            make_transformer=lambda policy: FarTransformer(config, model.geometry, policy),
+        )
     return dataclasses.replace(model, is_causal=True, defaults={**model.defaults, **read_cache_defaults(model.folder)})
 
 

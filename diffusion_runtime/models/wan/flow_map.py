@@ -2,8 +2,8 @@
 
 Where other models say which way the latents move at t, a flow map says how far they get until r, so that one checkpoint
 makes a video in any number of steps. It has one network more, which embeds r; the rest is Wan's, and one Euler step is
-x_r = x_t - (sigma_t - sigma_r) * v(x_t, t, r). The causal checkpoints (FAR) are another architecture: they keep old
-frames in patches four times as large.
+x_r = x_t - (sigma_t - sigma_r) * v(x_t, t, r). The causal checkpoints (AnyFlow-FAR) keep older frames in patches four
+times as large: far.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from diffusion_runtime.model_folder import ConfigFile
 from diffusion_runtime.models.pieces import NamedPieces, two_layer_pieces
 from diffusion_runtime.step_info import StepInfo
 
-# Diffusers' names, and those of the authors' own code, which their folders on the hub have.
-FLOW_MAP_CLASSES = ("AnyFlowTransformer3DModel", "FAR_Wan_Transformer3DModel")
+# Diffusers' names, and those of the authors' own code, which has one class for both kinds of checkpoints.
+AUTHORS_CLASS = "FAR_Wan_Transformer3DModel"
+FLOW_MAP_CLASSES = ("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel", AUTHORS_CLASS)
 FLOW_MAP_PIPELINES = ("AnyFlowPipeline", "WanAnyFlowPipeline")
+FAR_PIPELINES = ("AnyFlowFARPipeline", "FARWanAnyFlowPipeline")
 FLOW_MAP_KEYS = ("gate_value", "deltatime_type")
-# Of the authors' one class for both kinds of checkpoints: which kind it is, and what the causal one reads.
-AUTHORS_KEYS = ("init_flowmap_model", "init_far_model", "chunk_partition", "compressed_patch_size", "full_chunk_limit")
+FAR_KEYS = ("chunk_partition", "compressed_patch_size", "full_chunk_limit")
+# Of the authors' class: which kind of checkpoint it is.
+AUTHORS_KEYS = ("init_flowmap_model", "init_far_model", *FAR_KEYS)
 # What the authors' examples make: any number of steps does, and guidance is part of the weights.
-FLOW_MAP_DEFAULTS = {"num_inference_steps": 4, "guidance_scale": 1.0}
+FLOW_MAP_DEFAULTS = {
+    "num_inference_steps": 4,
+    "guidance_scale": 1.0,
+    "flow_shift": 5.0,
+    "sampler": "flow_map_euler",
+}
 _TARGETS = {"r": False, "t-r": True}
 _SAMPLERS = ("flow_map_euler", "flow_match_euler")
 
@@ -44,14 +52,7 @@ class FlowMapConfig:
 
 def read_flow_map(file: ConfigFile) -> FlowMapConfig:
     """The keys gate_value and deltatime_type of a transformer's config. Raises ModelLoadError that names the file and
-    the key, for causal checkpoints too."""
-    if file.values.get("init_far_model", False) is not False:
-        raise file.error(
-            "init_far_model",
-            "false: causal checkpoints (FAR) have no native transformer here; in a folder with diffusers' class names "
-            "(AnyFlowFARTransformer3DModel, AnyFlowFARPipeline) `--backend diffusers` runs them",
-            file.values["init_far_model"],
-        )
+    the key."""
     if file.values.get("init_flowmap_model", True) is not True:
         raise file.error("init_flowmap_model", "true", file.values["init_flowmap_model"])
     share, target = file.number("gate_value", 0.25), file.values.get("deltatime_type", "r")

@@ -16,6 +16,7 @@ _IMAGE_EMBEDDER = {
 }
 _IMAGE = "the image attention of Wan 2.1 I2V"
 _CONTROL = "the control blocks of VACE"
+_HISTORY = "the larger patches of AnyFlow-FAR's history"
 _BLOCK = {
     **{f"self_attn.{name}": f"attn1.{part}" for name, part in _PARTS.items()},
     **{f"cross_attn.{name}": f"attn2.{part}" for name, part in _PARTS.items()},
@@ -41,6 +42,7 @@ LORA_NAMES = LoraNames(
         **block_names("vace_blocks.{}", "vace_blocks.{}", _CONTROL_BLOCK),
         "patch_embedding": "patch_embedding",
         "vace_patch_embedding": "vace_patch_embedding",
+        "far_patch_embedding": "far_patch_embedding",
         "time_embedding.0": "condition_embedder.time_embedder.linear_1",
         "time_embedding.2": "condition_embedder.time_embedder.linear_2",
         "time_projection.1": "condition_embedder.time_proj",
@@ -55,6 +57,7 @@ LORA_NAMES = LoraNames(
         **dict.fromkeys(_IMAGE_EMBEDDER.values(), _IMAGE),
         **{f"vace_blocks.{{}}.{part}": _CONTROL for part in _CONTROL_BLOCK.values()},
         "vace_patch_embedding": _CONTROL,
+        "far_patch_embedding": _HISTORY,
     },
     resized={"patch_embedding": "the patch embedding of a model with other inputs (text to video, or image to video)"},
     widths=frozenset({1536, 3072, 5120}),

@@ -217,15 +217,13 @@ class WanTransformer(DiffusionTransformer):
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding is attended to, as in training."""
-        grid = self.geometry.grid(latents.shape)
-        text = inputs.text.embeddings
-        dtype = self.out.weight.dtype
-        image = self.image_of(inputs)
+        text, image = inputs.text.embeddings, self.image_of(inputs)
+        x, grid = self.patches(self._with_image(latents, image).to(self.out.weight.dtype), context)
         if image is None or self.config.condition_channels:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         sharding = context.sharding
-        x = sharding.shard(self.patch_embedding(self._with_image(latents, image).to(dtype)))
+        x = sharding.shard(x)
         image_tokens = self._image_tokens(image)
         cache = context.cache
         if cache is None:
@@ -258,6 +256,10 @@ class WanTransformer(DiffusionTransformer):
             runs.append((run.tokens, shift, scale))
         tokens = sharding.gather(self.out(_modulated((self.out,), x, runs, self.config.eps)), math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
+
+    def patches(self, latents: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """The tokens [B, S, D] of latents with what stands in them or beside them, and their grid."""
+        return self.patch_embedding(latents), self.geometry.grid(latents.shape)
 
     def image_of(self, inputs: DenoiserInputs) -> ImageCondition | None:
         """What stands in the latents or beside them."""

@@ -42,6 +42,10 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
         "patch_embedding.projection.bias": (Piece("patch_embedding.bias", (dim,)),),
         "out_modulation": (Piece("scale_shift_table", (1, 2, dim)),),
     }
+    if config.history is not None:
+        shape = (dim, config.in_channels, *config.history.patch)
+        pieces["history_embedding.projection.weight"] = (Piece("far_patch_embedding.weight", shape),)
+        pieces["history_embedding.projection.bias"] = (Piece("far_patch_embedding.bias", (dim,)),)
     embedder = "condition_embedder"
     if config.flow_map is None:
         pieces.update(two_layer_pieces("time_embedding", f"{embedder}.time_embedder", config.num_waves, dim))

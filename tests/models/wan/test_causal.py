@@ -170,7 +170,7 @@ def test_cached_chunks_are_the_block_causal_model(
     assert cache is not None
     samples = 2 if others else 1
     assert cache.num_bytes == samples * 2 * 2 * (span or 12) * 4 * 4 * 16 * 4
-    planned = cache_bytes([pipeline.transformer], pipeline.resolve(request), 12, 4, samples, torch.float32)
+    planned = cache_bytes([pipeline.transformer], pipeline.resolve(request), 4 * (span or 12), samples, torch.float32)
     assert planned == cache.num_bytes
     assert str(cache) in remarks_of([media.attention_report.to_dict()])
     assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
@@ -273,7 +273,7 @@ def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, 
         shapes = model.family.text_shapes(model.folder, model.config)
         given = (model, modules["transformer"], shapes, torch.float32, batch)
         kept = step_demand(*given, num_others=1).total - step_demand(*given).total
-        return found.demand.step_activations, cache_bytes(modules.values(), request, 12, 4, 1, torch.float32), kept
+        return found.demand.step_activations, cache_bytes(modules.values(), request, 4 * 7, 1, torch.float32), kept
 
     one, cache, kept = planned(folder)
     two, caches, _ = planned(write_tiny_wan(tmp_path / "experts", causal=KEYS, boundary_ratio=0.875))

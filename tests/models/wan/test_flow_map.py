@@ -4,7 +4,6 @@ same weights, float32 on the CPU."""
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import pytest
 import torch
 from denoiser_inputs import text_inputs
 from diffusers import (
-    AnyFlowFARTransformer3DModel,
     AnyFlowPipeline,
     AnyFlowTransformer3DModel,
-    FlowMapEulerDiscreteScheduler,
 )
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from tables import table
-from tiny_models import TINY_SIZES, write_tiny_wan
+from tiny_flow_maps import change_json, with_authors_names, write_tiny_flow_map
+from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
@@ -29,63 +27,6 @@ from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.wan.family import FAMILY
-
-AUTHORS = {"init_far_model": False, "init_flowmap_model": True, "chunk_partition": None, "full_chunk_limit": 3}
-
-
-def change_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def write_tiny_flow_map(folder: Path, **config: Any) -> Path:
-    """A tiny Wan folder whose transformer is a flow map. config: further keys of it."""
-    write_tiny_wan(folder)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AnyFlowTransformer3DModel(
-            num_attention_heads=4,
-            attention_head_dim=16,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=96,
-            num_layers=2,
-            rope_max_seq_len=64,
-            **config,
-        )
-        for name, parameter in model.named_parameters():
-            # Norm weights of exactly one, small cross-attentions and small embeddings of r would hide what is left out.
-            if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            if ".attn2.to_out" in name or name.startswith("proj_out") or "delta_embedder" in name:
-                parameter.mul_(3.0)
-    for old in (folder / "transformer").iterdir():
-        old.unlink()
-    model.save_pretrained(folder / "transformer")
-    FlowMapEulerDiscreteScheduler(shift=5.0).save_pretrained(folder / "scheduler")
-    change_json(
-        folder / "model_index.json",
-        _class_name="AnyFlowPipeline",
-        transformer=["diffusers", "AnyFlowTransformer3DModel"],
-        scheduler=["diffusers", "FlowMapEulerDiscreteScheduler"],
-    )
-    index = json.loads((folder / "model_index.json").read_text())
-    kept = {key: value for key, value in index.items() if key not in ("transformer_2", "boundary_ratio")}
-    (folder / "model_index.json").write_text(json.dumps({k: v for k, v in kept.items() if k != "expand_timesteps"}))
-    return folder
-
-
-def with_authors_names(folder: Path, **config: Any) -> Path:
-    """The same folder as the authors' own code writes it. config: of the transformer."""
-    change_json(folder / "transformer" / "config.json", _class_name="FAR_Wan_Transformer3DModel", **AUTHORS | config)
-    change_json(folder / "scheduler" / "scheduler_config.json", _class_name="FlowMapDiscreteScheduler")
-    change_json(folder / "scheduler" / "scheduler_config.json", weight_type="beta08")
-    change_json(
-        folder / "model_index.json",
-        _class_name="WanAnyFlowPipeline",
-        transformer=["far.models.transformer_far_wan_model", "FAR_Wan_Transformer3DModel"],
-        scheduler=["far.schedulers.scheduling_flowmap_euler_discrete", "FlowMapDiscreteScheduler"],
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +119,6 @@ def test_samplers_that_need_the_velocity_at_t_are_refused(folder: Path, sampler:
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "causal": (
-        lambda folder: with_authors_names(folder, init_far_model=True),
-        "'init_far_model': expected false: causal .* `--backend diffusers` runs them, got True",
-    ),
     "no flow map": (
         lambda folder: with_authors_names(folder, init_flowmap_model=False),
         "'init_flowmap_model': expected true",
@@ -216,29 +153,3 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
     change(folder)
     with pytest.raises(ModelLoadError, match=message):
         prepare(RuntimeConfig(str(folder), device="cpu"), is_dry_run=True)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_a_causal_folder_runs_through_diffusers(tmp_path: Path) -> None:
-    folder = write_tiny_flow_map(tmp_path / "far")
-    for old in (folder / "transformer").iterdir():
-        old.unlink()
-    AnyFlowFARTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=96,
-        num_layers=2,
-        rope_max_seq_len=64,
-        chunk_partition=(1, 1),
-    ).save_pretrained(folder / "transformer")
-    kept = ["diffusers", "AnyFlowFARTransformer3DModel"]
-    change_json(folder / "model_index.json", _class_name="AnyFlowFARPipeline", transformer=kept)
-    with pytest.raises(
-        ModelLoadError, match=r"AnyFlowFARTransformer3DModel, .* With --backend diffusers, diffusers' own"
-    ):
-        prepare(RuntimeConfig(str(folder), device="cpu", backend="native"), is_dry_run=True)
-    media = load_pipeline(str(folder), device="cpu")(request(num_inference_steps=1))
-    assert media.frames.shape == (5, 32, 32, 3)
-    assert media.frames.std() > 5
