@@ -252,7 +252,12 @@ def _inputs(
         of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
         # Further reference images, as large as what is made of them.
         further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
-        image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further))
+        keyframes: list[tuple[int, float]] = []
+        if model.geometry.appends_last_image:
+            request = planned.request
+            keyframes = [(1, 1.0)] * (len(request.frame_conditions or ()) + (request.last_image_path is not None))
+            further = [empty(channels, 1, height, width)] * len(keyframes)
+        image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
     request, prompt = planned.request, None
     if isinstance(model.control, ImageControl):
         # A step in which the ControlNet runs; of two branches in one pass, it runs for one.
@@ -278,7 +283,8 @@ def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
     """Whether the request starts from an image, given or needed, or the model has control blocks."""
     is_needed = model.control is not None or model.images.get("image_path", False)
-    return is_needed or planned.request.image_path is not None
+    given = (planned.request.image_path, planned.request.frame_conditions)
+    return is_needed or any(value is not None for value in given)
 
 
 def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:
