@@ -172,7 +172,7 @@ def forward_on_meta(
     some frames of a video that is made chunk by chunk."""
     shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
-    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     if cache is not None:
         sample = (sample[0], cache.plan.num_frames, *sample[2:])
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
