@@ -243,6 +243,7 @@ def _inputs(
         streams[0].lengths,
         pooled=None if shapes.pooled_dim is None else empty(shapes.pooled_dim),
         further=streams[1:],
+        picture_places=(0,) * _num_references(model, planned),
     )
     image = None
     if _takes_image(model, planned):

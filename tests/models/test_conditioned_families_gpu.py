@@ -27,11 +27,13 @@ import tiny_hunyuan_video_15
 import tiny_ltx2
 import tiny_ltx_video
 import tiny_qwen_image
+import tiny_qwen_image_21
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.models.flux1 import editing as flux1_editing
 from diffusion_runtime.models.qwen_image import editing
+from diffusion_runtime.models.qwen_image_21 import editing as qwen_21_editing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,6 +150,12 @@ CASES: Mapping[str, Case] = {
         {"image_path": ("image", "other")},
         GUIDED,
     ),
+    "qwen 2.1 editing": Case(
+        lambda path: tiny_qwen_image_21.write_tiny_qwen_image_21(path, sees=True),
+        tiny_qwen_image_21.TINY_SIZES,
+        {"image_path": ("image", "other")},
+        GUIDED,
+    ),
     "qwen controlnet": Case(qwen_controlnet, tiny_qwen_image.TINY_SIZES, {"image_path": "image"}, GUIDED),
     "ltx-2 keyframes": Case(
         tiny_ltx2.write_tiny_ltx2,
@@ -179,6 +187,7 @@ CASES: Mapping[str, Case] = {
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = editing.scaled_to
+    monkeypatch.setattr(qwen_21_editing, "AREA", editing.AREA // SMALLER)
     monkeypatch.setattr(flux1_editing, "TRAINED_SIZES", ((32, 48), (48, 32)))
     monkeypatch.setattr(editing, "scaled_to", lambda area, size: scaled(area // SMALLER, size))
 
