@@ -4,6 +4,7 @@ of the steps, the scales of guidance."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
@@ -70,7 +71,8 @@ class BatchSettings:
     @property
     def has_condition(self) -> bool:
         """Whether the transformer is given a condition beside the text: of images, of a sound, or of control blocks."""
-        given = (self.shared.image_path, self.shared.last_image_path, self.shared.audio_path)
+        shared = self.shared
+        given = (shared.image_path, shared.last_image_path, shared.frame_conditions, shared.audio_path)
         return any(path is not None for path in given) or self.rules.control is not None
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
@@ -78,7 +80,28 @@ class BatchSettings:
         geometry, control = self.rules.geometry, self.rules.control
         num_before = 0 if control is None else control.num_references(self.shared)
         num_frames = size.num_frames + num_before * geometry.temporal_factor
-        return geometry.sample_shape(dataclasses.replace(size, num_frames=num_frames))
+        shape = geometry.sample_shape(dataclasses.replace(size, num_frames=num_frames))
+        if not self.num_noised_frames:
+            return shape
+        # Behind a flat sample: geometries that take images at any frame have no other.
+        (length,) = shape
+        return (length + self.num_noised_frames * self._frame_length(size),)
+
+    @property
+    def num_noised_frames(self) -> int:
+        """Images that are denoised with the clip, as frames behind it: those at frames of their own, but for the first,
+        that do not count in full."""
+        return sum(frame > 0 and strength < 1 for frame, _, strength in self.shared.frame_conditions or ())
+
+    def without_noised_frames(self, latents: torch.Tensor, size: ClipSize) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Samples [batch, *sample_shape(size)] of the clip alone, and those frames, flat; None without any."""
+        if not self.num_noised_frames:
+            return latents, None
+        length = latents.shape[1] - self.num_noised_frames * self._frame_length(size)
+        return latents[:, :length], latents[:, length:]
+
+    def _frame_length(self, size: ClipSize) -> int:
+        return math.prod(self.rules.geometry.latent_shape(size.height, size.width, 1))
 
     @property
     def num_inference_steps(self) -> int:

@@ -37,7 +37,7 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
     known = {
         (name, path): digest
         for name in INPUT_FIELDS
-        for path, digest in zip(_listed(request.get(name)), _listed(recorded.get(name)), strict=False)
+        for path, digest in zip(_paths(request.get(name)), _listed(recorded.get(name)), strict=False)
         if isinstance(path, str)
     }
     changed: dict[str, None] = {}
@@ -47,6 +47,11 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
                 if (name, path) in known and known[name, path] != _digest(path, name):
                     changed[path] = None
     return tuple(changed)
+
+
+def _paths(value: Any) -> list[Any]:
+    """Of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and strength."""
+    return [each[1] if isinstance(each, list) and len(each) == 3 else each for each in _listed(value)]
 
 
 def _listed(value: Any) -> list[Any]:

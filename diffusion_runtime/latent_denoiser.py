@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ class LatentDenoiser:
         """
         settings = self.settings
         stages, sampler = settings.stages(), settings.build_sampler()
+        if settings.num_noised_frames:
+            on_step = _of_clip(on_step, settings)
         if (terms := settings.guidance_terms) is not None:
             self.recorder.note(terms.note(settings.guidance_mode))
         sizes = [settings.halved(stage.level) for stage in stages] or [settings.first_size]
@@ -109,7 +112,7 @@ class LatentDenoiser:
             latents = self._second_stage(latents, inputs, forward, state, sample_noise, on_step)
         if isinstance(forward, GraphedForward):
             forward.report()
-        latents = self.transformer.settle(latents, inputs["cond"])
+        latents, _ = settings.without_noised_frames(self.transformer.settle(latents, inputs["cond"]), settings.size)
         check_finite(latents, self.dtype)
         return latents
 
@@ -195,8 +198,16 @@ class LatentDenoiser:
         branch; wrappers: see with_guidance."""
         settings, geometry, exchange = self.settings, self.settings.rules.geometry, BranchExchange.of(self.mesh)
         terms = settings.guidance_terms
+
+        def held(guided: Predict) -> Predict:
+            def to_images(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+                assert step.sigma is not None
+                return self.transformer.hold(guided(latents, step), latents, step.sigma, inputs)
+
+            return to_images if settings.shared.frame_conditions else guided
+
         if terms is None:
-            return with_guidance(
+            guided = with_guidance(
                 predict,
                 settings.cfg_scale_at,
                 settings.guidance_mode,
@@ -204,15 +215,23 @@ class LatentDenoiser:
                 exchange,
                 wrappers,
             )
+            return held(guided)
 
         def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            parts = geometry.parts(latents, inputs.size)
+            clip, more = settings.without_noised_frames(latents, inputs.size)
+            parts = geometry.parts(clip, inputs.size)
             assert parts.audio is not None, "guides_parts is of models that make sound"
-            return parts.video, parts.audio
+            return parts.video if more is None else torch.cat([parts.video.flatten(1), more], 1), parts.audio
 
-        guided = with_guidance_terms(predict, terms, split, geometry.join, settings.guidance_mode, exchange, wrappers)
+        def join(video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
+            if not settings.num_noised_frames:
+                return geometry.join(video, audio)
+            length = math.prod(geometry.sample_shape(inputs.size)) - audio[0].numel()
+            return torch.cat([geometry.join(video[:, :length], audio), video[:, length:]], dim=1)
+
+        with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance_mode, exchange, wrappers)
         # What rescaling is measured by contains the image as it is.
-        return lambda latents, step: guided(self.transformer.settle(latents, inputs), step)
+        return held(lambda latents, step: with_terms(self.transformer.settle(latents, inputs), step))
 
     def context_of(
         self,
@@ -267,6 +286,11 @@ class LatentDenoiser:
             return predict(latents, dataclasses.replace(step, expert=expert))
 
         return of_expert
+
+
+def _of_clip(on_step: OnStep, settings: BatchSettings) -> OnStep:
+    """`on_step` without the images that are denoised with the clip."""
+    return lambda step, latents: on_step(step, settings.without_noised_frames(latents, settings.size)[0])
 
 
 def _numbered(predict: Predict, first: int, num_steps: int) -> Predict:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.frame_conditions import FrameCondition, FrameConditions, parse_conditions
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, PromptSwitches, parse_switches
@@ -544,6 +545,20 @@ class GenerationRequest:
             refusal="this model takes no image to end with; leave it out",
         ).as_metadata(),
     )
+    # Images at any frame, each with how strongly it counts: 1 keeps it as it is.
+    frame_conditions: tuple[FrameCondition, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="An image at a frame of the video, counted from 0, and how strongly it counts, 0 to 1: "
+            "48:middle.png@0.8; again for further ones.",
+            check=FrameConditions(),
+            panel=WHAT,
+            flag="--condition-at",
+            may_stay_none=True,
+            convert=parse_conditions,
+            refusal="this model takes no images at frames of their own; leave --condition-at out",
+        ).as_metadata(),
+    )
     # The video that control blocks read, for models that have them.
     video_path: str | None = field(
         default=None,
@@ -551,7 +566,7 @@ class GenerationRequest:
             help="A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
             check=VideoFile(),
             panel=WHAT,
-            pipeline_parameters=("video",),
+            pipeline_parameters=("video", "control_video", "conditioning_frames"),
             may_stay_none=True,
             refusal="this model takes no control video; leave it out",
         ).as_metadata(),
@@ -574,7 +589,7 @@ class GenerationRequest:
             help="The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
             check=MaskFile(),
             panel=WHAT,
-            pipeline_parameters=("mask_image", "mask", "mask_video"),
+            pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
             may_stay_none=True,
             refusal="this model takes no mask; leave it out",
         ).as_metadata(),
@@ -740,6 +755,8 @@ def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
     value = getattr(request, field)
     if value is None:
         return ()
+    if isinstance(REQUEST_FIELDS[field].check, FrameConditions):
+        return tuple(path for _, path, _ in value)
     return (value,) if isinstance(value, str) else tuple(value)
 
 

@@ -181,6 +181,7 @@ class RequestRules(SamplingRules):
             raise RequestError(
                 "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
             )
+        self._check_frame_conditions(request, size)
         if self.control is not None:
             self.control.check(request, size)
         if self.control is not None or self.references is not None:
@@ -191,6 +192,32 @@ class RequestRules(SamplingRules):
         for name in IMAGE_FIELDS:
             for path in image_paths(request, name):
                 check_image(path, size.height, size.width, name)
+
+    def _check_frame_conditions(self, request: GenerationRequest, size: ClipSize) -> None:
+        """Raises RequestError for images at frames that the clip does not have or that other fields name, and for what
+        an image that does not count in full does not go with."""
+        conditions = request.frame_conditions or ()
+        name = "frame_conditions (--condition-at)"
+        taken = {} if request.image_path is None else {0: "image_path"}
+        if request.last_image_path is not None:
+            # The first frame of the last latent.
+            taken[size.num_frames - self.geometry.temporal_factor] = "last_image_path"
+        for frame, _, _ in conditions:
+            if frame >= size.num_frames:
+                raise RequestError(
+                    f"{name}: expected frames from 0 to {size.num_frames - 1}, those of the video, got {frame}"
+                )
+            if frame in taken:
+                raise RequestError(f"{name}: frame {frame} has an image already, {taken[frame]}; leave one of them out")
+        if all(strength == 1 for _, _, strength in conditions):
+            return
+        both = {"progressive_resolution": request.progressive_resolution, "upsampler_path": request.second_stage_sigmas}
+        for field, value in both.items():
+            if value is not None:
+                raise RequestError(
+                    f"{name}: an image with a strength below 1 is denoised with the clip, at one size; leave out "
+                    f"--{field.replace('_', '-')}, or use strength 1"
+                )
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -269,6 +296,8 @@ class RequestRules(SamplingRules):
         num_tokens = self.geometry.num_tokens(height, width, num_frames)
         if request.last_image_path is not None and self.geometry.appends_last_image:
             num_tokens += self.geometry.num_tokens(height, width, 1)
+        keyframes = sum(frame > 0 for frame, _, _ in request.frame_conditions or ())
+        num_tokens += keyframes * self.geometry.num_tokens(height, width, 1)
         flow_shift = self.schedule.flow_shift(num_tokens, num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 import tempfile
 import types
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from tiny_encoders import HIDDEN, tiny_clip, tiny_qwen2_5_vl, tiny_qwen3, tiny_t5  # noqa: E402
 from tiny_families import WRITERS  # noqa: E402
 from tiny_models import tiny_tokenizer  # noqa: E402
+from tiny_qwen_image_21 import tiny_qwen3_vl  # noqa: E402
 
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file  # noqa: E402
 
@@ -27,12 +29,17 @@ _FAMILIES = {
     "Wan": ("wan", {}),
     "WanImageToVideo": ("wan", {"condition": "clip and tokens"}),
     "Flux": ("flux1", {}),
-    "FluxKontext": ("flux1", {"edits": True}),
+    "FluxKontext": ("flux1", {"pipeline_class": "FluxKontextPipeline"}),
+    "FluxFill": ("flux1", {"pipeline_class": "FluxFillPipeline", "condition_channels": 8}),
+    "FluxControl": ("flux1", {"pipeline_class": "FluxControlPipeline", "condition_channels": 4}),
+    "FluxControlNet": ("flux1", {}),
     "Flux2": ("flux2", {}),
     "QwenImage": ("qwen_image", {}),
     "QwenImageEdit": ("qwen_image", {"edits": "QwenImageEditPipeline"}),
     "QwenImageEditPlus": ("qwen_image", {"edits": "QwenImageEditPlusPipeline"}),
+    "QwenImage21": ("qwen_image_21", {}),
     "HunyuanVideo": ("hunyuan_video", {}),
+    "HunyuanVideoImageToVideo": ("hunyuan_video", {"image_condition": "latent_concat", "picture_size": 336}),
     "HunyuanVideo15": ("hunyuan_video_15", {}),
     "HunyuanVideo15ImageToVideo": ("hunyuan_video_15", {"starts_from_image": True}),
     "HunyuanSkyreels": ("hunyuan_video", {}),
@@ -97,12 +104,36 @@ def _family_components(name: str) -> Mapping[str, Any]:
     prefix = max((each for each in _FAMILIES if name.startswith(each)), key=len, default="")
     if not prefix:
         return {}
+    return family_components(prefix)
+
+
+def family_components(prefix: str) -> Mapping[str, Any]:
+    """The components of the tiny folder of an entry of _FAMILIES, by argument; without the processor of pictures, which
+    transformers makes of torchvision alone."""
     from diffusers import DiffusionPipeline
 
     family, options = _FAMILIES[prefix]
     write: Any = WRITERS[family]
     with tempfile.TemporaryDirectory() as temporary:
-        return dict(DiffusionPipeline.from_pretrained(write(Path(temporary) / "model", **options)).components)
+        folder = write(Path(temporary) / "model", **options)
+        index = json.loads((folder / "model_index.json").read_text())
+        stub = {"processor": _tokenizer_alone()} if "processor" in index else {}
+        components = dict(DiffusionPipeline.from_pretrained(folder, **stub).components)
+        return {name: each for name, each in components.items() if name != "processor"}
+
+
+def _tokenizer_alone() -> Any:
+    """A processor of pictures that makes none: for constructors that ask its tokenizer for the token of a picture."""
+    from transformers import ProcessorMixin
+
+    class TokenizerAlone(ProcessorMixin):
+        def __init__(self) -> None:
+            self.tokenizer = tiny_qwen2_5_vl(sees=True)[1]
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+            return [[]]
+
+    return TokenizerAlone()
 
 
 def _component(argument: str, hint: Any, changed: Mapping[str, Any] | None) -> Any:
@@ -243,10 +274,34 @@ def _siglip(_: str) -> Any:
     )  # fmt: skip
 
 
+def _siglip2(_: str) -> Any:
+    from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+    return Siglip2VisionModel(
+        Siglip2VisionConfig(
+            hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_patches=16,
+            patch_size=8,
+        )
+    )  # fmt: skip
+
+
 def _siglip_processor(_: str) -> Any:
     from transformers import SiglipImageProcessor
 
     return SiglipImageProcessor(size={"height": 32, "width": 32})
+
+
+def _siglip2_processor(_: str) -> Any:
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    return Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16)
+
+
+def _qwen_processor(argument: str) -> Any:
+    """Its tokenizer alone, for the pipelines that call it their tokenizer."""
+    if argument != "tokenizer":
+        raise NotBuiltError(f"its {argument} of pictures is made by torchvision, which this environment lacks")
+    return _qwen_tokenizer(argument)
 
 
 def _qwen_tokenizer(_: str) -> Any:
@@ -273,10 +328,15 @@ ENCODERS: Mapping[str, Any] = {
     "Gemma2PreTrainedModel": _gemma2,
     "GemmaPreTrainedModel": _gemma2,
     "GlmModel": _glm,
-    "Qwen2VLProcessor": _qwen_tokenizer,
+    "Qwen2VLProcessor": _qwen_processor,
+    "Qwen3VLProcessor": _qwen_processor,
+    "Qwen3VLForConditionalGeneration": lambda _: tiny_qwen3_vl()[0],
+    "Qwen3VLModel": lambda _: tiny_qwen3_vl()[0].model,
+    "Siglip2VisionModel": _siglip2,
     "SiglipVisionModel": _siglip,
     "SiglipImageProcessor": _siglip_processor,
     "SiglipImageProcessorPil": _siglip_processor,
+    "Siglip2ImageProcessorPil": _siglip2_processor,
     "BertModel": _bert,
     "BertTokenizer": lambda _: tiny_tokenizer(),
     "ByT5Tokenizer": _byt5,
@@ -293,6 +353,20 @@ ENCODERS: Mapping[str, Any] = {
     "CLIPImageProcessorPil": _image_processor,
     "CLIPImageProcessor": _image_processor,
 }
+
+
+def absent_classes() -> dict[str, tuple[str, ...]]:
+    """The pipeline classes of the installed diffusers in whose place it has an error, by name: the packages that are
+    missing here. Modular pipelines are no classes of this kind: they are put together by their blocks."""
+    import diffusers
+
+    found: dict[str, tuple[str, ...]] = {}
+    for name in sorted(dir(diffusers)):
+        kind = getattr(diffusers, name)
+        wanted = getattr(kind, "_backends", None)
+        if name.endswith("Pipeline") and inspect.isclass(kind) and isinstance(wanted, list):
+            found[name] = tuple(each for each in wanted if not getattr(diffusers.utils, f"is_{each}_available")())
+    return found
 
 
 def prompt_taking_classes() -> dict[str, Any]:

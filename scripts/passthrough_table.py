@@ -212,12 +212,17 @@ def make_rows(names: Sequence[str]) -> list[Row]:
 
 def table_of(rows: Sequence[Row], version: str) -> str:
     """The text between the marks."""
+    from passthrough_parts import absent_classes
+
     runs = sum(row.runs == "yes" for row in rows)
     sparse = sum(row.sparse == "yes" for row in rows)
     refused = sum(row.runs.startswith("refused") for row in rows)
+    absent = "; ".join(f"{name} ({', '.join(packages)})" for name, packages in absent_classes().items())
     lines = [
         f"Of {len(rows)} classes of diffusers {version}, {runs} ran here on tiny random components, {sparse} of them "
         f"with a sparse backend too; {refused} no request can run; the others say what was missing.",
+        "",
+        f"Not in the table, as diffusers has them only where these packages are installed: {absent}.",
         "",
         "| pipeline | runs | attention modules reached | sparse |",
         "|---|---|---|---|",

@@ -330,7 +330,7 @@ FAMILIES = {
                 "key 'audio_num_attention_heads': expected 2, num_attention_heads, got 4",
             ),
             in_file(
-                INDEX, "expected LTX2Pipeline or .* got 'LTX2ConditionPipeline'", _class_name="LTX2ConditionPipeline"
+                INDEX, "expected LTX2Pipeline or .* got 'LTX2InContextPipeline'", _class_name="LTX2InContextPipeline"
             ),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=32),
             in_file(VAE, "key 'timestep_conditioning': expected false", timestep_conditioning=True),

@@ -71,6 +71,75 @@ def _wan() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "head.modulation", (1, 2, dim)
 
 
+def _wan_of_images() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Wan 2.1 I2V: a second cross-attention, and the way of CLIP's tokens into it."""
+    yield from _wan()
+    for index in range(2):
+        block = f"blocks.{index}.cross_attn"
+        yield from _linear(f"{block}.k_img", 8)
+        yield from _linear(f"{block}.v_img", 8)
+        yield f"{block}.norm_k_img.weight", (8,)
+    for index in (0, 1, 3, 4):
+        yield from _linear(f"img_emb.proj.{index}", 8)
+
+
+def _wan_vace() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """VACE: control blocks as the others, the first of them with a projection before it, all with one behind."""
+    yield from _wan()
+    yield "vace_patch_embedding.weight", (8, 6, 1, 2, 2)
+    yield "vace_patch_embedding.bias", (8,)
+    for name, shape in _wan():
+        if name.startswith("blocks."):
+            yield f"vace_{name}", shape
+    yield from _linear("vace_blocks.0.before_proj", 8)
+    for index in range(2):
+        yield from _linear(f"vace_blocks.{index}.after_proj", 8)
+
+
+def _ltx_video() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    for name in ("patchify_proj", "proj_out", "caption_projection.linear_1", "caption_projection.linear_2"):
+        yield from _linear(name, dim)
+    for layer in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2"):
+        yield from _linear(f"adaln_single.{layer}", dim)
+    yield "scale_shift_table", (2, dim)
+    for index in range(2):
+        block = f"transformer_blocks.{index}"
+        for attention in ("attn1", "attn2"):
+            for part in ("to_q", "to_k", "to_v", "to_out.0"):
+                yield from _linear(f"{block}.{attention}.{part}", dim)
+            yield f"{block}.{attention}.q_norm.weight", (dim,)
+            yield f"{block}.{attention}.k_norm.weight", (dim,)
+        yield from _linear(f"{block}.ff.net.0.proj", 4 * dim)
+        yield from _linear(f"{block}.ff.net.2", dim)
+        yield f"{block}.scale_shift_table", (6, dim)
+
+
+def _qwen_image_21() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """As ComfyUI has it: gate and up projection are one."""
+    dim = 8
+    for name in (
+        "img_in",
+        "txt_in.in_layer",
+        "txt_in.out_layer",
+        "time_text_embed.timestep_embedder.linear_1",
+        "time_text_embed.timestep_embedder.linear_2",
+        "modulation.1",
+        "norm_out.linear",
+        "proj_out",
+    ):
+        yield from _linear(name, dim, bias=False)
+    yield "txt_in.text_norm.weight", (dim,)
+    for index in range(2):
+        block = f"transformer_blocks.{index}"
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            yield from _linear(f"{block}.attn.{part}", dim, bias=False)
+        yield f"{block}.attn.norm_q.weight", (4,)
+        yield f"{block}.attn.norm_k.weight", (4,)
+        yield from _linear(f"{block}.img_mlp.gate_up", 4 * dim, bias=False)
+        yield from _linear(f"{block}.img_mlp.out", dim, bias=False)
+
+
 def _z_image() -> Iterator[tuple[str, tuple[int, ...]]]:
     dim = 8
     for name in (
@@ -211,10 +280,15 @@ def _ltx2() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{block}.{name}", (5, dim)
 
 
-# By the folder of the family: the tensors, and diffusers' function that converts them.
+# By the folder of the family, and what kind of its models where there are several: the tensors, and diffusers'
+# function that converts them.
 ORIGINALS: Mapping[str, tuple[Callable[[], Iterator[tuple[str, tuple[int, ...]]]], str]] = {
     "flux1": (_flux1, "convert_flux_transformer_checkpoint_to_diffusers"),
     "wan": (_wan, "convert_wan_transformer_to_diffusers"),
+    "wan of images": (_wan_of_images, "convert_wan_transformer_to_diffusers"),
+    "wan with control blocks": (_wan_vace, "convert_wan_transformer_to_diffusers"),
+    "ltx_video": (_ltx_video, "convert_ltx_transformer_checkpoint_to_diffusers"),
+    "qwen_image_21": (_qwen_image_21, "convert_qwen_image21_transformer_checkpoint_to_diffusers"),
     "z_image": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers"),
     "flux2": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers"),
     "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers"),

@@ -11,6 +11,7 @@ from diffusion_runtime import GenerationRequest
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.frame_conditions import FrameConditions
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.prompt_switches import PromptSwitches
@@ -54,6 +55,8 @@ def another(name: str, value: Any) -> Any:
         return (1, 2)
     if isinstance(check, PromptSwitches):
         return ((9, "a blue star"),)
+    if isinstance(check, FrameConditions):
+        return ((9, "star.png", 0.5),)
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
 
 
@@ -82,13 +85,14 @@ def test_what_only_some_models_use_is_refused_by_the_others() -> None:
     for name in specific:
         request = GenerationRequest("a", **{name: another(name, None)})
         with pytest.raises(
-            RequestError, match=rf"^{name}: .*\w; (use that|leave (it|--at) out( or use --model-path shapes-causal)?)$"
+            RequestError,
+            match=rf"^{name}: .*\w; (use that|leave (it|--[a-z-]+) out( or use --model-path shapes-causal)?)$",
         ):
             IMAGES.resolve(request)
         # The one switch: nothing else has to know the field.
         rules = dataclasses.replace(IMAGES, model_fields=frozenset({name}))
-        # Prompts on the way need chunks, which a model has or has not.
-        if REQUEST_FIELDS[name].check.kind is not str and name != "prompt_switches":
+        # Prompts on the way need chunks, which a model has or has not, and images a file.
+        if REQUEST_FIELDS[name].check.kind is not str and name not in ("prompt_switches", "frame_conditions"):
             taken.append(getattr(rules.resolve(request), name))
     assert taken
     with pytest.raises(RequestError, match="image_path: this model makes images from text alone; leave it out"):

@@ -24,8 +24,13 @@ def write_tiny_hunyuan_video(
     num_layers: int = 2,
     num_single_layers: int = 2,
     image_condition: str | None = None,
+    picture_size: int = 56,
 ) -> Path:
-    """Write a whole HunyuanVideo folder and return its path. About 1 MB; it depends on nothing but the arguments."""
+    """Write a whole HunyuanVideo folder and return its path. About 1 MB; it depends on nothing but the arguments.
+
+    picture_size: pixels of the picture that its language model sees, in patches of 14; diffusers' own template is made
+    for the 336 of the published model.
+    """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
     from transformers import CLIPImageProcessorPil
@@ -34,12 +39,16 @@ def write_tiny_hunyuan_video(
     transformers_logging.disable_progress_bar()
     sees = image_condition is not None
     llama_tokens = llama_tokenizer(sees=sees)
-    processor = {"image_processor": CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)} if sees else {}
+    processor = (
+        {"image_processor": CLIPImageProcessorPil(size={"shortest_edge": picture_size}, crop_size=picture_size)}
+        if sees
+        else {}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clip, clip_tokens = tiny_clip()
         pipeline = (HunyuanVideoImageToVideoPipeline if sees else HunyuanVideoPipeline)(
-            text_encoder=_llava(llama_tokens) if sees else _llama(len(llama_tokens)),
+            text_encoder=_llava(llama_tokens, picture_size) if sees else _llama(len(llama_tokens)),
             tokenizer=llama_tokens,
             text_encoder_2=clip,
             tokenizer_2=clip_tokens,
@@ -99,7 +108,7 @@ def _llama(vocab_size: int) -> Any:
     return LlamaModel(_llama_config(vocab_size)).eval()
 
 
-def _llava(tokenizer: Any) -> Any:
+def _llava(tokenizer: Any, picture_size: int) -> Any:
     """Of a picture of 56 x 56 it sees 16 tokens."""
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -108,7 +117,7 @@ def _llava(tokenizer: Any) -> Any:
         intermediate_size=24,
         num_hidden_layers=3,
         num_attention_heads=2,
-        image_size=56,
+        image_size=picture_size,
         patch_size=14,
         projection_dim=16,
         initializer_range=0.3,
@@ -118,7 +127,7 @@ def _llava(tokenizer: Any) -> Any:
         text_config=_llama_config(len(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
-        image_seq_length=16,
+        image_seq_length=(picture_size // 14) ** 2,
     )
     return LlavaForConditionalGeneration(config).eval()
 

@@ -15,9 +15,10 @@ TINY_SIZES: dict[str, int] = {"height": 64, "width": 96}
 _TEMPLATE_WORDS = ("Comprehend and analyze the provided prompt.", "system", "user", "assistant", "\n")
 
 
-def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None = None) -> Path:
+def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None = None, sees: bool = False) -> Path:
     """Write a whole folder and return its path; its weights are the same always. The processor, which transformers
-    makes of torchvision, is its tokenizer alone. sample_sigmas: of a model that was distilled to them."""
+    makes of torchvision, is its tokenizer, and with sees its preprocessing of pictures. sample_sigmas: of a model that
+    was distilled to them."""
     import torch
     from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler
     from transformers.utils import logging as transformers_logging
@@ -57,6 +58,10 @@ def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None 
     index["processor"] = ["transformers", "Qwen3VLProcessor"]
     whole = {"_class_name": "QwenImage21Pipeline", **index, "sample_sigmas": sample_sigmas}
     (folder / "model_index.json").write_text(json.dumps(whole))
+    if sees:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        Qwen2VLImageProcessorPil(patch_size=16).save_pretrained(folder / "processor")
     return folder
 
 

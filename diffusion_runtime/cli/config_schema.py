@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from diffusion_runtime import config
 from diffusion_runtime.cli.attention_schema import NUMBER, Schema, attention_definitions
 from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig, ParallelConfig, RuntimeConfig
+from diffusion_runtime.frame_conditions import MAX_CONDITIONS, FrameConditions
+from diffusion_runtime.frame_conditions import TEXT as CONDITION_TEXT
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.options import NONE, MethodText
@@ -202,6 +204,13 @@ def _checked(check: object) -> Schema:
                 {"type": "string", "pattern": rf"^\s*({methods})\s*(:.*)?$|^\s*{NONE}\s*:?$"},
             ]
         }
+    if isinstance(check, FrameConditions):
+        frame, strength = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}, {"minimum": 0, "maximum": 1}
+        items = [frame, _NAME, {"type": "number", **strength}]
+        listed = {"type": "array", "items": items, "minItems": 2, "maxItems": 3}
+        text = {"type": "string", "pattern": CONDITION_TEXT}
+        several = {"type": "array", "items": {"anyOf": [listed, text]}, "maxItems": MAX_CONDITIONS}
+        return {"anyOf": [several, text]}
     if isinstance(check, ImageFile):
         return {"anyOf": [_NAME, {"type": "array", "items": _NAME}]} if check.several else _NAME
     if isinstance(check, PromptSwitches):

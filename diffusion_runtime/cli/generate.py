@@ -12,6 +12,7 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.frame_conditions import FrameConditions
 from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 from diffusion_runtime.request_fields import SIZE, WHAT, ImageFile
 
@@ -181,6 +182,9 @@ def _images(name: str, paths: Sequence[str]) -> str | tuple[str, ...] | None:
     """The path of an image, or those of several; None without one. Raises RequestError for several of a field that
     names one; how many a model takes, its rules say."""
     check = REQUEST_FIELDS[name].check
+    if isinstance(check, FrameConditions):
+        # Texts of their own form, which the request reads.
+        return tuple(paths) or None
     if len(paths) > 1 and not (isinstance(check, ImageFile) and check.several):
         raise RequestError(too_many_images(name, paths, 1))
     return tuple(paths) if len(paths) > 1 else next(iter(paths), None)

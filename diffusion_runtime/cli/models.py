@@ -14,6 +14,7 @@ from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import UsageError
+from diffusion_runtime.request import REQUEST_FIELDS
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.published import PublishedModel
@@ -163,7 +164,8 @@ def _needs(model: PublishedModel) -> str:
     """The lines below a model's first two: memory where parts wait, and the images that its requests name."""
     lines = [f"offloaded {_gigabytes(model.offloaded_gb('bfloat16'))}"] if model.is_download else []
     for word, is_needed in (("needs", True), ("takes", False)):
-        flags = [f"--{name.replace('_', '-')}" for name, needed in model.images.items() if needed == is_needed]
+        names = [name for name, needed in model.images.items() if needed == is_needed]
+        flags = [REQUEST_FIELDS[name].flag or f"--{name.replace('_', '-')}" for name in names]
         lines += [f"{word} {', '.join(flags)}"] if flags else []
     # Of a width that leaves room for the two columns of memory in 80 characters.
     return "".join(f"\n  {line}" for line in lines)

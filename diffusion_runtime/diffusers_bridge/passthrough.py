@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
-from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.errors import ModelLoadError, RequestError, shown
 from diffusion_runtime.input_files import input_digests
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.layers.weight_range import first_unusable
@@ -35,8 +36,8 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
-from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.weight_files import DAMAGED
+from diffusion_runtime.model_folder import ModelFolder, read_json
+from diffusion_runtime.models.weight_files import DAMAGED, UNQUANTISED_FOLDER
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
@@ -336,7 +337,7 @@ def load_passthrough(
                 raise
             detail = next(iter(str(error).strip().splitlines()), "no further detail")
             raise ModelLoadError(
-                f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {detail}"
+                f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {detail}{_quantised_advice(folder)}"
             ) from error
     pipeline.set_progress_bar_config(disable=True)
     _decode_in_tiles(pipeline)
@@ -355,6 +356,19 @@ def _decode_in_tiles(pipeline: Any) -> None:
         if traits_of(part).tiled_only:
             part.enable_tiling()
             _logger.info("%s: %s decodes in tiles alone; tiling is on", component, type(part).__name__)
+
+
+def _quantised_advice(folder: ModelFolder) -> str:
+    """What to do where a component's weights are quantised, for the end of a message; empty where none are."""
+    methods = {}
+    for path in sorted(Path(folder.path).glob("*/config.json")):
+        settings = read_json(path).get("quantization_config")
+        if settings is not None:
+            methods[path.parent.name] = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if not methods:
+        return ""
+    named = ", ".join(f"{component} ({shown(method)})" for component, method in methods.items())
+    return f"; quantised: {named}. Install the package that made them, or {UNQUANTISED_FOLDER}"
 
 
 def _check_complete(folder: ModelFolder, pipeline: Any) -> None:

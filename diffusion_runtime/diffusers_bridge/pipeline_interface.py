@@ -22,7 +22,7 @@ _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names
 # Of them, those for files, which a class may need although they have a default.
 _FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES.get(field, ()))
 # Of those, lists of frames.
-OF_FRAMES = ("video", "mask", "mask_video")
+OF_FRAMES = ("video", "control_video", "conditioning_frames", "mask", "mask_video")
 # Arguments of every call, beside the request's.
 _ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
@@ -35,6 +35,8 @@ _CONTROL_INPUTS = ("control_image", "conditioning_frames")
 # fails later, without a check. By class name, because nothing else tells them apart: their siblings of other families
 # have the same parameters and components, and run without. A test takes out entries that the class itself says.
 ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
+    # Which frames of the video its control images are; its default is the first alone.
+    "AnimateDiffSparseControlNetPipeline": ("controlnet_frame_indices",),
     "BriaFiboEditPipeline": ("image",),
     "CogVideoXFunControlPipeline": ("control_video",),
     "Cosmos2VideoToWorldPipeline": ("image",),
@@ -46,6 +48,7 @@ ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
     "FluxKontextInpaintPipeline": ("image",),
     "HunyuanImageRefinerPipeline": ("image",),
     "LongCatImageEditPipeline": ("image",),
+    "QwenImageControlNetInpaintPipeline": ("control_mask",),
     "QwenImageEditInpaintPipeline": ("image",),
     "QwenImageEditPipeline": ("image",),
     "QwenImageEditPlusPipeline": ("image",),
@@ -58,13 +61,15 @@ class PipelineInterface:
     """The interface of a pipeline class. name: of the class.
 
     parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: those without which a call
-    fails. output: the fields of its result; None when the class does not declare them.
+    fails. output: the fields of its result; None when the class does not declare them. tensors: inputs that are a
+    tensor of pictures, where others take a list of them.
     """
 
     name: str
     parameters: Mapping[str, Any]
     needed: tuple[str, ...]
     output: tuple[str, ...] | None
+    tensors: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, pipeline_class: type) -> PipelineInterface:
@@ -82,6 +87,7 @@ class PipelineInterface:
             parameters={each.name: each.default for each in declared[1:]},
             needed=tuple(each.name for each in declared[1:] if each.name in also or _is_needed(each, notes)),
             output=_output_fields(call),
+            tensors=tuple(each.name for each in declared if each.name in OF_FRAMES and _is_tensor(each.annotation)),
         )
 
     def parameter(self, field: str) -> str | None:
@@ -158,6 +164,12 @@ def _allows_none(annotation: Any) -> bool:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return type(None) in typing.get_args(annotation)
     return annotation in _SCALARS
+
+
+def _is_tensor(annotation: Any) -> bool:
+    """Whether an annotation is a tensor, or a tensor or None, and nothing else."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return text.removesuffix(" | None").rsplit(".", 1)[-1] in ("Tensor", "FloatTensor")
 
 
 def _is_optional(name: str, notes: str) -> bool:

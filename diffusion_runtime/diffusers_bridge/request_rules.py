@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -141,10 +141,22 @@ class PassthroughRules:
             for path in image_paths(request, field)
         }
         count = len(read.get("video_path", ()))
-        return {
+        named = {
             self.interface.parameter(field) or field: frames * count if len(frames) == 1 and count else frames
             for field, frames in read.items()
         }
+        return {
+            name: _tensor_of(frames) if name in self.interface.tensors else frames for name, frames in named.items()
+        }
+
+
+def _tensor_of(frames: Sequence[Any]) -> Any:
+    """Pictures of one size as a tensor [1, channels, frames, height, width], 0 to 1."""
+    import numpy as np
+    import torch
+
+    pictures = np.stack([np.atleast_3d(np.asarray(each)) for each in frames])
+    return torch.from_numpy(pictures).permute(3, 0, 1, 2)[None].float().div(255)
 
 
 def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:

@@ -59,16 +59,17 @@ def token_runs(
     grid: tuple[int, int, int],
     sharding: SequenceSharding,
     *,
-    has_image: bool,
+    first_timestep: torch.Tensor | None,
 ) -> tuple[TokenRun, ...]:
-    """Those of the tokens of a grid that this process holds: one run, or with the first frame, an image, at timestep 0
-    before the rest. timestep: [B]. The tokens of an image are a range in raster order alone."""
-    if not has_image:
+    """Those of the tokens of a grid that this process holds: one run, or with the first frame, an image, at a timestep
+    of its own before the rest. timestep, first_timestep: [B]. The tokens of an image are a range in raster order
+    alone."""
+    if first_timestep is None:
         # Of any length, so that one compiled block serves clips of every size.
         return (TokenRun(slice(None), *rows_of(timestep)),)
     num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2]
     parts = (
-        (sharding.local(slice(0, num_image_tokens), num_tokens), torch.zeros_like(timestep)),
+        (sharding.local(slice(0, num_image_tokens), num_tokens), first_timestep),
         (sharding.local(slice(num_image_tokens, num_tokens), num_tokens), timestep),
     )
     return tuple(TokenRun(tokens, *rows_of(time)) for tokens, time in parts if tokens.start < tokens.stop)

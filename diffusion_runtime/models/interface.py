@@ -45,6 +45,10 @@ class ImageCondition:
     sound: of models that make pictures and sound, the normalised latents of a given one, [batch, channels, length,
     bins]; latents has 0 frames where there is no image beside it.
 
+    Of models that take images at any frame, latents are the one at the first, with its strength in first_strength, and
+    further those at others, [batch, channels, 1, height, width], with each one's frame of the video and its strength in
+    places, those of strength 1 first. Strength 1 keeps an image as it is; 0 leaves its place to the noise.
+
     Of models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
     """
@@ -53,13 +57,15 @@ class ImageCondition:
     embeddings: torch.Tensor | None = None
     further: tuple[torch.Tensor, ...] = ()
     sound: torch.Tensor | None = None
+    places: tuple[tuple[int, float], ...] = ()
+    first_strength: float = 1.0
 
     def repeat(self, times: int) -> ImageCondition:
         """The same images once more for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
         sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
-        return ImageCondition(latents, embeddings, tuple(further), sound)
+        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength)
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:
@@ -155,6 +161,11 @@ class DiffusionTransformer(nn.Module, ABC):
     def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """What sampling starts from; models that were trained with a trace of the image in the noise mix it in here."""
         return noise
+
+    def hold(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float, inputs: DenoiserInputs) -> torch.Tensor:
+        """The guided velocity, [batch, *sample_shape] as the latents; models that are held to an image by its strength
+        mix its direction in here."""
+        return velocity
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """The clean latents after the last step; models that keep a part of them from an image put it back here."""

@@ -197,7 +197,7 @@ def forward_on_meta(
     some frames of a video that is made chunk by chunk."""
     shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
-    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     if cache is not None:
         sample = (sample[0], cache.plan.num_frames, *sample[2:])
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
@@ -268,6 +268,7 @@ def _inputs(
         streams[0].lengths,
         pooled=None if shapes.pooled_dim is None else empty(shapes.pooled_dim),
         further=streams[1:],
+        picture_places=(0,) * _num_references(model, planned),
     )
     image = None
     if _takes_image(model, planned):
@@ -277,7 +278,12 @@ def _inputs(
         of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
         # Further reference images, as large as what is made of them.
         further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
-        image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further))
+        keyframes: list[tuple[int, float]] = []
+        if model.geometry.appends_last_image:
+            request = planned.request
+            keyframes = [(1, 1.0)] * (len(request.frame_conditions or ()) + (request.last_image_path is not None))
+            further = [empty(channels, 1, height, width)] * len(keyframes)
+        image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
     request, prompt = planned.request, None
     if isinstance(model.control, ImageControl):
         # A step in which the ControlNet runs; of two branches in one pass, it runs for one.
@@ -303,7 +309,8 @@ def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
     """Whether the request starts from an image, given or needed, or the model has control blocks."""
     is_needed = model.control is not None or model.images.get("image_path", False)
-    return is_needed or planned.request.image_path is not None
+    given = (planned.request.image_path, planned.request.frame_conditions)
+    return is_needed or any(value is not None for value in given)
 
 
 def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,8 +12,11 @@ import torch
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import open_picture, read_image
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.request import GenerationRequest, image_paths
 
 _FIELD = "image_path"
@@ -22,8 +26,19 @@ Size: TypeAlias = tuple[int, int]
 Encode: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
+_MULTIPLE = 32
+
+
 def _whole(size: Size) -> Size:
     return size
+
+
+def scaled_to(area: int, size: Size) -> Size:
+    """The height and width nearest to `area` pixels of an image's ratio, multiples of 32."""
+    ratio = size[1] / size[0]
+    width = math.sqrt(area * ratio)
+    rows, columns = (round(side / _MULTIPLE) * _MULTIPLE for side in (width / ratio, width))
+    return rows, columns
 
 
 def _any_size(_: Size) -> str | None:
@@ -118,3 +133,15 @@ def encode_with(autoencoder: Any, normalised: Callable[[torch.Tensor], torch.Ten
         return normalised(mode.float() if is_video else mode.float()[:, :, None])
 
     return encode
+
+
+def load_encoder(
+    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> tuple[Encode, str]:
+    """The encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
+    module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+    # The class counts its decoder's layers before it encodes.
+    module.decoder = torch.nn.Identity()
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
+    encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
+    return encode, f"{type(module).__name__}'s encoder"

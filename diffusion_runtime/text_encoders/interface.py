@@ -64,6 +64,8 @@ class Conditions:
     first, in the family's own order.
     encoder: the name of the first encoder, where a remark must name which of several it is about.
     further_cuts: truncation by the encoders beside the first.
+    picture_places: of a prompt about pictures whose own tokens are left out, how many tokens stand before each; the
+    same for every prompt.
     """
 
     embeddings: torch.Tensor
@@ -74,6 +76,7 @@ class Conditions:
     further: tuple[TextStream, ...] = ()
     encoder: str | None = None
     further_cuts: tuple[EncoderCut, ...] = ()
+    picture_places: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -83,11 +86,14 @@ class Conditions:
         *,
         pooled: torch.Tensor | None = None,
         further: Sequence[TextStream] = (),
+        picture_places: Sequence[int] = (),
     ) -> Self:
         """Conditions from given embeddings, without remarks. lengths: None for no padding."""
         batch, num_tokens = embeddings.shape[:2]
         known = (num_tokens,) * batch if lengths is None else tuple(lengths)
-        return cls(embeddings, known, ((),) * batch, (0,) * batch, pooled, tuple(further))
+        nothing: tuple[tuple[str, ...], ...] = ((),) * batch
+        places = tuple(picture_places)
+        return cls(embeddings, known, nothing, (0,) * batch, pooled, tuple(further), picture_places=places)
 
     def joined(self, other: Self) -> Self:
         """These prompts and, behind them, those of `other`, padded to the longer ones."""

@@ -127,10 +127,10 @@ def load_qwen2_5_vl(
 
 
 def load_qwen3_vl(
-    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, tokenizer_in: str = "tokenizer"
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, tokenizer_in: str = "tokenizer", sees: bool = False
 ) -> tuple[Any, PreTrainedTokenizerFast]:
-    """The language model of the Qwen3-VL in `text_encoder/` of a model folder, which is given no pictures, and its
-    tokenizer, from safetensors and without a network. tokenizer_in: the folder that has it.
+    """The language model of the Qwen3-VL in `text_encoder/` of a model folder, and its tokenizer, from safetensors and
+    without a network. tokenizer_in: the folder that has it. sees: with its vision half, for prompts about pictures.
 
     Text has the same position on all three axes of the model, so that the language model alone computes what the whole
     one does. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
@@ -143,8 +143,8 @@ def load_qwen3_vl(
     tokenizer = load_tokenizer(folder / tokenizer_in, Qwen2Tokenizer)
     # Vision and output layers stay behind on the CPU.
     whole = load_encoder(folder / "text_encoder", Qwen3VLForConditionalGeneration, torch.device("cpu"), dtype)
-    model = whole.model.language_model.to(device)
-    check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.vocab_size)
+    model = (whole.model if sees else whole.model.language_model).to(device)
+    check_vocabulary(folder / tokenizer_in, len(tokenizer), whole.config.text_config.vocab_size)
     return model, tokenizer
 
 

@@ -29,7 +29,8 @@ _AROUND = "<|vision_start|>{}<|vision_end|>"
 
 class PictureLanguageEncoder(TextEncoder):
     """model: the language model with its vision half. scaled: of a picture's height and width, those that the model
-    sees. label: what stands before the picture of a number. max_tokens: of the text of a prompt."""
+    sees. label: what stands before the picture of a number. max_tokens: of the text of a prompt. keeps_pictures:
+    whether the states of the pictures' own tokens are handed on; without, where they stood is (picture_places)."""
 
     library = "transformers"
 
@@ -43,6 +44,7 @@ class PictureLanguageEncoder(TextEncoder):
         *,
         label: str,
         max_tokens: int,
+        keeps_pictures: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -52,6 +54,7 @@ class PictureLanguageEncoder(TextEncoder):
         self._preparation = preparation
         self._scaled = scaled
         self._label = label
+        self._keeps_pictures = keeps_pictures
         self._pictures: list[PicturePatches] = []
 
     def of_pictures(self, paths: Sequence[str]) -> PictureLanguageEncoder:
@@ -71,7 +74,7 @@ class PictureLanguageEncoder(TextEncoder):
         shown = "".join(
             self._label.format(index) + _AROUND.format(_PICTURE * picture.num_tokens)
             for index, picture in enumerate(self._pictures, start=1)
-        )
+        ).lstrip()
         first = len(template.before) + len(shown)
         room = self.max_tokens + template.num_cropped + sum(picture.num_tokens for picture in self._pictures)
         rows = [
@@ -99,16 +102,31 @@ class PictureLanguageEncoder(TextEncoder):
             use_cache=False,
             **vision,
         ).last_hidden_state[:, template.num_cropped :]
-        lengths = tuple(max(0, len(row.ids) - template.num_cropped) for row in rows)
-        embeddings = torch.zeros_like(hidden)
-        for index, length in enumerate(lengths):
-            embeddings[index, :length] = hidden[index, :length]
+        kept: list[torch.Tensor] = []
+        places: tuple[int, ...] = ()
+        for row, states in zip(rows, hidden, strict=True):
+            given = torch.tensor(row.ids[template.num_cropped :], dtype=torch.long)
+            is_text = given != self.model.config.image_token_id
+            if not self._keeps_pictures:
+                places = self._places(is_text)
+            kept.append(states[: len(given)] if self._keeps_pictures else states[: len(given)][is_text])
+        embeddings = torch.nn.utils.rnn.pad_sequence(kept, batch_first=True)
         return Conditions(
             embeddings=embeddings,
-            lengths=lengths,
+            lengths=tuple(map(len, kept)),
+            picture_places=places,
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
+
+    def _places(self, is_text: torch.Tensor) -> tuple[int, ...]:
+        """How many tokens of the text stand before each picture. is_text: [tokens], of one prompt."""
+        before, found, start = is_text.cumsum(0), [], 0
+        for picture in self._pictures:
+            start += int((~is_text[start:]).int().argmax())
+            found.append(int(before[start]))
+            start += picture.num_tokens
+        return tuple(found)
 
     def _positions(self, ids: Sequence[int]) -> torch.Tensor:
         """[3, tokens]: time, row and column of every token of one prompt."""
@@ -132,8 +150,18 @@ def without_marks(prompt: str) -> str:
 
 
 def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:
-    """Of a model folder, from its json alone. Raises ModelLoadError."""
-    return read_patch_preparation(folder / "processor" / "preprocessor_config.json")
+    """Of a model folder, from its json alone: a file of its own, or a part of the processor's since transformers 5.
+    Raises ModelLoadError."""
+    own = folder / "processor" / "preprocessor_config.json"
+    whole = folder / "processor" / "processor_config.json"
+    if whole.is_file() and not own.is_file():
+        return read_patch_preparation(whole, "image_processor")
+    return read_patch_preparation(own)
+
+
+def has_preparation_of_pictures(folder: AnyFolder) -> bool:
+    """Whether a model folder has either file."""
+    return any((folder / "processor" / f"{name}_config.json").is_file() for name in ("preprocessor", "processor"))
 
 
 def load_picture_language_model(

@@ -80,9 +80,12 @@ class PatchPreparation:
         return rows * side, columns * side
 
 
-def read_patch_preparation(path: Path) -> PatchPreparation:
-    """The contents of a preprocessor_config.json. Raises ModelLoadError that names the file and the key."""
+def read_patch_preparation(path: Path, part: str | None = None) -> PatchPreparation:
+    """The contents of a preprocessor_config.json, or the part of a json file of that name. Raises ModelLoadError that
+    names the file and the key."""
     values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
+    if part is not None and isinstance(values, dict):
+        values = values.get(part)
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
     check_all_steps(path, values)

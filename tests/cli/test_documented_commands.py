@@ -133,7 +133,9 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
     if "--video-path" in arguments:
         # A mask has the size of its video.
         width, height = width // 16 * 2, height // 16 * 2
-    for name in [word for word in arguments if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word)]:
+    # Without the frame and the strength of --condition-at.
+    words = [re.sub(r"^\d+:|@[\d.]+$", "", word) for word in arguments]
+    for name in [word for word in words if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word)]:
         if name.endswith(".png"):
             Image.new("RGB", (width, height), "white").save(name)
         elif name.endswith(".mp4") and "--video-path" in arguments:

@@ -18,6 +18,7 @@ from diffusion_runtime.models.model_sources import find_configs
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,6 +50,15 @@ def image(tmp_path: Path, model: PublishedModel) -> str:
     return str(path)
 
 
+def image_flags(model: PublishedModel, tmp_path: Path) -> list[str]:
+    """A picture for every field of pictures that the model takes."""
+    words = []
+    for field in model.images:
+        place = "8:" if field == "frame_conditions" else ""
+        words += [REQUEST_FIELDS[field].flag or f"--{field.replace('_', '-')}", place + image(tmp_path, model)]
+    return words
+
+
 # Of these two activations are counted too, by a forward pass of every layer without memory: 0.5 to 2 s each.
 COUNTED = ("wan2.1-1.3b", "flux.1-dev")
 
@@ -61,7 +71,7 @@ def test_a_published_model_is_planned_from_the_package(
     if name not in COUNTED:
         monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(1, 0))
         monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 1)
-    images = [word for field in model.images for word in (f"--{field.replace('_', '-')}", image(tmp_path, model))]
+    images = image_flags(model, tmp_path)
     arguments = ["generate", "x", "--model-path", name, "--device", "cpu", "--dtype", "bfloat16", *images]
     assert run([*arguments, "--dry-run", "--json", "--output-path", str(tmp_path / "out")]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -79,6 +89,27 @@ def test_a_published_model_is_planned_from_the_package(
         2e9 * transformers, rel=0.05
     )
     assert memory["phases"]["denoise"] > sum(weights.values())
+
+
+# A sample, of which one has reference images before the clip and one several streams: all models take most of a minute.
+EXPLAINED = ("wan2.1-vace-1.3b", "flux.1-kontext-dev", "flux.2-klein-9b", "qwen-image-2.1", "z-image-turbo", "ltx-2")
+
+
+@table("name", EXPLAINED)
+def test_a_published_model_is_explained_from_the_package(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer of every step of the model's own size, without a weight."""
+    model = MODELS[name]
+    for counted in ("models.memory_demand.step_bytes", "models.memory_demand.decoding_bytes"):
+        monkeypatch.setattr(f"diffusion_runtime.{counted}", lambda *_, **__: 1)
+    monkeypatch.setattr("diffusion_runtime.explanation.explanation.count_decoding", lambda *_: 1.0)
+    arguments = ["explain", "x", "--model-path", name, "--device", "cpu", "--dtype", "bfloat16"]
+    assert run([*arguments, *image_flags(model, tmp_path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = [row for row in answer["schedule"] if row["role"] == "self"]
+    assert {len(row["backends"]) for row in rows} == {answer["num_steps"]}
+    assert answer["parts"][0]["operations"] > 1e13
 
 
 def test_models_says_which_images_a_model_takes() -> None:

@@ -46,7 +46,7 @@ ROWS = [
     {"config", "request", "media", "hardware", "device_guard", "cache_folder", "chunk_decoding"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
     {"attention_density", "report_html"},
-    {"token_layout", "step_info", "options", "prompt_switches"},
+    {"token_layout", "step_info", "options", "prompt_switches", "frame_conditions"},
     {"untrusted", "request_fields", "samplers", "memory_size", "spellings"},
     {"errors"},
 ]

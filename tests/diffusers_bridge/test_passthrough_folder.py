@@ -68,6 +68,29 @@ def test_folders_that_cannot_be_run(video_folder: Path, tmp_path: Path, change: 
         load_pipeline(str(folder), backend="diffusers")
 
 
+@table(
+    "method",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "torchao", "quant_type": "int8wo"},
+        {"quant_method": "of nobody"},
+    ],
+)
+def test_a_quantised_folder_without_its_package_says_what_to_use(
+    video_folder: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """diffusers loads such folders where the package that made them is installed."""
+    folder = Path(shutil.copytree(video_folder, tmp_path / "model"))
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": method}))
+    name = method["quant_method"]
+    told = (
+        rf"diffusers cannot load its .*; quantised: transformer \('{name}'\). Install the package that made them, or "
+    )
+    with pytest.raises(ModelLoadError, match=told):
+        load_pipeline(str(folder), backend="diffusers", device="cpu")
+
+
 def test_pickles_are_never_read(image_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(image_folder, tmp_path / "model"))
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"

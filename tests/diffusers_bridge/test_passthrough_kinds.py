@@ -94,7 +94,7 @@ def test_a_sparse_choice_where_the_grid_is_said_by_coordinates(tmp_path: Path) -
 
 def test_what_no_request_can_run_is_refused_before_the_weights(video_folder: Path, tmp_path: Path) -> None:
     for name, told in (
-        ("CogVideoXFunControlPipeline", "it needs control_video, which no request gives"),
+        ("AnimateDiffSparseControlNetPipeline", "it needs controlnet_frame_indices, which no request gives"),
         ("WanAnimatePipeline", "it needs pose_video and face_video"),
         ("LongCatAudioDiTPipeline", "it returns audios, and only pictures and videos are written"),
         ("AceStepPipeline", "it returns audios"),

@@ -49,7 +49,21 @@ def test_every_class_that_takes_a_prompt_is_in_the_table(script: Any, rows: dict
     assert sum(row.runs == "yes" for row in rows.values()) >= 80
 
 
-# With a UNet, with a transformer whose grid is known, and one that no request can run.
-@table("name", ["StableDiffusionPipeline", "LTXPipeline", "CycleDiffusionPipeline"])
+def test_the_sentences_of_the_table_are_those_of_its_rows(script: Any, rows: dict[str, Any]) -> None:
+    import diffusers
+
+    text = script.PAGE.read_text(encoding="utf-8").split(script.BEGIN)[1].split(script.END)[0]
+    assert text.strip() == script.table_of(list(rows.values()), diffusers.__version__), AGAIN
+
+
+def test_every_family_of_tiny_components_is_built(script: Any) -> None:
+    from passthrough_parts import _FAMILIES, family_components
+
+    for name in _FAMILIES:
+        assert {"transformer", "vae", "scheduler", "text_encoder"} <= set(family_components(name)), name
+
+
+# With a UNet, with a transformer whose grid is known, of a control video, and one that no request can run.
+@table("name", ["StableDiffusionPipeline", "LTXPipeline", "CogVideoXFunControlPipeline", "CycleDiffusionPipeline"])
 def test_a_row_is_what_the_passthrough_does(name: str, script: Any, rows: dict[str, Any]) -> None:
     assert script.make_row(name) == rows[name], AGAIN

@@ -99,7 +99,10 @@ def test_every_class_that_can_run_takes_a_plain_request() -> None:
         ("WanVideoToVideoPipeline", ""),
         ("WanVACEPipeline", ""),
         ("WanAnimatePipeline", "it needs pose_video and face_video"),
-        ("CogVideoXFunControlPipeline", "it needs control_video"),
+        ("CogVideoXFunControlPipeline", ""),
+        ("AnimateDiffControlNetPipeline", ""),
+        ("EasyAnimateControlPipeline", ""),
+        ("AnimateDiffVideoToVideoControlNetPipeline", "it needs conditioning_frames"),
         ("Cosmos2_5_TransferPipeline", "it needs controls"),
         ("KandinskyV22Pipeline", "it needs image_embeds and negative_image_embeds"),
         ("StableDiffusionControlNetInpaintPipeline", "it needs control_image"),
@@ -137,6 +140,15 @@ def test_what_a_pipeline_makes_and_starts_from() -> None:
     assert not of("FluxKontextPipeline").needs("image_path")
     assert not of("LTXConditionPipeline").needs("image_path")
     assert of("FluxFillPipeline").needs("mask_path")
+    for name, parameter in (
+        ("WanVACEPipeline", "video"),
+        ("CogVideoXFunControlPipeline", "control_video"),
+        ("AnimateDiffControlNetPipeline", "conditioning_frames"),
+    ):
+        assert of(name).parameter("video_path") == parameter
+        assert of(name).takes_frames("video_path")
+    assert of("EasyAnimateControlPipeline").tensors == ("control_video",)
+    assert of("CogVideoXFunControlPipeline").tensors == ()
     assert (of("FluxControlPipeline").parameter("image_path"), of("FluxControlPipeline").needs("image_path")) == (
         "control_image",
         True,
@@ -161,7 +173,8 @@ def test_what_a_controlnet_computes_from_is_needed() -> None:
     assert ["conditioning_frames" in needed[0], "control_image" in needed[1], "control_image" in needed[2]] == [
         True
     ] * 3
-    assert not {name for name in ALSO_NEEDED if "ControlNet" in name}
+    found = {"control_image", "conditioning_frames"}
+    assert not {name for name, inputs in ALSO_NEEDED.items() if "ControlNet" in name and found & {*inputs}}
 
 
 def test_a_class_that_says_nothing_of_its_result_is_left_to_run() -> None:

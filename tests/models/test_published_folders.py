@@ -115,7 +115,7 @@ def test_a_decoder_of_another_class_ends_a_dry_run(tmp_path: Path) -> None:
     [
         ("Wan2.1-T2V-1.3B-Diffusers", "WanVideoToVideoPipeline"),
         ("HunyuanVideo", "HunyuanSkyreelsImageToVideoPipeline"),
-        ("LTX-2", "LTX2ConditionPipeline"),
+        ("LTX-2", "LTX2InContextPipeline"),
     ],
 )
 def test_a_folder_of_another_pipeline_is_refused_with_what_runs_it(name: str, pipeline: str, tmp_path: Path) -> None:

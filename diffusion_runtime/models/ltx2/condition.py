@@ -1,6 +1,8 @@
-"""What an LTX-2 video is made of beside the text: an image as its first frame, one that it ends with, and a sound.
+"""What an LTX-2 video is made of beside the text: images at its first frame, its end and any other, and a sound.
 
-The last image is a keyframe: its tokens stand behind the grid's, at timestep 0 and at the place of the frame.
+An image at another frame than the first is a keyframe: its tokens stand behind the grid's, at the place of the frame.
+With strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward
+pass, below it noise and image mixed and denoised with the clip, each prediction held to the image by s.
 
 The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it. That
 is what diffusers' pipelines call frozen audio, and the authors audio to video.
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.frame_conditions import FrameCondition
 from diffusion_runtime.layers.log_mel import log_mel_spectrogram
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.media.sound_files import read_sound
@@ -22,6 +25,14 @@ from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.request import GenerationRequest, image_paths
+
+
+def conditions_of(request: GenerationRequest, geometry: LTX2Geometry, size: ClipSize) -> list[FrameCondition]:
+    """The images of a request by their frames. The one to end with is at the first frame of the last latent."""
+    found = [(0, path, 1.0) for path in image_paths(request, "image_path")]
+    found += request.frame_conditions or ()
+    last = geometry.last_keyframe(size)
+    return found + [(last, path, 1.0) for path in image_paths(request, "last_image_path")]
 
 
 class SoundEncoder:
@@ -84,12 +95,18 @@ class LTX2Conditioner(ImageConditioner):
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         """See ImageConditioner.condition. Without a first image the latents have no frame."""
         channels, _, height, width = self._geometry.video_shape(size)
-        none = torch.empty(1, channels, 0, height, width)
-        first, last = (
-            [self._encoded(path, size) for path in image_paths(request, name)]
-            for name in ("image_path", "last_image_path")
-        )
-        return ImageCondition(first[0] if first else none, further=tuple(last), sound=self._sound(request, size))
+        first, first_strength = torch.empty(1, channels, 0, height, width), 1.0
+        keyframes = []
+        for frame, path, strength in conditions_of(request, self._geometry, size):
+            latents = self._encoded(path, size)
+            if frame == 0:
+                first, first_strength = latents, strength
+            else:
+                keyframes.append((latents, (frame, strength)))
+        keyframes.sort(key=lambda each: each[1][1] < 1)
+        further, places = (tuple(part) for part in zip(*keyframes, strict=True)) if keyframes else ((), ())
+        sound = self._sound(request, size)
+        return ImageCondition(first, further=further, sound=sound, places=places, first_strength=first_strength)
 
     def _encoded(self, path: str, size: ClipSize) -> torch.Tensor:
         """An image as one latent frame."""

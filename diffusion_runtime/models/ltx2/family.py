@@ -3,8 +3,8 @@
 What it runs is LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video
 and its sound, from text, from an image as well, or for a given sound; behind an upsampler a second stage at full size.
 Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says:
-what is left out is off, and the sound is guided like the pictures. Not here: conditions of other frames than the first
-and the last, of several frames, or of a strength below 1; LTX-2.5.
+what is left out is off, and the sound is guided like the pictures. Images at any frame, of any strength (condition.py).
+Not here: conditions of several frames; LTX-2.5.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def _check_parts(folder: AnyFolder) -> None:
 def _adapt(model: _Model) -> _Model:
     """An image to start from; the guidance that is documented for LTX-2.3. Rotary positions that turn the halves of a
     head against each other: our layers turn neighbouring channels."""
-    model = dataclasses.replace(model, images={"image_path": False, "last_image_path": False})
+    model = dataclasses.replace(
+        model, images=dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
+    )
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
@@ -69,7 +71,7 @@ FAMILY = ModelFamily(
     name="ltx2",
     transformer_classes=("LTX2VideoTransformer3DModel",),
     # One transformer does both.
-    pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
     diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices pass
     # over it.

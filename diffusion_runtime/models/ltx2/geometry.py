@@ -64,6 +64,10 @@ class LTX2Geometry(LatentGeometry):
         """(channels, frames, height, width). Raises RequestError for sizes that do not divide."""
         return self.latent_shape(size.height, size.width, size.num_frames)
 
+    def last_keyframe(self, size: ClipSize) -> int:
+        """The frame of the video that the last latent begins with."""
+        return (self.video_shape(size)[1] - 2) * self.temporal_factor + 1
+
     def audio_shape(self, size: ClipSize) -> tuple[int, int, int]:
         """(channels, length, bins). Raises RequestError for a clip too short for any sound."""
         length = round(size.num_frames / size.fps * self.audio_rate)

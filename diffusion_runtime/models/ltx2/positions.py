@@ -5,6 +5,7 @@ A token is at the middle of what it covers, as a part of the longest and widest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,20 +76,20 @@ def shared_rotations(
 def keyframe_rotations(
     rules: PositionRules,
     grid: tuple[int, int, int],
+    frames: Sequence[int],
     fps: int,
     heads: tuple[int, int],
     shared_heads: tuple[int, int],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens of a picture that the last latent frame begins with: a frame of the video and not a latent of
-    several. heads, shared_heads: (number, width of all) within the video, and where the streams attend to each
-    other."""
-    moment = torch.tensor([(grid[0] - 2) * rules.factors[0] + 1 + 0.5]) / fps
-    middles = (moment, *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
+    """Of the tokens of pictures that are a frame of the video each, and not a latent of several. heads, shared_heads:
+    (number, width of all) within the video, and where the streams attend to each other."""
+    moments = torch.tensor([frame + 0.5 for frame in frames]) / fps
+    middles = (moments, *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
     paces = extent_paces(rules.theta, heads[1], 3, is_double=rules.is_double)
     within = grid_extent_rotations(middles, rules.extents, paces, *heads, device)
     paces = extent_paces(rules.theta, shared_heads[1], 1, is_double=rules.is_double)
-    between = by_head(turned(moment, rules.shared_extent, paces), *shared_heads).to(device)
+    between = by_head(turned(moments, rules.shared_extent, paces), *shared_heads).to(device)
     return within, between.repeat_interleave(grid[1] * grid[2], dim=0)
 
 

@@ -11,8 +11,9 @@ tokens, D width of a stream.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -116,27 +117,31 @@ class LTX2Transformer(DiffusionTransformer):
         inputs.text: the embeddings for the video, and as the first further stream those for the sound. Raises
         RequestError when that is missing, or the latents are another clip's.
         """
-        parts = self.geometry.parts(latents, inputs.size)
+        clip, noised = self._apart(latents, inputs)
+        parts = self.geometry.parts(clip, inputs.size)
         assert parts.audio is not None
         grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
         has_image, sound = _has_image(inputs), _sound(parts.audio, inputs)
         # A given sound is clean, and each stream reads the other at the other's time.
         sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
-        keyframes = () if inputs.image is None else inputs.image.further
+        image = inputs.image
+        keyframes, places = ((), ()) if image is None else (image.further, image.places)
+        clean = [latents for latents, (_, strength) in zip(keyframes, places, strict=True) if strength == 1]
         if not has_image and not keyframes:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         dtype, sharding = self.video.out.weight.dtype, context.sharding
         video = sharding.shard(self._tokens(_with_image(parts.video, inputs).to(dtype)))
         num_local = video.shape[1]
-        video = with_references(video, keyframes, self._tokens, dtype, context)
+        video = with_references(video, clean, self._tokens, dtype, context)
+        video = torch.cat([video, *(self._tokens(each.to(dtype)) for each in noised)], dim=1) if noised else video
         num_keyframe_tokens = video.shape[1] - num_local
         audio = self.audio.embedding(sound.to(dtype).transpose(1, 2).flatten(2))
-        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=has_image)
+        first_timestep = timestep * (1 - image.first_strength) if image is not None and has_image else None
+        video_time = token_runs(timestep, self.video.time, grid, sharding, first_timestep=first_timestep)
         if keyframes:
-            clean = TokenRun(slice(num_local, video.shape[1]), *self.video.time(torch.zeros_like(timestep)))
             within = [dataclasses.replace(run, tokens=slice(*run.tokens.indices(num_local)[:2])) for run in video_time]
-            video_time = (*within, clean)
+            video_time = (*within, *self._keyframe_runs(places, timestep, num_local, video.shape[1]))
         audio_time = (TokenRun(slice(None), *self.audio.time(sound_timestep)),)
         fps = inputs.size.fps
         video_turns, audio_turns, *shared = cached_for_request(
@@ -151,7 +156,10 @@ class LTX2Transformer(DiffusionTransformer):
         rotations, between = sharding.shard(video_turns, dim=0), sharding.shard(shared[0], dim=0)
         if keyframes:
             of_keyframes = cached_for_request(
-                "keyframe_rotations", (grid, fps), context, lambda: self._keyframe_rotations(grid, fps, video.device)
+                "keyframe_rotations",
+                (grid, places, fps),
+                context,
+                lambda: self._keyframe_rotations(grid, [frame for frame, _ in places], fps, video.device),
             )
             rotations, between = (
                 torch.cat([own, more]) for own, more in zip((rotations, between), of_keyframes, strict=True)
@@ -191,17 +199,46 @@ class LTX2Transformer(DiffusionTransformer):
                 return first.video.modulated_input(entering, video_inputs)
 
         video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid), modulated_input)
-        tokens = sharding.gather(self.video.finish(video, video_time)[:, :num_local], math.prod(grid))
+        finished = self.video.finish(video, video_time)
+        tokens = sharding.gather(finished[:, :num_local], math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_time), 2, (parts.audio.shape[1], -1))
-        return self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
+        velocity = self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
+        if not noised:
+            return velocity
+        behind = finished[:, finished.shape[1] - len(noised) * grid[1] * grid[2] :]
+        of_noised = torch.unflatten(behind, 1, (len(noised), -1))
+        patch, frame = self.geometry.patch, (1, *grid[1:])
+        pictures = [unpatchify(each, frame, patch, channels_first=True) for each in of_noised.unbind(1)]
+        return torch.cat([velocity, *(each.flatten(1).to(latents.dtype) for each in pictures)], dim=1)
+
+    def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """See DiffusionTransformer.start: of images that do not count in full, s parts and 1 - s parts of the noise."""
+        images = _noised_images(inputs)
+        mixed = noise.clone() if images else noise
+        for place, (clean, strength) in zip(self._noised_places(mixed, inputs), images, strict=True):
+            place.mul_(1 - strength).add_(clean.to(place.device, place.dtype), alpha=strength)
+        return mixed
+
+    def hold(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float, inputs: DenoiserInputs) -> torch.Tensor:
+        """See DiffusionTransformer.hold: the velocity to clean latents that are (1 - s) times the predicted ones and s
+        times the image, for strength s; (1 - s) * v + s * (x - image) / sigma."""
+        images = _noised_images(inputs)
+        held = velocity.clone() if images else velocity
+        places, noisy = self._noised_places(held, inputs), self._noised_places(latents, inputs)
+        for place, now, (clean, strength) in zip(places, noisy, images, strict=True):
+            away = now.to(place.dtype) - clean.to(place.device, place.dtype)
+            place.mul_(1 - strength).add_(away, alpha=strength / sigma)
+        return held
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if inputs.image is None:
             return latents
-        parts = self.geometry.parts(latents, inputs.size)
+        clip, _ = self._apart(latents, inputs)
+        parts = self.geometry.parts(clip, inputs.size)
         assert parts.audio is not None
-        return self.geometry.join(_with_image(parts.video, inputs), _sound(parts.audio, inputs))
+        settled = self.geometry.join(_with_image(parts.video, inputs), _sound(parts.audio, inputs))
+        return torch.cat([settled, latents[:, clip.shape[1] :]], dim=1)
 
     def _rotations(
         self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
@@ -220,11 +257,39 @@ class LTX2Transformer(DiffusionTransformer):
         return tokens
 
     def _keyframe_rotations(
-        self, grid: tuple[int, int, int], fps: int, device: torch.device
+        self, grid: tuple[int, int, int], frames: Sequence[int], fps: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the last frame as a picture of its own, within the video and where the streams attend to each other."""
+        """Of frames as pictures of their own, within the video and where the streams attend to each other."""
         rules, video, audio = self.config.positions, self.config.video, self.config.audio
-        return keyframe_rotations(rules, grid, fps, (video.num_heads, video.dim), (audio.num_heads, audio.dim), device)
+        heads = (video.num_heads, video.dim), (audio.num_heads, audio.dim)
+        return keyframe_rotations(rules, grid, frames, fps, *heads, device)
+
+    def _keyframe_runs(
+        self, places: Sequence[tuple[int, float]], timestep: torch.Tensor, start: int, stop: int
+    ) -> Iterator[TokenRun]:
+        """Of the tokens of keyframes, [start, stop): neighbours of one strength s share t * (1 - s)."""
+        num_tokens = (stop - start) // len(places)
+        for strength, group in itertools.groupby(strength for _, strength in places):
+            end = start + num_tokens * len(list(group))
+            yield TokenRun(slice(start, end), *self.video.time(timestep * (1 - strength)))
+            start = end
+
+    def _apart(self, latents: torch.Tensor, inputs: DenoiserInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Views of the clip's flat latents, and of the keyframes that are denoised with it, [B, channels, 1, height,
+        width]."""
+        image = inputs.image
+        noised = [] if image is None else [strength for _, strength in image.places if strength < 1]
+        if image is None or not noised:
+            return latents, ()
+        length = math.prod(self.geometry.sample_shape(inputs.size))
+        frames = torch.unflatten(latents[:, length:], 1, (len(noised), *image.further[0].shape[1:]))
+        return latents[:, :length], frames.unbind(1)
+
+    def _noised_places(self, latents: torch.Tensor, inputs: DenoiserInputs) -> list[torch.Tensor]:
+        """Views of the frames that are those of `_noised_images`, in its order."""
+        clip, noised = self._apart(latents, inputs)
+        first = [self.geometry.parts(clip, inputs.size).video[:, :, :1]] if _noises_first(inputs) else []
+        return [*first, *noised]
 
     def _perturbations(self, inputs: DenoiserInputs, branch: str) -> list[Perturbation]:
         """What each block leaves out in a forward pass of a guidance branch."""
@@ -264,9 +329,24 @@ def _has_image(inputs: DenoiserInputs) -> bool:
     return inputs.image is not None and inputs.image.latents.shape[2] > 0
 
 
+def _noises_first(inputs: DenoiserInputs) -> bool:
+    """Whether the first frame is an image that does not count in full."""
+    return _has_image(inputs) and inputs.image is not None and inputs.image.first_strength < 1
+
+
+def _noised_images(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, float]]:
+    """The images that do not count in full, each with its strength: the first frame's, then keyframes."""
+    image = inputs.image
+    if image is None:
+        return []
+    first = [(image.latents, image.first_strength)] if _noises_first(inputs) else []
+    keyframes = zip(image.further, image.places, strict=True)
+    return [*first, *((latents, strength) for latents, (_, strength) in keyframes if strength < 1)]
+
+
 def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-    """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
-    if inputs.image is None or not _has_image(inputs):
+    """Latents [B, channels, frames, height, width] whose first frame is the image's, where one counts in full."""
+    if inputs.image is None or not _has_image(inputs) or _noises_first(inputs):
         return video
     return torch.cat([inputs.image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)
 

@@ -126,7 +126,8 @@ class LTXVideoTransformer(DiffusionTransformer):
             context = self.in_token_order(context, grid, latents.device)
         dtype, sharding, fps = self.out.weight.dtype, context.sharding, inputs.size.fps
         x = sharding.shard(self.embedding(patchify(self.settle(latents, inputs).to(dtype), self.geometry.patch)))
-        runs = token_runs(timestep, self.time, grid, sharding, has_image=inputs.image is not None)
+        of_image = None if inputs.image is None else torch.zeros_like(timestep)
+        runs = token_runs(timestep, self.time, grid, sharding, first_timestep=of_image)
         rotations = cached_for_request(
             "rotations", (grid, fps), context, lambda: sharding.shard(self._rotations(grid, fps, x.device), dim=0)
         )

@@ -10,8 +10,7 @@ from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.qwen_image.editing import load_encoder
-from diffusion_runtime.models.reference_images import Encode, as_pixels
+from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder
 from diffusion_runtime.request import GenerationRequest, image_paths
 
 

@@ -11,12 +11,15 @@ import torch
 
 from diffusion_runtime.model_folder import AnyFolder, read_index
 from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.reference_images import Encode, ReferenceConditioner, ReferenceImages, Size, encode_with
-from diffusion_runtime.models.video_decoder import read_statistics
+from diffusion_runtime.models.reference_images import (
+    ReferenceConditioner,
+    ReferenceImages,
+    load_encoder,
+    scaled_to,
+)
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.picture_language_model import PictureLanguageEncoder, load_picture_language_model
 
-_MULTIPLE = 32
 # Pixels along each side of a token of the language model.
 _SEEN_PATCH = 28
 # Pixels of the picture that the autoencoder encodes, and of those that the language model sees of several.
@@ -35,14 +38,6 @@ TEMPLATE = PromptTemplate(
     after="<|im_end|>\n<|im_start|>assistant\n",
     num_cropped=64,
 )
-
-
-def scaled_to(area: int, size: Size) -> Size:
-    """The height and width nearest to `area` pixels of an image's ratio, multiples of 32."""
-    ratio = size[1] / size[0]
-    width = math.sqrt(area * ratio)
-    rows, columns = (round(side / _MULTIPLE) * _MULTIPLE for side in (width / ratio, width))
-    return rows, columns
 
 
 @dataclass(frozen=True)
@@ -83,18 +78,6 @@ PIPELINES = {
     "QwenImageEditPipeline": Editing("qwen-image-edit", most=1, seen_area=AREA, label=""),
     "QwenImageEditPlusPipeline": Editing("qwen-image-edit-2509", most=3, seen_area=SEEN_AREA, label="Picture {}: "),
 }
-
-
-def load_encoder(
-    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
-) -> tuple[Encode, str]:
-    """The encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
-    module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
-    # The class counts its decoder's layers before it encodes.
-    module.decoder = torch.nn.Identity()
-    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
-    encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
-    return encode, f"{type(module).__name__}'s encoder"
 
 
 def editing_of(folder: AnyFolder) -> Editing | None:

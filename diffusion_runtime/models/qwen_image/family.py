@@ -41,6 +41,7 @@ from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
 from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
+from diffusion_runtime.models.reference_images import scaled_to
 from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
@@ -128,7 +129,7 @@ def _with_controlnet(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         images={"image_path": True},
-        size_of_image=partial(edits.scaled_to, edits.AREA),
+        size_of_image=partial(scaled_to, edits.AREA),
         control=ImageControl(own.num_layers),
         request_fields=CONTROL_FIELDS,
         make_transformer=lambda policy: QwenImageControlledTransformer(config, own, model.geometry, policy),

@@ -17,7 +17,7 @@ AUTOENCODER = DiffusersComponent(
     "AutoencoderKLQwenImage21",
     encoder_parts=("encoder", "quant_conv"),
 )
-_RGB, _RGBA = 3, 4
+RGB, RGBA = 3, 4
 
 
 class QwenImage21Decoder(LatentDecoder):
@@ -29,7 +29,7 @@ class QwenImage21Decoder(LatentDecoder):
     def __init__(self, autoencoder: Any, restore: Restore) -> None:
         self._autoencoder = autoencoder
         self._restore = restore
-        has_alpha = autoencoder.config.out_channels == _RGBA
+        has_alpha = autoencoder.config.out_channels == RGBA
         self.implementation = type(autoencoder).__name__ + (", laid over white" if has_alpha else "")
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class QwenImage21Decoder(LatentDecoder):
 
 def over_white(picture: torch.Tensor) -> torch.Tensor:
     """[batch, 3, height, width] in [0, 1], of a picture with or without a fourth channel of opacity."""
-    colours, opacity = picture[:, :_RGB], picture[:, _RGB:]
+    colours, opacity = picture[:, :RGB], picture[:, RGB:]
     return colours * opacity + (1 - opacity) if opacity.shape[1] else colours
 
 
@@ -61,7 +61,5 @@ def check_autoencoder(folder: AnyFolder) -> None:
     RGBA."""
     read_statistics(folder)
     file = read_config(folder, COMPONENT)
-    if file.whole_number("out_channels", _RGBA) not in (_RGB, _RGBA):
-        raise file.error(
-            "out_channels", f"{_RGBA}, red, green, blue and opacity, or {_RGB}", file.values["out_channels"]
-        )
+    if file.whole_number("out_channels", RGBA) not in (RGB, RGBA):
+        raise file.error("out_channels", f"{RGBA}, red, green, blue and opacity, or {RGB}", file.values["out_channels"])

@@ -1,10 +1,13 @@
-"""The Qwen-Image 2.1 family: text to image, whose prompt goes through the transformer once per request."""
+"""The Qwen-Image 2.1 family: images from text, or from images as well, which go through the transformer with the prompt
+once per request."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
@@ -15,10 +18,22 @@ from diffusion_runtime.models.qwen_image_21.config import (
     read_sample_sigmas,
     read_transformer_config,
 )
+from diffusion_runtime.models.qwen_image_21.editing import REFERENCES, load_conditioner
 from diffusion_runtime.models.qwen_image_21.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image_21.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
+from diffusion_runtime.text_encoders.picture_language_model import (
+    has_preparation_of_pictures,
+    read_preparation_of_pictures,
+)
+
+
+def _check_parts(folder: AnyFolder) -> None:
+    check_autoencoder(folder)
+    if has_preparation_of_pictures(folder):
+        read_preparation_of_pictures(folder)
+
 
 _Model = Model[QwenImage21TransformerConfig, ImageGeometry]
 
@@ -36,7 +51,15 @@ def _adapt(model: _Model) -> _Model:
             "sigmas_before_shift": sigmas,
             **({"shift_terminal": terminal} if terminal else {}),
         }
-    return dataclasses.replace(model, defaults=defaults, caches_prefix=True)
+    model = dataclasses.replace(model, defaults=defaults, caches_prefix=True)
+    if not has_preparation_of_pictures(model.folder):
+        return model
+    return dataclasses.replace(
+        model,
+        images={"image_path": False},
+        references=REFERENCES,
+        load_image_conditioner=partial(load_conditioner, model.folder),
+    )
 
 
 FAMILY = ModelFamily(
@@ -57,6 +80,6 @@ FAMILY = ModelFamily(
     text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
-    check_parts=check_autoencoder,
+    check_parts=_check_parts,
     adapt=_adapt,
 )

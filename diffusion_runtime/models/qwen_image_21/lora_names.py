@@ -1,4 +1,5 @@
-"""Module names in LoRA files of Qwen-Image 2.1: its authors and diffusers use the same names."""
+"""Module names in LoRA files of Qwen-Image 2.1: its authors and diffusers use the same names; ComfyUI has gate and up
+projection in one, the gate's rows first."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ LORA_NAMES = LoraNames(
         "norm_out.linear",
         "proj_out",
     ),
+    originals={
+        "transformer_blocks.{}.img_mlp.gate_up": each("transformer_blocks.{}.img_mlp", ("gate_layer", "proj")),
+    },
     widths=frozenset({4096}),
     num_blocks=frozenset({32}),
 )

@@ -1,6 +1,7 @@
 """The Qwen-Image 2.1 transformer on our attention layers, for inference.
 
-    text    -> tokens -> blocks, once a request, each token attending to those before it -> keys and values (prefix)
+    text    -> tokens -> blocks, once a request, each token attending to those before it -> keys and values (prefix);
+               with images to edit, the tokens of their latents stand in it, each attending to all of its own image too
     latents -> tokens -> blocks, at every step, attending to the prefix and to each other -> scaled norm -> velocity
 
 Grid and text share all weights. The text is modulated as at timestep 0 and sees nothing of the grid, so that its keys
@@ -47,8 +48,8 @@ class QwenImage21Block(nn.Module):
     """Attention and a gated feed-forward, each behind a scaled norm and a gate; no bias anywhere, and no modulation of
     its own.
 
-    attention: of the grid, which also sees the prefix. text_attention: of the text among itself, causal, which every
-    process holds.
+    attention: of the grid, which also sees the prefix. text_attention: of the prefix among itself, causal, which every
+    process holds. picture_attention: of the tokens of a picture in it, which see all of their own and those before.
     """
 
     def __init__(self, config: QwenImage21TransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> None:
@@ -64,6 +65,8 @@ class QwenImage21Block(nn.Module):
         of_prefill = dataclasses.replace(layer, phase="commit", name=f"{layer.name}.text_attention")
         self.attention = USPAttention(*heads, layer=of_steps, policy=policy, cached_keys=True)
         self.text_attention = LocalAttention(*heads, layer=of_prefill, policy=policy, causal=True, cached_keys=True)
+        of_pictures = dataclasses.replace(of_prefill, name=f"{layer.name}.picture_attention")
+        self.picture_attention = LocalAttention(*heads, layer=of_pictures, policy=policy, cached_keys=True)
 
     def forward(self, x: torch.Tensor, rows: Rows, rotations: torch.Tensor, context: AttentionContext) -> None:
         """x [B, S, D] is overwritten. rotations: [B or nothing, S, head_dim / 2], complex. context: with the text as
@@ -72,15 +75,29 @@ class QwenImage21Block(nn.Module):
         self._add_branches(x, self.attention(q, k, v, context), rows)
 
     def prefill(
-        self, x: torch.Tensor, rows: Rows, rotations: torch.Tensor, context: AttentionContext
+        self,
+        x: torch.Tensor,
+        rows: Rows,
+        rotations: torch.Tensor,
+        context: AttentionContext,
+        pictures: Sequence[slice] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, L, D], of the text, is overwritten; returns its keys and values, [B, L, heads, head_dim].
+        """x [B, L, D], of the prefix, is overwritten; returns its keys and values, [B, L, heads, head_dim].
 
-        rotations: [L, head_dim / 2], complex. context.layout: None. What pads a shorter text comes last, so that no
-        token of it attends to that.
+        pictures: which tokens are of each, in their order. rotations: [L, head_dim / 2], complex. context.layout: None.
+        What pads a shorter text comes last, so that no token of it attends to that.
         """
         q, k, v = self._heads(self._attention_input(x, rows), rotations)
-        self._add_branches(x, self.text_attention(q, k, v, context), rows)
+        attended = self.text_attention(q, k, v, context)
+        if pictures:
+            # The others are right as they are: each token of the text sees all before it.
+            attended = attended.clone()
+        for own in pictures:
+            seen = slice(0, own.stop)
+            attended[:, own] = self.picture_attention(
+                q[:, own].contiguous(), k[:, seen].contiguous(), v[:, seen].contiguous(), context
+            )
+        self._add_branches(x, attended, rows)
         # Copies: k and v are views of what q is in too.
         return k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
@@ -151,17 +168,16 @@ class QwenImage21Transformer(DiffusionTransformer):
         grid = self.geometry.grid(latents.shape)
         num_tokens = grid[0] * grid[1] * grid[2]
         context = self.in_token_order(context, grid, latents.device)
-        prefix = cached_for_prompt(
-            "text_keys", inputs.text.embeddings, context, lambda: self._prefill(inputs.text, context)
-        )
+        prefix = cached_for_prompt("text_keys", inputs.text.embeddings, context, lambda: self._prefill(inputs, context))
         joint = dataclasses.replace(context, prefix=prefix).with_layout(TokenLayout(grid, tile=context.sharding.tile))
         tokens = patchify(latents.to(self.out.weight.dtype), self.geometry.patch)
         x = context.sharding.shard(self.patch_embedding(tokens))
         conditioning = self._conditioning(timestep)
         rows = self._rows(conditioning)
-        lengths = inputs.text.lengths
+        moved = sum(max(each.shape[3:]) for each in _references(inputs))
+        starts = tuple(length + moved for length in inputs.text.lengths)
         rotations = cached_for_request(
-            "rotations", (grid, lengths), context, lambda: self._places(grid, lengths, context)
+            "rotations", (grid, starts), context, lambda: self._places(grid, starts, context)
         )
         blocks = (overwriting(block, rows, rotations, joint) for block in self.blocks)
         first, entering = self.blocks[0], x
@@ -172,24 +188,53 @@ class QwenImage21Transformer(DiffusionTransformer):
         tokens = context.sharding.gather(tokens, num_tokens)
         return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
 
-    def _prefill(self, text: Conditions, context: AttentionContext) -> PrefixCache:
-        """Keys and values of a prompt, as many as the longest of the batch has; those of a request's first pass serve
-        the others."""
-        lengths = text.lengths
-        x = self.text_embedding(text.embeddings[:, : max(lengths)].to(self.out.weight.dtype))
+    def _prefill(self, inputs: DenoiserInputs, context: AttentionContext) -> PrefixCache:
+        """Keys and values of a prompt with its pictures, as many as the longest of the batch has; those of a request's
+        first pass serve the others."""
+        x, rotations, pictures = self._prefix(inputs.text, _references(inputs))
+        num_of_pictures = sum(own.stop - own.start for own in pictures)
+        lengths = tuple(length + num_of_pictures for length in inputs.text.lengths)
         rows = self._rows(self._conditioning(torch.zeros(len(x), device=x.device)))
-        rotations = diagonal_rotations(range(x.shape[1]), self.config.axes, x.device)
         alone = context.for_prefill()
         layers = []
         for block in self.blocks:
             assert isinstance(block, QwenImage21Block)
             with held_weights(block):
-                layers.append(block.prefill(x, rows, rotations, alone))
+                layers.append(block.prefill(x, rows, rotations, alone, pictures))
         cache = PrefixCache(tuple(layers), None if min(lengths) == max(lengths) else tuple(lengths))
+        of = "text and pictures" if pictures else "text"
         context.recorder.note(
-            f"text: keys and values of {cache.num_tokens} tokens computed once, {cache.num_bytes / 1e6:.1f} MB"
+            f"{of}: keys and values of {cache.num_tokens} tokens computed once, {cache.num_bytes / 1e6:.1f} MB"
         )
         return cache
+
+    def _prefix(
+        self, text: Conditions, references: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+        """What the grid attends to beside itself: tokens [B, L, D], the text's with those of each picture where the
+        language model saw it; their rotations [L, head_dim / 2]; and which are of each picture."""
+        tokens = self.text_embedding(text.embeddings[:, : max(text.lengths)].to(self.out.weight.dtype))
+        pieces, rotations, pictures = [], [], []
+        start = position = length = 0
+
+        def add_text(stop: int) -> None:
+            nonlocal start, position, length
+            pieces.append(tokens[:, start:stop])
+            places = range(position, position + stop - start)
+            rotations.append(diagonal_rotations(places, self.config.axes, tokens.device))
+            start, position, length = stop, position + stop - start, length + stop - start
+
+        for latents, before in zip(references, text.picture_places, strict=True):
+            add_text(before)
+            picture = self.patch_embedding(patchify(latents.to(tokens.device, tokens.dtype), self.geometry.patch))
+            height, width = self.geometry.grid(latents.shape)[1:]
+            pieces.append(picture)
+            axes = (range(position, position + 1), *(_around_middle(size) for size in (height, width)))
+            rotations.append(position_rotations(axes, self.config.axes, tokens.device))
+            pictures.append(slice(length, length + height * width))
+            position, length = position + max(height, width), length + height * width
+        add_text(tokens.shape[1])
+        return torch.cat(pieces, dim=1), torch.cat(rotations), pictures
 
     def _conditioning(self, timestep: torch.Tensor) -> torch.Tensor:
         """[B, D], after its activation. The division and the product round as they do in training: at hundreds of
@@ -200,16 +245,25 @@ class QwenImage21Transformer(DiffusionTransformer):
         scale, gate, ffn_scale, ffn_gate = self.modulation(conditioning)
         return scale, gate.tanh(), ffn_scale, ffn_gate.tanh()
 
-    def _places(self, grid: tuple[int, int, int], lengths: Sequence[int], context: AttentionContext) -> torch.Tensor:
+    def _places(self, grid: tuple[int, int, int], starts: Sequence[int], context: AttentionContext) -> torch.Tensor:
         """[B or nothing, S, head_dim / 2]. The text lies along the diagonal of all axes; the picture behind it on the
-        first, and around the middle of the others."""
-        rows, columns = (range(size // 2 - size, size // 2) for size in grid[1:])
+        first, from the sample's start, and around the middle of the others."""
+        rows, columns = (_around_middle(size) for size in grid[1:])
 
-        def table(length: int) -> torch.Tensor:
-            axes = (range(length, length + grid[0]), rows, columns)
+        def table(start: int) -> torch.Tensor:
+            axes = (range(start, start + grid[0]), rows, columns)
             places = position_rotations(axes, self.config.axes, self.out.weight.device)
             return context.sharding.shard(places, dim=0)
 
-        if min(lengths) == max(lengths):
-            return table(lengths[0])
-        return torch.stack([table(length) for length in lengths])
+        if min(starts) == max(starts):
+            return table(starts[0])
+        return torch.stack([table(start) for start in starts])
+
+
+def _references(inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
+    """Latents of the images to edit, [B, channels, 1, height, width] each."""
+    return () if inputs.image is None else inputs.image.references
+
+
+def _around_middle(size: int) -> range:
+    return range(size // 2 - size, size // 2)

@@ -26,6 +26,7 @@ from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 
@@ -170,6 +171,112 @@ def test_an_image_to_end_with_equals_diffusers(
     assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
     plain = ours(request(image if with_first else None, negative_prompt="a star", **values))
     assert numpy.abs(plain.frames.astype(int) - media.frames.astype(int)).max() > 2
+
+
+@table(
+    ("conditions", "values"),
+    [
+        # In full and in part, at frames that are no beginning of a latent too; the first in part, with every term.
+        ({1: 1.0, 12: 0.5}, {"guidance_scale": 3.0}),
+        ({0: 0.6, 9: 0.3, 1: 0.3}, {"guidance_scale": 3.0, "modality_scale": 2.0, "guidance_rescale": 0.7}),
+        ({0: 0.7}, {"guidance_scale": 1.0}),
+    ],
+)
+def test_images_at_frames_equal_diffusers(
+    tiny_folder: Path,
+    image: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    conditions: dict[int, float],
+    values: dict[str, Any],
+) -> None:
+    """Their condition pipeline, whose indices are those of latents: frame 12 is latent 2 there, moved from frame 9."""
+    paths = {}
+    for frame in conditions:
+        paths[frame] = str(tmp_path / f"{frame}.png")
+        Image.open(image).rotate(10 * frame).save(paths[frame])
+    with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
+        ours, theirs = load(tiny_folder), load_theirs(LTX2ConditionPipeline, tiny_folder)
+    theirs.tokenizer_padding_side = "left"
+    kept = record_latents(monkeypatch)
+    geometry = ours.rules.geometry
+    assert isinstance(geometry, LTX2Geometry)
+    texts = [f"{frame}:{paths[frame]}@{strength}" for frame, strength in conditions.items()]
+    asked = request(None, frame_conditions=texts, negative_prompt="a star", **values)
+    media = ours(asked)
+    assert set(media.recipe["inputs"]) == {"frame_conditions"}
+    channels, _, height, width = geometry.video_shape(SIZE)
+    noised = [frame for frame, strength in conditions.items() if frame > 0 and strength < 1]
+    (length,), frame_length = geometry.sample_shape(SIZE), channels * height * width
+    noise = initial_noise((length + len(noised) * frame_length,), [5])
+    parts = geometry.parts(noise[:, :length], SIZE)
+    assert parts.audio is not None
+    packed = parts.video.flatten(2).transpose(1, 2)
+    tails = dict(zip(noised, noise[:, length:].split(frame_length, dim=1), strict=False))
+    behind = [
+        tails[frame].unflatten(1, (channels, -1)).transpose(1, 2) if frame in tails else torch.zeros(1, 6, channels)
+        for frame in conditions
+        if frame > 0
+    ]
+    draws = [torch.cat([packed, *behind], dim=1), parts.audio.transpose(1, 2).flatten(2)]
+    monkeypatch.setattr(condition_module, "randn_tensor", lambda *_, **__: draws.pop(0).clone())
+    place = LTX2ConditionPipeline._prepare_keyframe_coords
+    moved = {9: 12} if 12 in conditions else {}
+
+    def placed(self: Any, pixel_frame_idx: int, **rest: Any) -> Any:
+        return place(self, pixel_frame_idx=moved.get(pixel_frame_idx, pixel_frame_idx), **rest)
+
+    monkeypatch.setattr(LTX2ConditionPipeline, "_prepare_keyframe_coords", placed)
+    expected: list[torch.Tensor] = []
+
+    def keep(_: Any, __: int, ___: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        video = tensors["latents"][:, : packed.shape[1]]
+        expected.append(video.transpose(1, 2).unflatten(2, geometry.video_shape(SIZE)[1:]).clone())
+        return {}
+
+    indices = {0: 0, 1: 1, 9: 2, 12: 2}
+    off = {**ONE_SCALE, **{name: value for name, value in values.items() if name in ONE_SCALE}}
+    frames, _ = theirs(
+        conditions=[
+            LTX2VideoCondition(Image.open(paths[frame]), indices[frame], strength, 0)
+            for frame, strength in conditions.items()
+        ],
+        prompt=asked.prompt,
+        negative_prompt="a star",
+        height=SIZE.height,
+        width=SIZE.width,
+        num_frames=SIZE.num_frames,
+        frame_rate=float(SIZE.fps),
+        num_inference_steps=3,
+        callback_on_step_end=keep,
+        output_type="np",
+        return_dict=False,
+        **{**off, "guidance_scale": asked.guidance_scale},
+    )
+    assert len(kept) == len(expected) == 3
+    for found, other in zip(kept, expected, strict=True):
+        mine = geometry.parts(found[:, :length], SIZE).video
+        assert (mine - other).norm() <= 1e-4 * other.norm()
+    assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
+
+
+def test_images_at_frames_that_cannot_be(tiny_folder: Path, image: str) -> None:
+    ours = load(tiny_folder)
+    wrong: dict[str, dict[str, Any]] = {
+        "expected frames from 0 to 16, those of the video, got 17": {"frame_conditions": [f"17:{image}"]},
+        "frame 0 has an image already, image_path": {"frame_conditions": [f"0:{image}"], "image_path": image},
+        "frame 9 has an image already, last_image_path": {"frame_conditions": [[9, image]], "last_image_path": image},
+        "expected a strength from 0 to 1, got 1.5 for frame 3": {"frame_conditions": [f"3:{image}@1.5"]},
+        "expected a strength from 0 to 1, got -1": {"frame_conditions": [f"3:{image}@-1"]},
+        "expected each frame once, got frame 3 twice": {"frame_conditions": [f"3:{image}", f"3:{image}@0.2"]},
+        "expected FRAME:FILE": {"frame_conditions": [image]},
+        "frame_conditions: nowhere.png: no such file": {"frame_conditions": ["3:nowhere.png"]},
+    }
+    for message, values in wrong.items():
+        with pytest.raises(RequestError, match=message):
+            ours.resolve(dataclasses.replace(request(None), **values))
+    with pytest.raises(RequestError, match="this model takes no images at frames of their own"):
+        load_pipeline("shapes").resolve(GenerationRequest("a", frame_conditions=[f"0:{image}"]))
 
 
 def test_the_image_reaches_every_frame_and_the_report_names_its_encoder(tiny_folder: Path, image: str) -> None:
