@@ -28,6 +28,7 @@ ROWS = [
     {
         "request_rules",
         "forward_ranges",
+        "attention_clock",
         "input_files",
         "one_generation",
         "latent_denoiser",
