@@ -116,7 +116,7 @@ def show(result: Comparison) -> None:
         cost.append((name, *times, memory))
     console.print(Text(f"{len(result.reference.clips)} clips each, beside {result.reference.name}", style="bold"))
     over_name = f"first step\nover {result.threshold:g}"
-    columns = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
+    columns: tuple[str, ...] = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
     console.print(figures_table(columns, quality), soft_wrap=True)
     console.print()
     columns = (
