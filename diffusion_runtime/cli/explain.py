@@ -54,6 +54,8 @@ def explain(context: typer.Context, **given: Any) -> None:
         put_on_stdout(json_text(explanation.to_dict()))
         return
     show(explanation, terminal)
+    for remark in explanation.remarks:
+        terminal.warn(remark)
     if others:
         terminal.say(f"This is the first of {others + 1} requests.")
 

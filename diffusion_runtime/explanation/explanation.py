@@ -101,6 +101,12 @@ class Explanation:
     parts: tuple[PartCost, ...]
     is_bound: bool
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the report of the generation will say of values that it does not use, and of attention that would be
+        dense throughout."""
+        return self.description.rules.unused(self.request)
+
     def to_dict(self) -> dict[str, Any]:
         memory = self.description.memory
         return {
@@ -117,6 +123,7 @@ class Explanation:
             "parts": [asdict(part) for part in self.parts],
             "kept_is_upper_bound": self.is_bound,
             "memory": None if memory is None else memory.to_dict(),
+            "remarks": list(self.remarks),
         }
 
 

@@ -66,6 +66,7 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             for row in description.attention
         ],
         "implementations": [row.to_dict() for row in implementation_rows(explanation.schedule)],
+        "remarks": explanation.remarks,
         "maps": [_map(role, rows) for role, rows in layer_map(explanation.schedule).items()],
         "num_steps": explanation.num_steps,
         "legend": [

@@ -59,7 +59,7 @@ ATTENTION_ROWS = [
     {"self_test"},
     {"self_test_cases", "catalogue", "measured"},
     {"functional", "autotune", "machine_cache"},
-    {"token_order"},
+    {"token_order", "never_sparse"},
     {"layers", "sparse"},
     {"cached_calls"},
     {"policy"},
