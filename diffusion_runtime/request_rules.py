@@ -332,9 +332,9 @@ class RequestRules(SamplingRules):
         if self.is_causal:
             return ()
         settings = BatchSettings.of([request], self)
-        return never_sparse(
-            self.attention_layers, self.geometry.grid(settings.sample_shape(settings.size)), settings.num_steps
-        )
+        size = settings.size
+        grid = self.geometry.grid(self.geometry.latent_shape(size.height, size.width, size.num_frames))
+        return never_sparse(self.attention_layers, grid, settings.num_steps)
 
     def _lora_remarks(self, request: GenerationRequest) -> list[str]:
         remarks: list[str | None] = []
