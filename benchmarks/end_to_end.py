@@ -132,7 +132,7 @@ def table(document: Mapping[str, Any]) -> str:
     """Markdown: a row for each model, size and machine, a column for each setting; seconds of one warm generation."""
     rows = document["rows"]
     if not any(row["state"] == "measured" for row in rows):
-        return "No run yet: `python -m benchmarks.end_to_end --output benchmarks/results/end_to_end.json`."
+        return "No run yet."
     names = list(dict.fromkeys(row["setting"] for row in rows))
     lines = [
         "| " + " | ".join(["model, size, steps", "weights", "machine, dtype", *(f"`{name}`" for name in names)]) + " |",

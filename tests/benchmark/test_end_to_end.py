@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end import CASES, committed, table, with_table
-
 from diffusion_runtime.models.published import published_models
 
 PAGE = Path(__file__).parents[2] / "docs" / "end_to_end.md"
