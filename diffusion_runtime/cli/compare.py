@@ -44,7 +44,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     """
     del context
     html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
-    attention_time = given.pop("attention_time")
+    attention_time = not given.pop("no_attention_time")
     prompt_set, clip_path = (given.pop(name) for name in ("prompt_set", "clip_path"))
     texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
     as_json = given["as_json"]
@@ -275,13 +275,13 @@ def _signature() -> inspect.Signature:
             ],
         ),
         parameter(
-            "attention_time",
-            True,
+            "no_attention_time",
+            False,
             Annotated[
                 bool,
                 typer.Option(
-                    "--attention-time/--no-attention-time",
-                    help="Time attention in one more clip of each setting. Default: yes.",
+                    "--no-attention-time",
+                    help="Leave out the further clip of each setting that times attention.",
                     rich_help_panel=_COMPARE,
                     show_default=False,
                 ),
