@@ -2,15 +2,18 @@
 
     python -m benchmarks.backend_quality --num-prompts 16 --output benchmarks/results/backend_quality.json
     python -m benchmarks.backend_quality --times --output times.json    # the CPU time of one clip of each, alone
-    python -m benchmarks.backend_quality --merge a.json b.json times.json --output FILE
-    python -m benchmarks.backend_quality --show benchmarks/results/backend_quality.json     # as a Markdown table
+    python -m benchmarks.backend_quality --device cuda --dtype bfloat16 --num-prompts 64 --output gpu.json
+    python -m benchmarks.backend_quality --merge a.json gpu.json times.json --output FILE
+    python -m benchmarks.backend_quality --show benchmarks/results/backend_quality.json     # as Markdown tables
+    python -m benchmarks.backend_quality --write docs/backend_quality.md     # those of the committed results, in a page
 
 Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first; cross-attention stays with
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
 PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
 of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
-little. A backend that cannot run here is a row with its reason. On a CPU the times say what the eager formulas of the
-sparse methods and of int8 take there, which nobody chooses for speed.
+little. Rows are kept by device and dtype, so those of several machines stand in one file. A backend that cannot run
+here is a row with its reasons, which a merge keeps until the same device has a figure. On a CPU the times say what the
+eager formulas of the sparse methods and of int8 take there, which nobody chooses for speed.
 """
 
 from __future__ import annotations
@@ -24,11 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
+from benchmarks.machine import describe_machine
 from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_densities
 from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
 from diffusion_runtime.attention.backends.registry import available_names
+from diffusion_runtime.hardware import resolve_device
 
 FIRST = "torch_sdpa"
+RESULTS = Path(__file__).parent / "results" / "backend_quality.json"
+# Around the tables of a page.
+BEGIN, END = "<!-- python -m benchmarks.backend_quality --write: begin -->", "<!-- end -->"
 VMOBA_SMALL = {**VMOBA, "spatial_chunk_size": [2, 2], "st_chunk_size": [2, 4, 4]}
 # By what a table calls them: options under which a method leaves pairs out on a grid of 8 x 8 x 8 tokens, which the
 # draft preset has. The other backends run with their defaults.
@@ -54,10 +62,18 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chosen = arguments.only or available_names()
     names = [FIRST, *(name for name in chosen if name != FIRST)]
     first: Clips | None = None
+    device = str(describe_machine(resolve_device(arguments.device))["device"])
     for backend, label, options in (
         (name, *setting) for name in names for setting in SETTINGS.get(name, {"": {}}).items()
     ):
-        row: dict[str, Any] = {"backend": backend, "setting": label, "options": options}
+        row: dict[str, Any] = {
+            "device": device,
+            "dtype": arguments.dtype,
+            "num_prompts": arguments.num_prompts,
+            "backend": backend,
+            "setting": label,
+            "options": options,
+        }
         attention = AttentionConfig(
             per_role={"self": AttentionSpec(backend, options), "cross": AttentionSpec("torch_sdpa")}
         )
@@ -102,26 +118,71 @@ def density(clips: Clips, densities: list[float]) -> float:
 
 
 def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first document with the rows of all: what later ones say of the same setting is added."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    """The first document with the rows of all: what later ones say of the same device, dtype and setting is added.
+    Reasons of a refusal stay where no document has a figure, and go where one has."""
+    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for document in documents:
         for row in document["rows"]:
-            rows.setdefault((row["backend"], row["setting"]), {}).update(row)
+            row = {"device": document["machine"]["device"], "dtype": document["dtype"], **row}
+            if "accuracy" in row:
+                row = {"num_prompts": document["num_prompts"], **row}
+            key = row["device"], row["dtype"], row["backend"], row["setting"]
+            held = rows.setdefault(key, {})
+            if "refused" in row and is_measured(held):
+                continue
+            held.update(row)
+            if is_measured(held):
+                held.pop("refused", None)
+    places = dict.fromkeys(key[:2] for key in rows)
     order = [(name, label) for name in (FIRST, *available_names()) for label in SETTINGS.get(name, {"": {}})]
-    machines = [document["machine"] for document in documents]
-    return {**documents[0], "machines": machines, "rows": [rows[key] for key in dict.fromkeys(order) if key in rows]}
+    machines = [each for document in documents for each in document.get("machines", [document["machine"]])]
+    return {
+        **documents[0],
+        "machines": [machine for index, machine in enumerate(machines) if machine not in machines[:index]],
+        "rows": [rows[*place, *key] for place in places for key in dict.fromkeys(order) if (*place, *key) in rows],
+    }
+
+
+def is_measured(row: Mapping[str, Any]) -> bool:
+    return "accuracy" in row or "cpu_seconds" in row
+
+
+def tables(document: Mapping[str, Any]) -> str:
+    """A Markdown table for each device and dtype, under a line that names them."""
+    rows = merged([document])["rows"]
+    blocks = []
+    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["device"], row["dtype"]) == (device, dtype)]
+        counts = sorted({row["num_prompts"] for row in own if "accuracy" in row})
+        prompts = " and ".join(map(str, counts))
+        header = "| backend | density | time | one object | two objects | latent distance | PSNR, dB |"
+        title = f"{device}, {dtype}, {prompts} prompts of each kind:"
+        refused = [refusal_line(row) for row in own if "refused" in row]
+        listed = ["", "Refused there, with the first reason:", "", *refused] if refused else []
+        figures = [line(row) for row in own if is_measured(row)]
+        blocks.append("\n".join([title, "", header, "|---|---|---|---|---|---|---|", *figures, *listed]))
+    return "\n\n".join(blocks)
+
+
+def refusal_line(row: Mapping[str, Any]) -> str:
+    reason = str(row["refused"][0][1]).partition("; fix:")[0]
+    return f"- `{row['backend']}`: {reason}"
+
+
+def with_tables(page: str, document: Mapping[str, Any]) -> str:
+    """A page of documentation with the tables between BEGIN and END."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{tables(document)}\n{END}{rest.split(END)[1]}"
 
 
 def line(row: Mapping[str, Any]) -> str:
     """A row of the Markdown table."""
     name = ", ".join(filter(None, [f"`{row['backend']}`", row["setting"]]))
-    if "refused" in row:
-        return f"| {name} | not measured | | | | | |"
     if "accuracy" not in row:
         return f"| {name} | | {row['cpu_seconds']:.1f} s | | | | |"
     joint = [row["accuracy"][kind]["joint"] for kind in ("one_object", "two_objects")]
     right = " | ".join(f"{each['rate']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in joint)
-    taken = f"{row['cpu_seconds']:.1f} s" if "cpu_seconds" in row else ""
+    taken = f"{row['cpu_seconds']:.1f} s" if "cpu_seconds" in row else f"{row['denoise_seconds']:.3f} s"
     return (
         f"| {name} | {row['density']:.2f} | {taken} | {right} | "
         f"{row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
@@ -138,12 +199,15 @@ def main() -> None:
     parser.add_argument("--times", action="store_true", help="the CPU time of one clip of each, and nothing else")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
-    parser.add_argument("--show", type=Path, help="print this file as a Markdown table")
+    parser.add_argument("--show", type=Path, help="print this file as Markdown tables")
+    parser.add_argument("--write", type=Path, help="put the tables of the committed results into this page")
     arguments = parser.parse_args()
     if arguments.show:
-        print("| backend | density | CPU time | one object | two objects | latent distance | PSNR, dB |")
-        print("|---|---|---|---|---|---|---|")
-        print("\n".join(line(row) for row in json.loads(arguments.show.read_text())["rows"]))
+        print(tables(json.loads(arguments.show.read_text())))
+        return
+    if arguments.write:
+        document = json.loads(RESULTS.read_text())
+        arguments.write.write_text(with_tables(arguments.write.read_text(), document))
         return
     if arguments.output is None:
         parser.error("--output FILE is missing")

@@ -1,26 +1,31 @@
 """Dense attention, the best uniform and the tuned sparse setting on prompts that were not measured, embedded model.
 
-    python -m benchmarks.tune_quality --prompts 8 --held-out 64 --seconds 600 --journal tune_journal.json \\
+    python -m benchmarks.tune_quality --prompts 8 --held-out 64 --test 64 --seconds 900 --journal tune_journal.json \\
         --output benchmarks/results/tune_quality.json
 
 For each method by itself: `tune` with the budget `accuracy>=dense-0.02`, sensitivities and search on --prompts seeded
 prompts, figures on --held-out others. Recorded for dense, uniform and tuned: the share of self-attention's pairs that
 they keep, prompt accuracy with its Wilson 95 % interval, McNemar's test against dense on the same prompts, latent
-distance and seconds of denoising. The output is written after each method. --seconds is shared out among the methods
-that are left; one that does not finish in its share is recorded as such, and the same command with the same --journal
-goes on with it. The JSON says `is_small` below SMALL held-out prompts, whose intervals tell little.
+distance and seconds of denoising. The search steps back on the held-out prompts, so --test others, which nothing
+chose by, judge what it chose, beside dense attention in every number of steps: `dense_steps_needed` is the least
+number that gets as many of them right as the tuned setting, which pays where it takes a smaller share of dense
+attention's time than that is of the steps. The output is written after each method. --seconds is shared out among the
+methods that are left; one that does not finish in its share is recorded as such, and the same command with the same
+--journal goes on with it. The JSON says `is_small` below SMALL held-out prompts, whose intervals tell little.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +40,19 @@ from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.paired_test import mcnemar
 from diffusion_runtime.quality.shapes.prompts import prompt_set
 from diffusion_runtime.quality.shapes.scoring import wilson
-from diffusion_runtime.tuning.budget import parse_budgets
+from diffusion_runtime.tuning.budget import all_met, parse_budgets
+from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.ladders import METHODS
-from diffusion_runtime.tuning.measurement import Figures
-from diffusion_runtime.tuning.plan import Tuning
+from diffusion_runtime.tuning.measurement import Figures, Measurement, TunedPrompt
+from diffusion_runtime.tuning.plan import Plan, Tuning
 from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.search import Outcome
 from diffusion_runtime.tuning.tune import tune
 
 # Held-out prompts below which a result is marked small: at 32 a Wilson interval spans about 20 points.
 SMALL = 32
+# Noise levels that were given belong to their number of steps.
+OWN_LEVELS: dict[str, Any] = {"sigmas": None, "sigmas_before_shift": None}
 
 
 class OutOfTime(Exception):
@@ -97,13 +105,62 @@ def setting(name: str, outcome: Outcome, dense: Figures) -> dict[str, Any]:
     }
 
 
-def row_of(method: str, result: TuneResult) -> dict[str, Any]:
+@dataclass
+class TestPrompts:
+    """The third set. dense_steps: dense attention in fewer steps on it, which is the same for all methods."""
+
+    requests: tuple[GenerationRequest, ...]
+    attributes: tuple[Any, ...]
+    dense_steps: dict[int, Figures] = field(default_factory=dict)
+
+    def judged(self, tuning: Tuning, result: TuneResult, method: str, reporter: Lines) -> dict[str, Any]:
+        """Figures of dense attention, the uniform and the tuned setting, and of dense attention in fewer steps."""
+        own = dataclasses.replace(tuning, requests=self.requests, attributes=self.attributes, num_measured=1)
+        plan = Plan.of(own)
+        prompts = [TunedPrompt(*each) for each in zip(plan.requests, self.attributes, strict=True)]
+        pipeline = plan.load(reporter)
+        try:
+            measurement = Measurement(pipeline, plan.dense, ("latent", "accuracy"), Journal(None, {}))
+            reporter.say(f"{method}: {len(prompts)} prompts that nothing was chosen by")
+            dense = measurement.figures([], prompts)
+            tuned = measurement.figures(result.tuned.point.rules, prompts)
+            uniform = measurement.figures(result.uniform[method].point.rules, prompts)
+            for count in range(1, dense.num_steps) if not self.dense_steps else ():
+                shorter = [
+                    pipeline.resolve(dataclasses.replace(request, num_inference_steps=count, **OWN_LEVELS))
+                    for request in plan.requests
+                ]
+                self.dense_steps[count] = measurement.fewer_steps(prompts, shorter)
+        finally:
+            pipeline.close()
+        right = {count: sum(figures.right) for count, figures in self.dense_steps.items()}
+        right[dense.num_steps] = sum(dense.right)
+        return {
+            "dense": figures_of(dense, dense),
+            "uniform": figures_of(uniform, dense),
+            "tuned": figures_of(tuned, dense),
+            "budget_met": all_met(tuning.budgets, tuned.values, dense.values),
+            "dense_steps_right": {str(count): right[count] for count in sorted(right)},
+            "dense_steps_needed": steps_needed(right, sum(tuned.right)),
+            "num_steps": dense.num_steps,
+        }
+
+
+def steps_needed(right: Mapping[int, int], wanted: int) -> int:
+    """The fewest steps with as many right as wanted; of a setting that beats every count, the most steps."""
+    return min((count for count, number in right.items() if number >= wanted), default=max(right))
+
+
+def row_of(method: str, result: TuneResult, judged: dict[str, Any] | None) -> dict[str, Any]:
     dense = result.dense_verified
     tuned, uniform = setting("tuned", result.tuned, dense), setting("uniform", result.uniform[method], dense)
     return {
         "method": method,
         "finished": True,
+        # Formally: where no uniform setting is within the budget, dense attention is what would be used.
         "tuned_keeps_fewer": tuned["kept_within"] < uniform["kept_within"],
+        "uniform_is_within": uniform["kept_within"] < 1.0,
+        "test": judged,
         "dense": {"setting": "dense", "kept": 1.0, "verified": figures_of(dense, dense)},
         "uniform": uniform,
         "tuned": tuned,
@@ -139,6 +196,12 @@ def table(document: dict[str, Any]) -> str:
             latent = f"{figures['latent']:7.3f}" if "latent" in figures else f"{'-':>7}"
             interval = f"{low:.3f} to {high:.3f}"
             lines.append(f"{start}{met:>7} {right:>9} {interval:>15} {latent} {figures['denoise_seconds']:.2f}")
+        if (test := row["test"]) is not None:
+            right = ", ".join(f"{name} {test[name]['right']}" for name in ("dense", "uniform", "tuned"))
+            lines.append(
+                f"{row['method']:18} of {test['dense']['prompts']} other prompts right: {right}; as many as tuned by "
+                f"{test['dense_steps_needed']} of {test['num_steps']} dense steps"
+            )
     return "\n".join(lines)
 
 
@@ -149,6 +212,7 @@ def main() -> None:
     parser.add_argument("--preset", default="draft")
     parser.add_argument("--prompts", type=int, default=8, help="for the sensitivities and the search")
     parser.add_argument("--held-out", type=int, default=64, help="prompts that figures are reported on")
+    parser.add_argument("--test", type=int, default=0, help="prompts that nothing is chosen by, which judge; 0: none")
     parser.add_argument("--steps", type=int, default=None, help="of denoising; default: the preset's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=None, help="wall clock of the whole run; default: no limit")
@@ -169,10 +233,15 @@ def main() -> None:
     device = resolve_device(arguments.device)
     if device.type == "cpu":
         tune_cpu_allocator()
-    prompts = prompt_set(arguments.prompts + arguments.held_out, arguments.prompt_seed)
-    given = ("preset", "prompts", "held_out", "seconds", "budget", "prompt_seed", "layer_ranges", "step_ranges")
+    every = prompt_set(arguments.prompts + arguments.held_out + arguments.test, arguments.prompt_seed)
+    requests = tuple(
+        GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.steps) for prompt in every
+    )
+    attributes, num_tuned = tuple(prompt.attributes for prompt in every), arguments.prompts + arguments.held_out
+    test = TestPrompts(requests[num_tuned:], attributes[num_tuned:])
+    given = ("preset", "prompts", "held_out", "test", "seconds", "budget", "prompt_seed", "layer_ranges", "step_ranges")
     document: dict[str, Any] = {
-        "schema": "diffusion_runtime.tune_quality/2",
+        "schema": "diffusion_runtime.tune_quality/3",
         "machine": describe_machine(device),
         "model": arguments.model,
         **{name: getattr(arguments, name) for name in (*given, "levels")},
@@ -187,11 +256,8 @@ def main() -> None:
             deadline = begun + (started + arguments.seconds - begun) / (len(arguments.methods) - index)
         tuning = Tuning(
             runtime=RuntimeConfig(arguments.model, device=arguments.device),
-            requests=tuple(
-                GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.steps)
-                for prompt in prompts
-            ),
-            attributes=tuple(prompt.attributes for prompt in prompts),
+            requests=requests[:num_tuned],
+            attributes=attributes[:num_tuned],
             num_measured=arguments.prompts,
             budgets=parse_budgets(arguments.budget),
             methods=(method,),
@@ -202,7 +268,8 @@ def main() -> None:
         )
         try:
             result = tune(tuning, Lines(deadline), arguments.journal)
-            row = row_of(method, result)
+            judged = test.judged(tuning, result, method, Lines(math.inf)) if test.requests else None
+            row = row_of(method, result, judged)
             request = result.request.to_dict()
             document["request"] = {key: value for key, value in request.items() if key not in ("prompt", "seed")}
         except OutOfTime:

@@ -1,6 +1,13 @@
 """Time of tuned sparse settings at Wan 1.3B, 480 x 832, 81 frames, beside dense attention and fewer dense steps.
 
     python -m benchmarks.tuned_time_gpu --seconds 400 --output benchmarks/results/tuned_time_gpu.json
+    python -m benchmarks.tuned_time_gpu --rules benchmarks/results/tune_quality.json --output FILE
+
+--rules times the settings that tune_quality.py chose on the embedded model instead: each range of layers and steps in
+proportion, each choice by the one of this grid's ladder that keeps the nearest share. The number of dense steps that
+were as accurate there (`dense_steps_needed`, in proportion) stands beside the time, and `is_faster_than_fewer_steps`
+says which takes less. Accuracy at one size says nothing of another: it is the shape of such a setting whose time this
+shows.
 
 Time alone: weights are random and the sensitivities are made up (early steps and outer layers matter more), so the
 settings say nothing about quality. They are what `tune` makes otherwise: its ladders of densities on this grid of
@@ -14,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -37,6 +45,7 @@ from diffusion_runtime.attention import (
     TokenLayout,
 )
 from diffusion_runtime.attention.config import AttentionSpec
+from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.models.geometry import ClipSize
@@ -87,6 +96,61 @@ def tuned_points(method: str, grid: Extent, num_layers: int, num_steps: int) -> 
         )
         for selection in pareto_frontier(options)
     ]
+
+
+def scaled_settings(document: dict[str, Any], grid: Extent, num_layers: int, num_steps: int) -> list[dict[str, Any]]:
+    """The tuned settings of tune_quality.py for another model: method, rules, kept, dense_share (see --rules)."""
+    found = []
+    for row in document["rows"]:
+        if not row["finished"]:
+            continue
+        cells = row["sensitivity"]
+        own = {key: 1 + max(last_index(cell[key]) for cell in cells) for key in ("layers", "steps")}
+        kept_of = {json.dumps(cell["extra"], sort_keys=True): cell["kept"] for cell in cells}
+        rules, left_out = [], 0.0
+        for rule in row["tuned"]["attention"]:
+            layers = scaled(rule.get("layers"), own["layers"], num_layers)
+            steps = scaled(rule.get("steps"), own["steps"], num_steps)
+            aim = kept_of[json.dumps(rule["extra"], sort_keys=True)]
+            spec, kept = nearest_choice(row["method"], grid, aim, num_layers, num_steps)
+            rules.append({"role": "self", "layers": text_of(layers), "steps": text_of(steps), **spec.to_dict()})
+            left_out += (1 - kept) * len(layers) * len(steps) / (num_layers * num_steps)
+        test = row.get("test")
+        share = None if test is None else test["dense_steps_needed"] / test["num_steps"]
+        found.append({"method": row["method"], "rules": rules, "kept": 1 - left_out, "dense_share": share})
+    return found
+
+
+def last_index(ranges: str) -> int:
+    return max(last for _, last in IndexRanges.parse(ranges, "ranges").ranges)
+
+
+def scaled(ranges: str | None, own: int, other: int) -> list[int]:
+    """Indices of `other` that stand where those of `ranges` do among `own`; None for all."""
+    kept = IndexRanges.parse(ranges, "ranges")
+    return [index for index in range(other) if kept.contains(index * own // other, own)]
+
+
+def text_of(indices: Sequence[int]) -> str:
+    return ",".join(map(str, indices))
+
+
+def nearest_choice(
+    method: str, grid: Extent, aim: float, num_layers: int, num_steps: int
+) -> tuple[AttentionSpec, float]:
+    """Of a fine ladder, the choice whose share of the pairs is nearest to `aim`, and that share."""
+    layout = TokenLayout(grid=grid)
+    shares = []
+    for spec in ladder(method, grid, 16):
+        found = [density_of(spec, layout, LayerInfo(index, num_layers, "self"), num_steps) for index in range(3)]
+        shares.append((spec, sum(1.0 if share is None else share for share in found) / len(found)))
+    return min(shares, key=lambda each: abs(each[1] - aim))
+
+
+def made_up_setting(method: str, target: float, grid: Extent, num_layers: int, num_steps: int) -> dict[str, Any]:
+    points = tuned_points(method, grid, num_layers, num_steps)
+    point = min(points, key=lambda each: abs(each.kept - target))
+    return {"method": method, "rules": list(point.rules), "kept": point.kept, "dense_share": None}
 
 
 def build(step: FamilyStep, rules: Sequence[dict[str, Any]], device: torch.device) -> DiffusionTransformer:
@@ -164,35 +228,45 @@ def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     rows.append({"setting": "dense", "kept": 1.0, "steps": num_steps, "seconds": full, "ratio": 1.0})
     rows[-1]["backends"] = sorted({row.backend for row in recorder.report().rows if row.role == "self"})
     keep()
-    settings = [(method, target) for target in arguments.kept for method in arguments.methods]
+    if arguments.rules is None:
+        wanted = [(method, target) for target in arguments.kept for method in arguments.methods]
+        settings = [made_up_setting(*each, grid, num_layers, num_steps) for each in wanted]
+    else:
+        settings = scaled_settings(json.loads(arguments.rules.read_text()), grid, num_layers, num_steps)
+        settings = [each for each in settings if each["method"] in arguments.methods]
     counts: set[int] = set()
-    for method, target in settings:
+    for setting in settings:
+        method, rules = setting["method"], setting["rules"]
         if arguments.seconds is not None and time.monotonic() - started > arguments.seconds - 2 * full:
-            document["not_run"].append(f"{method}, {target} kept: --seconds {arguments.seconds:g} were over")
+            document["not_run"].append(
+                f"{method}, {setting['kept']:.3f} kept: --seconds {arguments.seconds:g} were over"
+            )
             continue
-        points = tuned_points(method, grid, num_layers, num_steps)
-        point = min(points, key=lambda each: abs(each.kept - target))
-        model = build(step, point.rules, device)
+        model = build(step, rules, device)
         # All steps: kernels are compiled for the densities of each range.
         timed(model, num_steps)
         seconds, recorder = timed(model, num_steps)
         ran = sorted({row.backend for row in recorder.report().rows if row.role == "self"})
-        if point.rules and method not in ran:
+        if rules and method not in ran:
             raise ValueError(f"{method} was to run, {', '.join(ran)} did")
         count = min(num_steps, max(1, int(seconds / full * num_steps)))
         counts.add(count)
         rows.append(
             {
                 "setting": f"tuned {method}",
-                "kept": round(point.kept, 4),
+                "kept": round(setting["kept"], 4),
                 "steps": num_steps,
                 "seconds": seconds,
                 "ratio": seconds / full,
                 "dense_steps_in_its_time": count,
                 "backends": ran,
-                "attention": list(point.rules),
+                "attention": list(rules),
             }
         )
+        if (share := setting["dense_share"]) is not None:
+            needed = math.ceil(share * num_steps - 1e-9)
+            counts.add(needed)
+            rows[-1] |= {"dense_steps_needed": needed, "is_faster_than_fewer_steps": seconds / full < share}
         keep()
         del model
         if not is_tiny:
@@ -221,6 +295,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=5.0)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kept", nargs="+", type=float, default=[0.5, 0.25], help="shares of pairs to come nearest to")
+    parser.add_argument("--rules", type=Path, help="results of tune_quality.py, whose settings are timed")
     parser.add_argument("--seconds", type=float, default=None, help="wall clock after which no setting is begun")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

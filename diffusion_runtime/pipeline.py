@@ -14,6 +14,7 @@ import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention_clock import AttentionClock, timed_layers
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
@@ -309,6 +310,14 @@ class Pipeline:
                 stack.enter_context(self._graphs.paused("a profile records the step"))
             stack.enter_context(forward_ranges(self.transformer))
             yield
+
+    @contextlib.contextmanager
+    def timed_attention(self) -> Iterator[AttentionClock]:
+        """While it holds, the calls of the transformer's attention layers are timed; no CUDA graph is replayed."""
+        with contextlib.ExitStack() as stack:
+            if self._graphs is not None:
+                stack.enter_context(self._graphs.paused("attention is timed"))
+            yield stack.enter_context(timed_layers(self.transformer, self.device))
 
     @contextlib.contextmanager
     def counted_density(self) -> Iterator[None]:

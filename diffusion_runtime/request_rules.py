@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.never_sparse import never_sparse
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
 from diffusion_runtime.chunk_rules import check_chunks, with_guided_chunks, with_resolved_switches
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
@@ -323,7 +324,8 @@ class RequestRules(SamplingRules):
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """What was not applied of the LoRA files or of the images, what a resolved request sets beside the model's
-        defaults and its generation does not use, and what a few-step model was not made for, as sentences."""
+        defaults and its generation does not use, what a few-step model was not made for, and sparse attention that
+        would leave out nothing, as sentences."""
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
@@ -351,7 +353,17 @@ class RequestRules(SamplingRules):
         if self.few_steps is not None:
             remark = self.few_steps.remark(request, self.is_guided(request))
             remarks += [] if remark is None else [remark]
-        return tuple(remarks)
+        return (*remarks, *self._attention_remarks(request))
+
+    def _attention_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
+        """Of sparse attention that a resolved request chooses and that leaves out nothing; none of a video that is made
+        chunk by chunk, which has no grid of its own."""
+        if self.is_causal:
+            return ()
+        settings = BatchSettings.of([request], self)
+        size = settings.size
+        grid = self.geometry.grid(self.geometry.latent_shape(size.height, size.width, size.num_frames))
+        return never_sparse(self.attention_layers, grid, settings.num_steps)
 
     def _lora_remarks(self, request: GenerationRequest) -> list[str]:
         remarks: list[str | None] = []

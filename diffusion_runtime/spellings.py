@@ -251,6 +251,38 @@ _ROWS: Mapping[Kind, tuple[Spelling, ...]] = {
         Spelling("--enable-cpu-offload", _OMNI, "--offload model"),
         Spelling("--enable-layerwise-offload", _OMNI, "--offload layers"),
         Spelling("--vae-use-tiling", _OMNI, "--vae-tiling on"),
+        Spelling(
+            "--vae-use-slicing",
+            _OMNI,
+            remark="the clips of a batch are decoded one after the other anyway",
+            instead="leave it out; --vae-tiling on cuts each of them into tiles",
+        ),
+        Spelling(
+            "--dit-cpu-offload", _SGLANG, "--offload model", "all parts of the model move, not the transformer alone"
+        ),
+        Spelling("--dit-layerwise-offload", _SGLANG, "--offload layers"),
+        *(
+            Spelling(
+                f"--{part}-cpu-offload",
+                _SGLANG,
+                remark="--offload moves all parts of the model, by the memory plan",
+                instead="write --offload auto, model or layers",
+            )
+            for part in ("text-encoder", "image-encoder", "vae")
+        ),
+        Spelling(
+            "--sp-degree",
+            _SGLANG,
+            "--ulysses-degree",
+            "there it is ulysses-degree times ring-degree; with --ring-degree R give sp-degree / R",
+        ),
+        Spelling("--enable-torch-compile", _SGLANG, "--compile regional"),
+        Spelling(
+            "--cache-backend",
+            _OMNI,
+            remark="a step cache is named by its method, with its options",
+            instead="write --step-cache teacache for tea_cache, --step-cache dbcache for cache_dit",
+        ),
         Spelling("--preset", f"{_OMNI}'s bench_attention_backends.py", "--shapes", "in `bench attention`"),
         Spelling(
             "--trust-remote-code",
@@ -272,11 +304,14 @@ _ROWS: Mapping[Kind, tuple[Spelling, ...]] = {
         ),
         Spelling("--speculative-attention-mode", _SGLANG, remark=f"{_LANGUAGE} drafted words", instead="leave it out"),
         Spelling("--speculative-eagle-topk", _SGLANG, remark=f"{_LANGUAGE} drafted words", instead="leave it out"),
-        Spelling(
-            "--linear-attn-backend",
-            _SGLANG,
-            remark="linear attention is a kind of layer, which a model's config chooses",
-            instead="leave it out",
+        *(
+            Spelling(
+                f"--linear-attn-{which}backend",
+                _SGLANG,
+                remark="linear attention is a kind of layer, which a model's config chooses",
+                instead="leave it out",
+            )
+            for which in ("", "decode-", "prefill-")
         ),
     ),
     "verb": tuple(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tables import table
 
-from diffusion_runtime import GenerationRequest
+from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
 from diffusion_runtime.attention import RequestCache, TokenLayout
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import find_backend
@@ -23,14 +23,16 @@ from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 GRID = (4, 8, 8)
 
 
-def explained(attention: object = None, **values: object) -> Explanation:
-    prepared = prepare(RuntimeConfig("shapes", device="cpu", attention_override=attention))
-    request = GenerationRequest("a red circle", height=64, width=64, num_frames=13, num_inference_steps=4, **values)
+def explained(attention: object = None, device: str = "cpu", **values: object) -> Explanation:
+    prepared = prepare(RuntimeConfig("shapes", device=device, attention_override=attention))
+    size = {"height": 64, "width": 64, "num_frames": 13, "num_inference_steps": 4}
+    request = GenerationRequest("a red circle", **{**size, **values})
     return explain(prepared, prepared.rules.resolve(request, None))
 
 
@@ -85,6 +87,58 @@ def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, o
         assert plan.row_counts is not None
         pairs = float(plan.row_counts.of_rows.float().mean()) / plan.kv.num_blocks
     assert expected == pytest.approx(1.0 if plan.is_dense else pairs)
+
+
+def self_attention(backend: str, **extra: object) -> dict[str, object]:
+    return {"per_role": {"self": {"backend": backend, "extra": extra}}}
+
+
+def check_what_is_said(device: str, choices: list[dict[str, object]], **values: object) -> None:
+    """The rows of the report, by role, backend, implementation, layers and steps; without a remark on lengths, which
+    depends on the prompts."""
+    pipeline = load_pipeline("shapes", device=device)
+    assert isinstance(pipeline, Pipeline)
+    for choice in choices:
+        found = explained(choice, device=device, num_inference_steps=3, **values)
+        with pipeline.attention_choices(AttentionConfig.parse(choice)):
+            report = pipeline(found.request).attention_report
+        ran = {
+            (row.role, row.backend, row.implementation.removesuffix(" by length"), row.layers, row.steps)
+            for row in report.rows
+        }
+        rows = found.to_dict()["implementations"]
+        said = {(row["role"], row["backend"], row["implementation"], row["layers"], row["steps"]) for row in rows}
+        assert said == ran, choice
+
+
+@pytest.mark.gpu
+def test_what_is_said_is_what_runs_on_a_gpu() -> None:
+    """Of the block-sparse kernel the implementation for each form of plan."""
+    sparse = [
+        self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 8]),
+        self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 4]),
+        self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 4, 4], skip_time_steps=1),
+        self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1),
+        self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
+        self_attention("skip_softmax", dense_first_steps=1),
+    ]
+    check_what_is_said("cuda", [{}, {"default": {"backend": "torch_sdpa"}}, *sparse], height=128, width=128)
+
+
+def test_what_is_said_is_what_runs() -> None:
+    rules = [{"steps": "0", "layers": "0-2", "backend": "reference"}]
+    choices: list[dict[str, object]] = [
+        {},
+        {"default": {"backend": "reference"}},
+        {"default": {"backend": "int8_attn"}, "schedule": rules},
+        self_attention("video_sparse_attn", sparsity=0.75, tile_size=[4, 4, 4], dense_first_steps=1),
+        self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 4], min_tokens=10**6),
+        self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 2, 2], skip_time_steps=1),
+        self_attention("vmoba_attn", first_full_step=1, first_full_layer=1, temporal_topk=1, temporal_chunk_size=1),
+        self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
+        self_attention("skip_softmax", dense_first_steps=1),
+    ]
+    check_what_is_said("cpu", choices)
 
 
 def test_steps_at_half_the_size_cost_what_they_compute() -> None:
@@ -145,6 +199,7 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["explain", *size]) == 0
     shown = "".join(capsys.readouterr())
     assert "Attention by layer and step" in shown
+    assert "What would compute it" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert run(["explain", *size, "--html", str(tmp_path)]) == 1
     assert "cannot be written" in capsys.readouterr().err

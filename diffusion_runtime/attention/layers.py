@@ -17,8 +17,19 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.calling import check_heads, check_shapes, run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
+from diffusion_runtime.attention.backends.calling import (
+    check_heads,
+    check_shapes,
+    expected_implementation,
+    run_backend,
+)
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Backend,
+    CallForm,
+    KnownCall,
+)
 from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
@@ -427,6 +438,34 @@ class AttentionLayer(nn.Module, ABC):
     def _count_skipped(self, context: AttentionContext, result: AttentionResult) -> None:
         if result.skip_counts is not None:
             context.recorder.record_skipped(self.layer, result.skip_counts)
+
+    def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
+        """What the report of a request will say computed a call at `step`, asked before there is one; None where that
+        is found at the call."""
+        device = resolve_device(self.policy.device)
+        features = features_used(layout=form.layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
+        rules = self.policy.rules_now(self.layer, step)
+        served = self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, features))
+        resolved = served.resolved
+        return expected_implementation(
+            resolved.backend,
+            CallForm(
+                hardware=detect_hardware(str(device)),
+                dtype=form.dtype,
+                q_shape=form.q_shape,
+                k_shape=form.k_shape,
+                layout=form.layout,
+                options=resolved.options,
+                layer=self.layer,
+                step=step,
+                dense=resolved.dense,
+                mask=form.mask,
+                has_gate=form.has_gate,
+                scale=self.scale,
+                causal=self.causal,
+                return_lse=served.needs_lse,
+            ),
+        )
 
     def _served(
         self,

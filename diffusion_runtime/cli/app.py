@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import sys
@@ -67,6 +68,10 @@ def main() -> None:
     """The `diffusion-runtime` command."""
     prepare_standard_streams()
     interruptions.install()
+    if sys.argv[1:2] == ["explain"]:
+        # It makes modules and meta tensors and ends. Looking for cyclic garbage among them takes 0.35 of 2.9 s
+        # (Wan 14B, one core of an EPYC).
+        gc.disable()
     code = run(sys.argv[1:])
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)

@@ -44,6 +44,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     """
     del context
     html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
+    attention_time = not given.pop("no_attention_time")
     prompt_set, clip_path = (given.pop(name) for name in ("prompt_set", "clip_path"))
     texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
     as_json = given["as_json"]
@@ -70,9 +71,8 @@ def compare(context: typer.Context, **given: Any) -> None:
             # A preset of the file is in the requests; any other is the model's, which says so where it is not.
             preset = None if each.preset in each.file_presets else each.preset
             settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
-        result = compare_settings(
-            settings, terminal, Choices(threshold, warm_up, clip_path, page is not None), _saver(folder, file_format)
-        )
+        choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None)
+        result = compare_settings(settings, terminal, choices, _saver(folder, file_format))
         if page is not None:
             from diffusion_runtime.comparison.page import write_page
 
@@ -93,7 +93,8 @@ def show(result: Comparison) -> None:
     from diffusion_runtime.memory_size import size_text
 
     console = Console(highlight=False, file=sys.stdout)
-    quality, cost = [], []
+    quality: list[tuple[str, ...]] = []
+    cost: list[tuple[str, ...]] = []
     for row in result.rows:
         name = _indented(row)
         share = row.computed_share
@@ -110,14 +111,25 @@ def show(result: Comparison) -> None:
         times = [_figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")]
         peak = row.peak_memory.get("device", row.peak_memory.get("machine"))
         memory = "-" if peak is None else size_text(peak)
-        times += [_figure(row.seconds_per_step, 3), _figure(row.total_seconds, 2), _figure(row.density, 2)]
+        times += [_figure(row.seconds_per_step, 3), _figure(row.total_seconds, 2)]
+        times += [_figure(row.attention_seconds, 2), _figure(row.density, 2)]
         cost.append((name, *times, memory))
     console.print(Text(f"{len(result.reference.clips)} clips each, beside {result.reference.name}", style="bold"))
     over_name = f"first step\nover {result.threshold:g}"
-    columns = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
+    columns: tuple[str, ...] = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
     console.print(figures_table(columns, quality), soft_wrap=True)
     console.print()
-    columns = ("seconds of one clip", "text", "denoise", "decode", "per step", "total", "density", "memory")
+    columns = (
+        "seconds of one clip",
+        "text",
+        "denoise",
+        "decode",
+        "per step",
+        "total",
+        "attention",
+        "density",
+        "memory",
+    )
     console.print(figures_table(columns, cost), soft_wrap=True)
     console.print()
     for names, rows in _prompt_tables(result):
@@ -257,6 +269,19 @@ def _signature() -> inspect.Signature:
                     "--warm-up/--no-warm-up",
                     help="Make the first clip twice and time the second. Default: where there is one clip; of several, "
                     "the first is not timed.",
+                    rich_help_panel=_COMPARE,
+                    show_default=False,
+                ),
+            ],
+        ),
+        parameter(
+            "no_attention_time",
+            False,
+            Annotated[
+                bool,
+                typer.Option(
+                    "--no-attention-time",
+                    help="Leave out the further clip of each setting that times attention.",
                     rich_help_panel=_COMPARE,
                     show_default=False,
                 ),

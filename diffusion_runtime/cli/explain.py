@@ -54,6 +54,8 @@ def explain(context: typer.Context, **given: Any) -> None:
         put_on_stdout(json_text(explanation.to_dict()))
         return
     show(explanation, terminal)
+    for remark in explanation.remarks:
+        terminal.warn(remark)
     if others:
         terminal.say(f"This is the first of {others + 1} requests.")
 
@@ -84,6 +86,7 @@ def _resolved(prepared: Prepared, settings: Settings) -> GenerationRequest:
 def show(explanation: Explanation, terminal: Terminal) -> None:
     """Tables of at most 100 columns."""
     from diffusion_runtime.cli.dry_run import attention_plan
+    from diffusion_runtime.explanation.explanation import implementation_rows
     from diffusion_runtime.explanation.text_map import schedule_map
 
     description, request = explanation.description, explanation.request
@@ -98,6 +101,11 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(attention_plan(description))
+    named = [
+        (row.role, row.layers, row.steps, row.backend, row.implementation or "found at the call")
+        for row in implementation_rows(explanation.schedule)
+    ]
+    terminal.show(plain_table(("role", "layers", "steps", "backend", "computed by"), named, "What would compute it"))
     for library in description.libraries:
         terminal.say(str(library))
     drawn = schedule_map(explanation.schedule)

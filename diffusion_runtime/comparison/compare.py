@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.comparison.attention_figures import (
+    ExpectedDensity,
+    attention_seconds,
+    counted_density,
+    expected_density,
+)
 from diffusion_runtime.comparison.clip_pictures import encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import LatentComparison, LatentWatcher
@@ -18,8 +24,7 @@ from diffusion_runtime.comparison.prompt_attributes import known_attributes
 from diffusion_runtime.comparison.result import STAGES, Clip, Comparison, Kind, Row, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_error, open_settings
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import DiffusionRuntimeError, UsageError, shown
-from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.errors import DiffusionRuntimeError, shown
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia
@@ -40,11 +45,13 @@ SaveClip = Callable[[str, GenerationRequest, GeneratedMedia], "str | None"]
 class Choices:
     """threshold: of the latents' relative L2 distance, whose first step over it is named. warm_up: None makes a clip
     twice where there is one alone, so that no time counts what happens at the first one only; where there are several,
-    the first one's time does not count. clip_path: of a CLIP model, for its score.
+    the first one's time does not count. attention_time: whether a further clip of each setting times its attention.
+    clip_path: of a CLIP model, for its score.
     pictures: whether encoded clips are kept, for the page."""
 
     threshold: float = 0.1
     warm_up: bool | None = None
+    attention_time: bool = True
     clip_path: str | None = None
     pictures: bool = False
 
@@ -135,7 +142,7 @@ class _Run:
             version=_version_of(reference),
             unavailable=self.metrics.unavailable,
             latents_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-            remarks=tuple(self._remarks(rows[reference.name])),
+            remarks=tuple(self._remarks(ordered)),
         )
 
     def _row(self, opened: OpenedSetting) -> Row:
@@ -193,7 +200,7 @@ class _Run:
 
     def _made(self, row: Row, requests: Sequence[GenerationRequest], prepared: Prepared) -> Row:
         """The row with its clips."""
-        density = _density(prepared, requests[0])
+        expected = expected_density(prepared, requests[0])
         pipeline, load_seconds = self._load(row, prepared, requests)
         forget_device_peak(pipeline.device)
         warm_up = self.choices.warm_up
@@ -209,6 +216,7 @@ class _Run:
             peak = {place: max(peak.get(place, 0), size) for place, size in media.peak_memory.items()}
             clips.append(self._clip(row, index, request, media, watcher))
         is_cold = warm_up is None and len(requests) > 1
+        seconds, counted = self._attention(row, requests[0], pipeline, expected)
         made = dataclasses.replace(
             row,
             num_steps=requests[0].num_inference_steps,
@@ -216,11 +224,28 @@ class _Run:
             clips=tuple(clips),
             num_untimed=1 if is_cold else 0,
             load_seconds=load_seconds,
-            density=density,
+            density=expected.share if counted is None else counted,
+            is_counted=counted is not None,
+            attention_seconds=seconds,
             peak_memory=peak,
         )
         self.made.append((requests, made))
         return made
+
+    def _attention(
+        self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
+    ) -> tuple[float | None, float | None]:
+        """Of further clips, which nobody times: the seconds of attention, and the density where the content decides."""
+        if not isinstance(pipeline, Pipeline):
+            return None, None
+        seconds = counted = None
+        if self.choices.attention_time:
+            with self.reporter.progress(f"{row.name}: attention time") as view:
+                seconds = attention_seconds(pipeline, request, view.update)
+        if expected.is_up_to_content:
+            with self.reporter.progress(f"{row.name}: density") as view:
+                counted = counted_density(pipeline, request, view.update, expected)
+        return seconds, counted
 
     def _clip(
         self,
@@ -295,7 +320,8 @@ class _Run:
             self.loaded = None
             pipeline.close()
 
-    def _remarks(self, reference: Row) -> Iterator[str]:
+    def _remarks(self, rows: Sequence[Row]) -> Iterator[str]:
+        reference = rows[0]
         if self.latents.dtype is None:
             yield "latents: the model makes chunks or does not show them; clips are compared by their frames"
         unknown = [clip.prompt for clip in reference.clips if clip.verdict is None]
@@ -306,6 +332,13 @@ class _Run:
             yield "time: median over the clips of a setting, without the first, which warms up"
         elif self.choices.warm_up is False:
             yield "time: without a warm-up; kernels that are compiled at their first use count"
+        if reference.attention_seconds is not None:
+            yield "attention: seconds of the attention layers in a further clip, which no other figure counts"
+        elif self.choices.attention_time:
+            yield "attention: diffusers' own pipeline runs the model, whose attention has no time of its own"
+        counted = [row.name for row in rows if row.is_counted]
+        if counted:
+            yield f"density: counted in a further clip, because the content decides it: {', '.join(counted)}"
         if _device_of(self.settings[0]) == "cpu":
             yield "memory: on a CPU the most that the process had so far; settings before a row count"
 
@@ -337,17 +370,6 @@ def _device_of(opened: OpenedSetting) -> str:
 def _version_of(opened: OpenedSetting) -> str:
     assert opened.prepared is not None
     return str(opened.prepared.description.to_dict()["version"])
-
-
-def _density(prepared: Prepared, request: GenerationRequest) -> float | None:
-    """The share of attention's operations that is computed; None where the content decides, or nobody knows."""
-    try:
-        explanation = explain(prepared, request)
-    except UsageError:
-        return None
-    parts = [part for part in explanation.parts if part.name.startswith("attention")]
-    total = sum(part.operations for part in parts)
-    return None if explanation.is_bound or not total else sum(part.kept for part in parts) / total
 
 
 def _computed_share(media: GeneratedMedia) -> float:

@@ -61,8 +61,10 @@ class Clip:
 @dataclass(frozen=True)
 class Row:
     """One setting. beside: of `fewer_steps` the setting that takes as long, of `same` the one it equals. reason: why
-    there are no figures. density: the share of attention's operations that is computed; None where the content decides,
-    or nobody knows. num_untimed: how many of the first clips do not count for the time, as they warm up."""
+    there are no figures. density: the share of attention's operations that is computed; None where nobody
+    knows. is_counted: whether it was counted in a further clip, because the content decides.
+    attention_seconds: of the transformer's attention layers, in a further clip; None where nobody timed them.
+    num_untimed: how many of the first clips do not count for the time, as they warm up."""
 
     name: str
     kind: Kind
@@ -77,6 +79,8 @@ class Row:
     num_untimed: int = 0
     load_seconds: float | None = None
     density: float | None = None
+    is_counted: bool = False
+    attention_seconds: float | None = None
     peak_memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -209,7 +213,9 @@ class Comparison:
             "speedup": self.speedup(row),
             "num_untimed_clips": row.num_untimed,
             "load_seconds": row.load_seconds,
+            "attention_seconds": row.attention_seconds,
             "attention_density": row.density,
+            "attention_density_is_counted": row.is_counted,
             "peak_memory": dict(row.peak_memory),
             "runtime": None if row.runtime is None else _plain(row.runtime),
             "request": None if row.request is None else row.request.to_dict(),

@@ -11,6 +11,7 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.description import PipelineDescription
@@ -45,7 +46,9 @@ class LayerSchedule:
     backends: by step, `video_sparse_attn`, or `video_sparse_attn: dense torch_sdpa` where a rule of its options makes
     the call dense, NOT_RUN in a step in which the layer does not run. density: by step, the share of pairs that is
     computed; None where the content decides. commit: what computes the keys of finished frames, in a video that is made
-    chunk by chunk, or of a prefix; None elsewhere. Rules by chunk are shown as of the first one.
+    chunk by chunk, or of a prefix; None elsewhere. Rules by chunk are shown as of the first one. implementations: by
+    step, what computes the call, as the report of a generation names it; None where that is found at the call, or the
+    layer does not run.
     """
 
     role: str
@@ -53,10 +56,12 @@ class LayerSchedule:
     backends: tuple[str, ...]
     density: tuple[float | None, ...]
     commit: str | None = None
+    implementations: tuple[str | None, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Without `commit` where there is none."""
-        plain = {**asdict(self), "backends": list(self.backends), "density": list(self.density)}
+        lists = {name: list(getattr(self, name)) for name in ("backends", "density", "implementations")}
+        plain = {**asdict(self), **lists}
         return {name: value for name, value in plain.items() if name != "commit" or value is not None}
 
 
@@ -96,6 +101,12 @@ class Explanation:
     parts: tuple[PartCost, ...]
     is_bound: bool
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the report of the generation will say of values that it does not use, and of attention that would be
+        dense throughout."""
+        return self.description.rules.unused(self.request)
+
     def to_dict(self) -> dict[str, Any]:
         memory = self.description.memory
         return {
@@ -107,10 +118,12 @@ class Explanation:
             "num_text_tokens": self.num_text_tokens,
             "num_steps": self.num_steps,
             "num_forwards": self.num_forwards,
+            "implementations": [row.to_dict() for row in implementation_rows(self.schedule)],
             "schedule": [row.to_dict() for row in self.schedule],
             "parts": [asdict(part) for part in self.parts],
             "kept_is_upper_bound": self.is_bound,
             "memory": None if memory is None else memory.to_dict(),
+            "remarks": list(self.remarks),
         }
 
 
@@ -189,7 +202,10 @@ def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: Plann
         attention.append(dataclasses.replace(each, operations=share * each.operations))
         backends = (name if ran else NOT_RUN for name, ran in zip(row.backends, runs, strict=True))
         density = (found if ran else 0.0 for found, ran in zip(row.density, runs, strict=True))
-        schedule.append(dataclasses.replace(row, backends=tuple(backends), density=tuple(density)))
+        known = (name if ran else None for name, ran in zip(row.implementations, runs, strict=True))
+        schedule.append(
+            dataclasses.replace(row, backends=tuple(backends), density=tuple(density), implementations=tuple(known))
+        )
     products = share * stage.cost.products + (1 - share) * without.products
     return _Stage(ForwardCost(products, tuple(attention)), stage.steps, tuple(schedule))
 
@@ -239,7 +255,8 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
     """One layer's schedules of consecutive steps."""
     backends = tuple(each for row in rows for each in row.backends)
     density = tuple(each for row in rows for each in row.density)
-    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[0].commit)
+    implementations = tuple(each for row in rows for each in row.implementations)
+    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[0].commit, implementations)
 
 
 def _schedules_of(
@@ -253,7 +270,7 @@ def _schedules_of(
 
 
 def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
-    backends, density = [], []
+    backends, density, implementations = [], [], []
     for index in steps:
         step = StepInfo(index=index, num_steps=num_steps)
         resolved = cost.layer.resolved_at(step, cost.layout)
@@ -262,11 +279,12 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
         dense = f": dense {resolved.dense.backend.name}" if is_dense and resolved.dense is not None else ""
         backends.append(resolved.decision.backend + dense)
         density.append(share)
+        implementations.append(cost.layer.expected_implementation(step, cost.call))
     commit = None
     if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
         commit = commits.layer.resolved_at(last, commits.layout).decision.backend
-    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit)
+    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit, tuple(implementations))
 
 
 def _parts(
@@ -316,6 +334,37 @@ def _kept_share(cost: AttentionCost, density: float | None) -> float:
         return 1.0
     grid = cost.layout.num_grid_tokens**2 / max(1, cost.num_pairs)
     return 1.0 - min(1.0, grid) * (1.0 - density)
+
+
+@dataclass(frozen=True)
+class ImplementationRow:
+    """Calls of one role with one implementation, as a ReportRow names them. implementation: None where that is found at
+    the call. layers, steps: inclusive ranges."""
+
+    role: str
+    layers: str
+    steps: str
+    backend: str
+    implementation: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def implementation_rows(schedule: Sequence[LayerSchedule]) -> tuple[ImplementationRow, ...]:
+    """What computes the calls of the denoising steps, by role; without layers in steps in which they do not run."""
+    places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
+    for row in schedule:
+        for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):
+            if backend == NOT_RUN:
+                continue
+            layers, steps = places.setdefault((row.role, backend.partition(":")[0], name), ({}, {}))
+            layers[row.index] = None
+            steps[step] = None
+    return tuple(
+        ImplementationRow(role, index_ranges(sorted(layers)), index_ranges(sorted(steps)), backend, name)
+        for (role, backend, name), (layers, steps) in places.items()
+    )
 
 
 def layer_map(schedule: Sequence[LayerSchedule]) -> Mapping[str, Sequence[LayerSchedule]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from diffusion_runtime.attention.backends.interface import KnownCall
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.explanation.counted_operations import CountedOperations
@@ -23,15 +24,19 @@ class AttentionCost:
     """Calls of one attention layer in one forward pass of one guidance branch.
 
     index: of the layer within its role. num_pairs: pairs of a query and a key that the layout leaves visible, of one
-    sample. operations: of dense attention, 4 x pairs x heads x head_dim, of all calls together. layout: of the largest
-    call; None where a layer is told nothing of its tokens.
+    sample. operations: of dense attention, 4 x pairs x heads x head_dim, of all calls together. call: the largest.
     """
 
     layer: AttentionLayer
     num_calls: int
     num_pairs: int
     operations: float
-    layout: TokenLayout | None
+    call: KnownCall
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Of the largest call; None where a layer is told nothing of its tokens."""
+        return self.call.layout
 
     @property
     def role(self) -> str:
@@ -64,9 +69,12 @@ def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
 
 def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> ForwardCost:
     """What `run`, one forward pass on the meta device, computes. modules: whose attention layers are counted."""
-    calls: dict[AttentionLayer, list[tuple[int, float, TokenLayout | None]]] = {}
+    calls: dict[AttentionLayer, list[tuple[int, float, KnownCall]]] = {}
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, AttentionLayer)]
-    handles = [layer.register_forward_pre_hook(lambda of, given: _note(calls, of, *given)) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(lambda of, given, named: _note(calls, of, named, *given), with_kwargs=True)
+        for layer in layers
+    ]
     try:
         with CountedOperations() as counted:
             run()
@@ -76,9 +84,10 @@ def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> Fo
     return ForwardCost(float(sum(counted.counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
 
 
-def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:
+def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *given: Any) -> None:
     q, k = given[:2]
-    context = next((each for each in given if isinstance(each, AttentionContext)), None)
+    found = (*given, *named.values())
+    context = next((each for each in found if isinstance(each, AttentionContext)), None)
     layout = None if context is None else context.layout
     batch, num_queries, num_heads, head_dim = q.shape
     keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
@@ -89,7 +98,16 @@ def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:
     elif layer.causal:
         keys = (keys + batch) / 2
     pairs = int(num_queries * keys / batch)
-    calls.setdefault(layer, []).append((pairs, 4.0 * num_queries * keys * num_heads * head_dim, layout))
+    mask = named.get("mask")
+    call = KnownCall(
+        q.dtype,
+        tuple(q.shape),
+        tuple(k.shape),
+        layout,
+        None if mask is None else (tuple(mask.shape), mask.dtype),
+        named.get("gate") is not None,
+    )
+    calls.setdefault(layer, []).append((pairs, 4.0 * num_queries * keys * num_heads * head_dim, call))
 
 
 def _num_keys(layout: TokenLayout | None, sample: int, num_keys: int) -> int:
@@ -98,7 +116,7 @@ def _num_keys(layout: TokenLayout | None, sample: int, num_keys: int) -> int:
     return sum(stop - start for start, stop in layout.key_ranges(sample))
 
 
-def _costs(calls: dict[AttentionLayer, list[tuple[int, float, TokenLayout | None]]]) -> Iterable[AttentionCost]:
+def _costs(calls: dict[AttentionLayer, list[tuple[int, float, KnownCall]]]) -> Iterable[AttentionCost]:
     for layer, found in calls.items():
         largest = max(found, key=lambda call: call[0])
         yield AttentionCost(layer, len(found), largest[0], sum(call[1] for call in found), largest[2])

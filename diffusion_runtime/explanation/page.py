@@ -10,7 +10,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.errors import OutputError
-from diffusion_runtime.explanation.explanation import Explanation, LayerSchedule, layer_map
+from diffusion_runtime.explanation.explanation import (
+    Explanation,
+    LayerSchedule,
+    implementation_rows,
+    layer_map,
+)
 from diffusion_runtime.explanation.text_map import describe
 
 _CELL = 12
@@ -60,6 +65,8 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             }
             for row in description.attention
         ],
+        "implementations": [row.to_dict() for row in implementation_rows(explanation.schedule)],
+        "remarks": explanation.remarks,
         "maps": [_map(role, rows) for role, rows in layer_map(explanation.schedule).items()],
         "num_steps": explanation.num_steps,
         "legend": [

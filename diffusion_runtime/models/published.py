@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PUBLISHED_FILE = Path(__file__).with_name("published.yaml")
 # Components that prompts go through.
@@ -65,7 +65,7 @@ class PublishedModel:
 @functools.cache
 def published_models() -> tuple[PublishedModel, ...]:
     """Every published model that a family here loads, the embedded ones first."""
-    return tuple(_model(name, entry) for name, entry in read_yaml_file(PUBLISHED_FILE).items())
+    return tuple(_model(name, entry) for name, entry in read_packaged_yaml(PUBLISHED_FILE).items())
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 FOLDERS_FILE = Path(__file__).with_name("published_folders.yaml")
 ENCODERS_FILE = Path(__file__).with_name("published_encoders.yaml")
@@ -21,8 +21,8 @@ FolderFiles: TypeAlias = Mapping[str, Mapping[str, Any]]
 @functools.cache
 def published_folders() -> Mapping[str, FolderFiles]:
     """By the last part of a hub id, such as `FLUX.1-dev`: every json file of its folder."""
-    encoders: Mapping[str, Mapping[str, Any]] = read_yaml_file(ENCODERS_FILE)
-    folders: Mapping[str, FolderFiles] = read_yaml_file(FOLDERS_FILE)
+    encoders: Mapping[str, Mapping[str, Any]] = read_packaged_yaml(ENCODERS_FILE)
+    folders: Mapping[str, FolderFiles] = read_packaged_yaml(FOLDERS_FILE)
     return {
         name: {file: {**encoders.get(str(values.get("model_type")), {}), **values} for file, values in files.items()}
         for name, files in folders.items()

@@ -18,7 +18,7 @@ from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.stored_tensors import StoredRows
 from diffusion_runtime.models.weight_files import listed
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 # Of a transformer whose first and last block stay: with fewer, little would be left.
 _MIN_BLOCKS = 4
@@ -155,5 +155,5 @@ def _kept(entry: Mapping[str, Any]) -> KeptLayers:
 
 @functools.cache
 def _rules() -> Mapping[str, Any]:
-    rules: Mapping[str, Any] = read_yaml_file(RULES_FILE)
+    rules: Mapping[str, Any] = read_packaged_yaml(RULES_FILE)
     return rules

@@ -14,7 +14,7 @@ from typing import Any
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.request import EXPLICIT_LEVELS, GenerationRequest
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
 # In recognised_by, beside names of json files.
@@ -134,7 +134,7 @@ def sampling_presets() -> tuple[SamplingPreset, ...]:
             model=entry.get("model"),
             needs_lora=entry.get("needs_lora"),
         )
-        for family, entries in read_yaml_file(PRESETS_FILE).items()
+        for family, entries in read_packaged_yaml(PRESETS_FILE).items()
         for name, entry in entries.items()
     )
 

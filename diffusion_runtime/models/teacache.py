@@ -10,7 +10,7 @@ from typing import Any
 
 from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.step_cache import TeaCachePolynomial, TeaCachePolynomials
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 TEACACHE_FILE = Path(__file__).with_name("teacache.yaml")
 
@@ -49,7 +49,7 @@ def published_polynomials() -> tuple[PublishedPolynomials, ...]:
             ),
             entry["recognised_by"],
         )
-        for name, entry in read_yaml_file(TEACACHE_FILE).items()
+        for name, entry in read_packaged_yaml(TEACACHE_FILE).items()
     )
 
 

@@ -22,7 +22,7 @@ from diffusion_runtime.layers.weight_share import ShareKind, WeightShare
 from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.tensor_part import TensorPart
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 RULES_FILE = Path(__file__).with_name("tensor_parallel.yaml")
 _ALL = "all"
@@ -146,6 +146,6 @@ def _within(ranges: Sequence[slice], first: int, stop: int) -> tuple[slice, ...]
 
 @functools.cache
 def _rules() -> Mapping[str, Any]:
-    rules: Mapping[str, Any] = read_yaml_file(RULES_FILE)
+    rules: Mapping[str, Any] = read_packaged_yaml(RULES_FILE)
     families: Mapping[str, Any] = rules["families"]
     return families

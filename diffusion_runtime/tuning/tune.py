@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.config import AttentionSpec
+from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.clip_score import ClipScore
@@ -87,7 +88,9 @@ class _Run:
         }
 
     def _versions(self) -> dict[str, str]:
-        return {"diffusion_runtime": str(self.pipeline.recipe["version"]), "torch": str(torch.__version__)}
+        """Of this package, of torch and of the kernel packages that are installed."""
+        own = {"diffusion_runtime": str(self.pipeline.recipe["version"]), "torch": str(torch.__version__)}
+        return {**own, **detect_hardware(str(self.pipeline.device)).packages}
 
     def tuned(self) -> TuneResult:
         sensitivities = self._sensitivities()

@@ -91,17 +91,24 @@ def read_yaml_file(path: str | Path, key: str = "") -> Any:
         raise ConfigError(f"{named(key, path)} is not valid YAML: {error}") from error
 
 
+def read_packaged_yaml(path: Path) -> Any:
+    """The value of a YAML file of this package, by libyaml where PyYAML has it: the files on published models take
+    0.03 s in place of 0.2 (one core of an EPYC). Strangers' files go through Python's parser alone."""
+    return _Builder(getattr(yaml, "CSafeLoader", yaml.SafeLoader)).build(path.read_text(encoding="utf-8"))
+
+
 class _Builder:
     """Builds values from the parser's events, which come one by one whatever the depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: Any = yaml.SafeLoader) -> None:
+        self._loader = loader
         self._open: list[_Open] = []
         self._anchors: dict[str, _Anchored] = {}
         self._num_values = 0
         self._documents: list[Any] = []
 
     def build(self, text: str) -> Any:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for event in yaml.parse(text, Loader=self._loader):
             try:
                 self._take(event)
             except DocumentError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
@@ -16,7 +17,9 @@ from tables import table
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.attention_density import LayerDensity
 from diffusion_runtime.comparison import frame_metrics
+from diffusion_runtime.comparison.attention_figures import weighted_density
 from diffusion_runtime.comparison.compare import Choices, compare
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics, psnr_db
 from diffusion_runtime.comparison.latent_distance import LatentComparison
@@ -55,6 +58,8 @@ def test_figures_are_those_of_the_clips(command: Command, tmp_path: Path) -> Non
     # Beside each setting that was measured stands the reference with fewer steps.
     assert [row["beside"] for row in values["rows"] if row["kind"] == "fewer_steps"] == ["sparse", "two"]
     assert sparse["attention_density"] < dense["attention_density"] == 1.0
+    assert not sparse["attention_density_is_counted"]
+    assert [row["attention_seconds"] is not None for row in (dense, sparse, two, rows["again"])] == [*[True] * 3, False]
 
     def saved(row: dict[str, Any]) -> list[numpy.ndarray]:
         return [numpy.load(clip["path"]) for clip in row["clips"]]
@@ -96,6 +101,46 @@ def test_a_model_that_makes_chunks_is_compared_by_its_frames(command: Command, t
     assert two["clips"][0]["final_latent_l2"] is None
     assert two["psnr_db"] is not None
     assert "clips are compared by their frames" in str(made.json["remarks"])
+
+
+def test_attention_is_timed_call_by_call_and_density_is_counted_where_the_content_decides(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = "--attention-backend svg2 --attention-config.default.extra.svg2_first_layers_fp 0"
+    size = ("--device", "cpu", "--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1")
+    flags = (*size, "--no-warm-up", "--no-attention-time", "--json")
+    made = command("compare", PROMPTS[0], *flags, "--setting", "dense:", "--setting", f"svg2: {sparse}")
+    assert made.code == 0, made.err
+    dense, svg2 = made.json["rows"][:2]
+    assert (dense["attention_density"], dense["attention_density_is_counted"]) == (1.0, False)
+    assert svg2["attention_density_is_counted"]
+    assert dense["attention_seconds"] is None
+    assert 0 < svg2["attention_density"] < 1
+    assert any(remark.startswith("density: counted") and "svg2" in remark for remark in made.json["remarks"])
+
+    pipeline = load_pipeline("shapes", device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    request = GenerationRequest(PROMPTS[0], **{**REQUEST, "num_frames": 1, "num_inference_steps": 1})
+    hooks = [len(module._forward_hooks) for module in pipeline.transformer.modules()]
+    ticks = itertools.count()
+    with pipeline.timed_attention() as clock:
+        monkeypatch.setattr("diffusion_runtime.attention_clock.time.perf_counter", lambda: float(next(ticks)))
+        media = pipeline(request)
+        monkeypatch.undo()
+    # One tick from the begin of a call to its end.
+    assert clock.seconds() == clock.num_calls == media.attention_report.num_calls > 0
+    assert [len(module._forward_hooks) for module in pipeline.transformer.modules()] == hooks
+
+
+def test_the_weighted_density_of_roles() -> None:
+    layers = [
+        LayerDensity("self", 0, (0.2, None)),
+        LayerDensity("self", 1, (0.4, 0.6)),
+        LayerDensity("cross", 0, (1.0,)),
+    ]
+    assert weighted_density(layers, {"self": 3.0, "cross": 1.0}) == pytest.approx((3 * 0.4 + 1) / 4)
+    assert weighted_density(layers, {"self": 3.0, "text": 1.0}) is None
+    assert weighted_density(layers, {}) is None
 
 
 def latents_of(attention: object) -> list[torch.Tensor]:

@@ -111,3 +111,19 @@ def test_as_a_process(arguments: tuple[str, ...], code: int, said: str, folder: 
     assert "loading the" not in result.err
     assert "Traceback" not in result.err
     assert list(here.iterdir()) == []
+
+
+def test_a_choice_that_leaves_out_nothing_is_said_by_every_command(command: Command, tmp_path: Path) -> None:
+    size = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1", "--device", "cpu")
+    flags = (*size, "--attention-backend", "vmoba_attn", "--attention-config.default.extra.first_full_step", "1")
+    expected = "vmoba_attn computes every pair in all of its layers at all 1 steps"
+    answers = [
+        command("generate", "a star", *flags, "--dry-run"),
+        command("explain", *flags, "--html", str(tmp_path / "page.html")),
+        command("generate", "a star", *flags, "-o", str(tmp_path / "star.mp4")),
+    ]
+    for answer in answers:
+        assert answer.code == 0, answer.err
+        assert expected in answer.said
+    assert expected in (tmp_path / "page.html").read_text()
+    assert expected in (tmp_path / "star.json").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import numpy
@@ -12,6 +14,7 @@ from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.comparison.clip_pictures import encode_picture
 from diffusion_runtime.comparison.page import render, write_page
+from diffusion_runtime.comparison.plots import COLOURS
 from diffusion_runtime.comparison.result import Clip, Comparison, Row
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.media import GeneratedMedia
@@ -119,9 +122,11 @@ def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
           return .2126 * r + .7152 * g + .0722 * b };
         const behind = e => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
           if (c.length < 4 || c[3] > 0) return c } return [255, 255, 255] };
-        const texts = document.querySelectorAll('p, td, th, h1, h2, h3, li, figcaption, .mark, button, output, small');
+        const texts = document.querySelectorAll(
+          'p, td, th, h1, h2, h3, li, figcaption, .mark, button, output, small, svg text');
+        const inkOf = e => getComputedStyle(e)[e instanceof SVGElement ? 'fill' : 'color'];
         return [...texts].map(e => {
-          const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+          const [a, b] = [light(rgb(inkOf(e))), light(behind(e))].sort((x, y) => y - x);
           return (a + .05) / (b + .05) }) })()"""
     )
     assert len(ratios) > 30
@@ -134,6 +139,36 @@ def test_nothing_comes_from_outside(page: Page) -> None:
     assert page.urls
     assert all(url.startswith(("data:", "file:")) for url in page.urls)
     assert page.read("document.querySelectorAll('svg').length") == 2
+
+
+# Of a page without clips, and of each row and clip beside its picture: style, script, plots, table.
+PAGE_BYTES, ROW_BYTES, CLIP_BYTES = 24_000, 1_500, 400
+
+
+def test_a_page_is_little_more_than_its_clips() -> None:
+    """A clip of H.264 takes some 0.1 MB at the draft size, so four settings and four prompts stay far below 8 MB."""
+    result = comparison()
+    clips = [each for row in result.rows for each in row.clips]
+    pictures = sum(4 * math.ceil(len(each.picture or b"") / 3) for each in clips)
+    most = PAGE_BYTES + ROW_BYTES * len(result.rows) + CLIP_BYTES * len(clips) + pictures
+    assert pictures < len(render(result).encode()) <= most
+
+
+def test_every_ink_of_the_plots_can_be_read() -> None:
+    """WCAG AA against white, without a browser: the colours of letters in a plot, and those that the page names."""
+    page = render(comparison())
+    named = set(re.findall(r"fill: (#[0-9a-f]{6})", page)) | set(
+        re.findall(r"--(?:text|soft): (#[0-9a-f]{3,6});", page)
+    )
+    inks = {*COLOURS, *(ink if len(ink) == 7 else "#" + "".join(2 * digit for digit in ink[1:]) for ink in named)}
+    assert len(inks) >= len(COLOURS) + 2
+
+    def light(ink: str) -> float:
+        shares = [int(ink[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    assert min(1.05 / (light(ink) + 0.05) for ink in inks) >= 4.5
 
 
 def test_texts_of_strangers_are_text(tmp_path: Path) -> None:

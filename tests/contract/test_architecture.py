@@ -28,6 +28,7 @@ ROWS = [
     {
         "request_rules",
         "forward_ranges",
+        "attention_clock",
         "input_files",
         "one_generation",
         "latent_denoiser",
@@ -58,7 +59,7 @@ ATTENTION_ROWS = [
     {"self_test"},
     {"self_test_cases", "catalogue", "measured"},
     {"functional", "autotune", "machine_cache"},
-    {"token_order"},
+    {"token_order", "never_sparse"},
     {"layers", "sparse"},
     {"cached_calls"},
     {"policy"},

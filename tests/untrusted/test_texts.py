@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from tables import table
 
+import diffusion_runtime
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import MAX_DEPTH, DocumentError, check_depth
 from diffusion_runtime.untrusted.json_text import parse_json
-from diffusion_runtime.untrusted.yaml_text import parse_yaml
+from diffusion_runtime.untrusted.yaml_text import parse_yaml, read_packaged_yaml, read_yaml_file
 
 JSON_REFUSED = {
     "not JSON": ("{not json", "line 1, column 2"),
@@ -175,3 +176,10 @@ def test_sizes_that_no_component_has_are_refused() -> None:
         },
         Path("config.json"),
     )
+
+
+def test_both_parsers_read_the_files_of_the_package_alike() -> None:
+    files = sorted((Path(diffusion_runtime.__file__).parent / "models").glob("*.yaml"))
+    assert len(files) >= 7
+    for file in files:
+        assert read_packaged_yaml(file) == read_yaml_file(file), file.name

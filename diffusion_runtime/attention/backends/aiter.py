@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
 
@@ -39,6 +39,9 @@ class AiterBackend(FlashAttention):
         head_sizes=HeadSizes(minimum=8, maximum=256, multiple=8),
         features=FLASH_FEATURES,
     )
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        return "aiter"
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool

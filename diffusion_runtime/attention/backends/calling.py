@@ -19,7 +19,7 @@ import logging
 import torch
 
 from diffusion_runtime.attention.backends.capability import KeyCounts
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, CallForm
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.errors import ConfigError
@@ -44,6 +44,13 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
         return _run(backend, call)
     with device_guard(call.q.device):
         return _run(backend, call)
+
+
+def expected_implementation(backend: Backend, form: CallForm) -> str | None:
+    """What the result of `run_backend` will say of such a call; None where that is found at the call."""
+    if form.k_shape[1] == 0:
+        return "no keys"
+    return backend.expected_implementation(form)
 
 
 def no_visible_keys(q: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    CallForm,
+)
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -69,6 +75,9 @@ class CudnnBackend(Backend):
 
     def versions(self, hardware: Hardware) -> str:
         return f"cuDNN {self.probe(hardware).version}"
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        return "one key" if form.k_shape[1] == 1 else "cudnn"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)

@@ -13,7 +13,7 @@ from diffusion_runtime.attention.backends.fa2 import FlashAttention2
 from diffusion_runtime.attention.backends.fa3 import FlashAttention3
 from diffusion_runtime.attention.backends.fa4 import FlashAttention4
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -140,6 +140,19 @@ class AnyFlashAttention(ImportingBackend):
             return Availability(f"{generation.name} {generation.probe(requirements.hardware).version}")
         reasons, fixes = [found.reason for _, found in broken], [found.fix for _, found in broken]
         return Availability(None, "; ".join(reasons), fixes[0])
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        requirements = AttentionRequirements(
+            form.layer.role,
+            "self",
+            form.q_shape[3],
+            str(form.dtype).removeprefix("torch."),
+            form.hardware,
+            num_heads=form.q_shape[2],
+            num_kv_heads=form.k_shape[2],
+        )
+        generation = serving_generation(requirements)[0]
+        return None if generation is None else generation.expected_implementation(form)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return _generation_for(call.q.device, call.q.shape[3], call.q.dtype).run(call)

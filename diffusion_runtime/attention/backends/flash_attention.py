@@ -10,7 +10,7 @@ from abc import abstractmethod
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
@@ -37,6 +37,9 @@ def codes_refusal(form: PageFormat) -> str | None:
 
 class FlashAttention(PackageBackend):
     """One generation. Subclasses call their package; shapes as in key_ranges.Attend and packed_keys.AttendPacked."""
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        return self.distribution
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_lengths(call, self.attend, self.attend_packed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths, unpack_rows
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -176,6 +176,9 @@ class FlashInferBackend(PackageBackend, StoredKeysReader):
         assert isinstance(wrappers, CacheWrappers)
         wrappers.prepare(plan)
         return wrappers
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        return "flashinfer"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_lengths(call, _attend, _attend_packed)

@@ -18,7 +18,13 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    CallForm,
+)
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import blank_hidden_rows, mask_feature
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -79,6 +85,9 @@ class FlexBackend(Backend):
 
     def timed_by_default(self, hardware: Hardware) -> bool:
         return hardware.platform != "cpu"
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        return "flex"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         if call.block_mask is not None:

@@ -12,14 +12,14 @@ from typing import ClassVar, Literal
 import torch
 
 from diffusion_runtime.attention.backends.capability import AttentionRequirements, Capability, HeadSizes
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.kernels.int8_attention.api import int8_attention
-from diffusion_runtime.kernels.int8_attention.triton import HEAD_SIZES, MINIMUM_CAPABILITY
+from diffusion_runtime.kernels.int8_attention.triton import HEAD_SIZES, MINIMUM_CAPABILITY, refusal_of
 
 _INSTALL_TRITON = "pip install 'diffusion-runtime[sparse]'"
 
@@ -67,6 +67,10 @@ class Int8Backend(ImportingBackend):
 
     def timed_by_default(self, hardware: Hardware) -> bool:
         return hardware.platform == "cuda"
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        reason = refusal_of(form.hardware, form.q_shape[3], form.dtype, form.options.values)
+        return f"int8 {'triton' if reason is None else 'reference'}, {form.options.values} values"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)

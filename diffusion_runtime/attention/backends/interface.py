@@ -141,6 +141,40 @@ class AttentionCall(NamedTuple):
         return self.inputs.q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
+class KnownCall(NamedTuple):
+    """What a forward pass on the meta device shows of a layer's call. Shapes, mask: as in CallForm."""
+
+    dtype: torch.dtype
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    layout: TokenLayout | None
+    mask: tuple[tuple[int, ...], torch.dtype] | None = None
+    has_gate: bool = False
+
+
+class CallForm(NamedTuple):
+    """What is known of a call before there is one, as far as it decides which kernel serves it.
+
+    q_shape: [batch, seq_q, heads, head_dim]; k_shape: [batch, seq_k, kv_heads, head_dim]; mask: its shape and dtype,
+    None without one; the others as in AttentionCall. Where samples differ in their lengths is not known.
+    """
+
+    hardware: Hardware
+    dtype: torch.dtype
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    layout: TokenLayout | None
+    options: Any
+    layer: LayerInfo
+    step: StepInfo
+    dense: DenseAttention | None = None
+    mask: tuple[tuple[int, ...], torch.dtype] | None = None
+    has_gate: bool = False
+    scale: float | None = None
+    causal: bool = False
+    return_lse: bool = False
+
+
 class AttentionResult(NamedTuple):
     """out: [batch, seq_q, heads, head_dim] in q's dtype; lse: natural log, float32, [batch, heads, seq_q], or None.
 
@@ -275,6 +309,11 @@ class Backend(ABC):
         """The share of a layer's pairs of grid queries and grid keys that a call computes, before anything is computed;
         None where it depends on the numbers."""
         return 1.0
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        """What AttentionResult.implementation will say of such a call, before anything is computed; None where that is
+        found at the call. Of a call whose samples differ in their lengths a result may say that beside it."""
+        return None
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    CallForm,
+)
 from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, gathered_pages
@@ -50,6 +56,9 @@ class ReferenceBackend(Backend, StoredKeysReader):
 
     def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
         return False
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        return "eager float64" if form.dtype == torch.float64 else "eager float32"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         mask = call.mask if call.block_mask is None else block_mask_as_boolean(call.block_mask)

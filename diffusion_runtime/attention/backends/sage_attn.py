@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, KeyCounts, NarrowedCapability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -124,6 +124,14 @@ class SageBackend(PackageBackend):
         version_1 = _is_version_1(hardware.packages.get(self.distribution, "1"))
         has_fp8 = hardware.capability is not None and hardware.capability >= (8, 9)
         return _FP8_BOUND if has_fp8 and not version_1 else _INT8_BOUND
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        counts = self.capability.on_hardware(form.hardware).key_counts
+        if form.k_shape[1] not in counts or (form.layout is not None and form.layout.has_padding):
+            # Such calls, or some of them, run elsewhere.
+            return None
+        version = form.hardware.packages.get(self.distribution, "")
+        return f"sageattention {1 if _is_version_1(version) else 2}"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)

@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import run_elsewhere
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -61,6 +61,9 @@ class Sage3Backend(PackageBackend):
             chips = ", ".join(f"sm_{major}{minor}" for major, minor in _CHIPS)
             return Availability(None, f"sageattn3 has kernels for {chips}, this is {hardware.describe()}")
         return found
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        return "sageattention 3" if form.q_shape[2] == form.k_shape[2] else None
 
     def run(self, call: AttentionCall) -> AttentionResult:
         if call.q.shape[2] != call.k.shape[2]:

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.attention.backends.capability import Capability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    CallForm,
+)
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.reference import reference_attention
@@ -46,6 +52,14 @@ class TorchSdpaBackend(Backend):
     def versions(self, hardware: Hardware) -> str:
         # One of the kernels that torch chooses from is cuDNN's.
         return "" if hardware.cudnn is None else f"cuDNN {hardware.cudnn[0]}.{hardware.cudnn[1]}"
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        if form.return_lse:
+            kernel = lse_kernel(form.hardware, form.dtype, form.q_shape[3], form.mask is not None)
+            return "math with lse" if kernel == "math" else kernel
+        if not form.hardware.is_here or (form.mask is not None and form.hardware.platform != "cpu"):
+            return None
+        return _kernel_of(form)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)
@@ -116,6 +130,22 @@ def _kernel_name(
         number = torch._fused_sdp_choice(q_bhsd, k_bhsd, v_bhsd, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
         name = _known_kernels[form] = _KERNELS.get(number, _UNTOLD)
     return name
+
+
+def _kernel_of(form: CallForm) -> str:
+    """The kernel that torch takes for such a call, asked with tensors of one row that stand for all of them."""
+    device = (
+        "cpu" if form.hardware.platform == "cpu" else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    )
+
+    def like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape[-1], dtype=dtype, device=device).expand(shape)
+
+    q, k = (like(shape, form.dtype).transpose(1, 2) for shape in (form.q_shape, form.k_shape))
+    mask = None if form.mask is None else like(*form.mask)
+    causal = form.causal and mask is None
+    scale = None if form.scale is not None and form.scale <= 0 else form.scale
+    return _kernel_name(q, k, k, mask, causal, scale, form.q_shape[2] != form.k_shape[2])
 
 
 def _attend_with_lse(

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -62,6 +62,9 @@ class XformersBackend(PackageBackend):
                 "choose fa4, which is faster; or pip uninstall flash-attn-4; or pip install flash-attn",
             )
         return found
+
+    def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
+        return "xformers"
 
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from diffusion_runtime.attention.backends.calling import run_backend
+from diffusion_runtime.attention.backends.calling import expected_implementation, run_backend
 from diffusion_runtime.attention.backends.capability import (
     AttentionRequirements,
     Capability,
@@ -18,17 +19,25 @@ from diffusion_runtime.attention.backends.capability import (
     NarrowedCapability,
     narrowed,
 )
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, DenseAttention
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    CallForm,
+    DenseAttention,
+)
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
-from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tiles_of
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware
 from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens, TokenBlocks
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, takes_packed_rows
+from diffusion_runtime.kernels.block_sparse.expected import PlanForm
+from diffusion_runtime.kernels.block_sparse.expected import expected_implementation as expected_kernel
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
@@ -128,12 +137,43 @@ class SparseBackend(ImportingBackend):
         rules = options.dense_schedule(layer.num_layers, step.num_steps)
         return tuple(rule.window.holds(layer, step) for rule in rules)
 
-    def dense_reason(self, call: AttentionCall) -> str | None:
+    def dense_reason(self, call: AttentionCall | CallForm) -> str | None:
         """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""
         options: SparseOptions = call.options
-        for rule in options.dense_rules(call.layer, call.step, call.grid_layout.num_grid_tokens):
+        layout = call.layout
+        assert layout is not None, "check_grid raises before"
+        for rule in options.dense_rules(call.layer, call.step, layout.num_grid_tokens):
             return str(rule)
-        return self.keeps_everything(options, call.grid_layout, call.layer)
+        return self.keeps_everything(options, layout, call.layer)
+
+    def plan_form(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
+        """Of the plan of a call that is sparse: in equal tiles where `tile_of` names them and they fit the grid."""
+        tile, num_tokens, num_grid = self.tile_of(options), layout.num_tokens, layout.num_grid_tokens
+        if tile == RASTER:
+            return PlanForm(num_tokens, num_grid, 1)
+        sizes = [min(extent, size) for extent, size in zip(layout.grid, tile, strict=True)]
+        are_equal = all(extent % size == 0 for extent, size in zip(layout.grid, sizes, strict=True))
+        num_tiles = math.prod(tile_counts(layout.grid, tile))
+        return PlanForm(num_tokens, num_grid, num_tiles, math.prod(sizes) if are_equal else None)
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        layout, options = form.layout, form.options
+        if layout is None or layout.num_grid_tokens == 0:
+            return None
+        reason = self.dense_reason(form)
+        if reason is not None:
+            return self.expected_dense(form, reason)
+        plan = self.plan_form(options, layout, form.layer)
+        kernel = expected_kernel(form.hardware, form.dtype, form.q_shape[3], plan, options.skip_threshold)
+        return _said_of_kernel(kernel, options.skip_threshold)
+
+    def expected_dense(self, form: CallForm, reason: str) -> str | None:
+        """`expected_implementation` of a dense call."""
+        if form.dense is None:
+            return None
+        inner = form._replace(options=form.dense.options, dense=None, has_gate=False)
+        implementation = expected_implementation(form.dense.backend, inner)
+        return None if implementation is None else _said_of_dense(form.dense, implementation, reason)
 
     def tile_of(self, options: Any) -> Extent:  # noqa: ARG002
         """The tiles that are the blocks of every plan with these options; of other methods, raster order."""
@@ -218,9 +258,7 @@ class SparseBackend(ImportingBackend):
             packed=packed,
             skip_threshold=threshold,
         )
-        implementation = f"block-sparse {result.implementation}"
-        if threshold:
-            implementation += f", weights below {threshold:g} skipped"
+        implementation = _said_of_kernel(result.implementation, threshold)
         return AttentionResult(result.out, result.lse, implementation, result.skip_counts, plan)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
@@ -239,8 +277,17 @@ class SparseBackend(ImportingBackend):
             hidden = call.state.request.compute_once(_padded_rows, call.layout, call.q.device)
             out = out.masked_fill(hidden[:, :, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(hidden[:, None], float("-inf"))
-        who = "; ".join(filter(None, [result.implementation, dense.reason]))
-        return AttentionResult(out, lse, f"dense {dense.backend.name} ({who}): {reason}")
+        return AttentionResult(out, lse, _said_of_dense(dense, result.implementation, reason))
+
+
+def _said_of_kernel(kernel: str, skip_threshold: float) -> str:
+    skipped = f", weights below {skip_threshold:g} skipped" if skip_threshold else ""
+    return f"block-sparse {kernel}{skipped}"
+
+
+def _said_of_dense(dense: DenseAttention, implementation: str, reason: str) -> str:
+    who = "; ".join(filter(None, [implementation, dense.reason]))
+    return f"dense {dense.backend.name} ({who}): {reason}"
 
 
 def _platform_dense(call: AttentionCall) -> DenseAttention:

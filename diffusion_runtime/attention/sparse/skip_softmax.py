@@ -13,6 +13,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, dense_plan
+from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -46,6 +47,9 @@ class SkipSoftmaxBackend(SparseBackend):
 
     def keeps_everything(self, options: SkipSoftmaxOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         return None if options.skip_threshold else "skip_threshold is 0"
+
+    def plan_form(self, options: SkipSoftmaxOptions, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
+        return PlanForm(layout.num_tokens, layout.num_grid_tokens, 1, layout.num_grid_tokens)
 
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         return replace(dense_plan(self.name, call), is_dense=False)

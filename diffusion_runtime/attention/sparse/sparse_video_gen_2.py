@@ -20,6 +20,7 @@ from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, 
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.tiles import sequence_order
+from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo
@@ -84,6 +85,9 @@ class SparseVideoGen2Backend(SparseBackend):
         if options.svg2_top_p_kmeans >= 1.0 or options.svg2_min_kc_ratio >= 1.0:
             return "svg2_top_p_kmeans or svg2_min_kc_ratio of 1 keeps everything"
         return None
+
+    def plan_form(self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
+        return PlanForm(layout.num_tokens, layout.num_grid_tokens, options.svg2_num_k_centroids, is_shared=False)
 
     def plan(self, call: AttentionCall) -> SparsePlan:
         check_grid(self.name, call)

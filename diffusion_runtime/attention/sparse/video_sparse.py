@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import (
@@ -37,6 +37,9 @@ from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import Extent, TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
+
+# At the end of an implementation's name.
+_GATED = ", with the gated branch"
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -117,6 +120,10 @@ class VideoSparseBackend(SparseBackend):
         num_tiles = math.prod(tile_counts(layout.grid, options.tile_size))
         return num_kept_tiles(options.sparsity, num_tiles) / num_tiles
 
+    def expected_dense(self, form: CallForm, reason: str) -> str | None:
+        expected = super().expected_dense(form, reason)
+        return expected if expected is None or not form.has_gate else expected + _GATED
+
     def averaged(self, call: AttentionCall) -> Averaged:
         return _averaged(call)
 
@@ -155,7 +162,7 @@ class VideoSparseBackend(SparseBackend):
         every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
         plan = _plan(self.name, call, every.expand(1, geometry.num_blocks, -1), is_dense=True)
         out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
-        return AttentionResult(out, result.lse, f"{result.implementation}, with the gated branch")
+        return AttentionResult(out, result.lse, f"{result.implementation}{_GATED}")
 
     def select_tiles(self, call: AttentionCall, means: TileMeans) -> tuple[SparsePlan, torch.Tensor | None]:
         """The plan, and with means of values what the coarse branch gives each tile."""

@@ -22,6 +22,7 @@ from diffusion_runtime.attention.sparse.vmoba_chunks import Chunks, ChunkShape, 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
+from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
@@ -135,6 +136,10 @@ class VMobaBackend(SparseBackend):
             return None
         kind = chunk_kind(options, layer)
         return options.top[kind] / chunk_count(layout.grid, chunk_shape(options, layout, kind))
+
+    def plan_form(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo) -> PlanForm:
+        num_chunks = chunk_count(layout.grid, chunk_shape(options, layout, chunk_kind(options, layer)))
+        return PlanForm(layout.num_tokens, layout.num_grid_tokens, num_chunks, has_row_masks=True)
 
     def check_split_heads(self, options: VMobaOptions) -> None:
         if options.moba_threshold_type in ("overall", "block"):

@@ -18,7 +18,9 @@ from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.kernels.remembered_imports import ImportCheck, forget, is_remembered, remember
 
-_TILE = 128
+TILE = 128
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128)
 # The module of the block-sparse form, and what it must have.
 _BLOCK_SPARSE = "flash_attn.cute.block_sparsity", ("BlockSparseTensorsTorch",)
 
@@ -79,17 +81,17 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
         return "needs sm_90"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in DTYPES:
         return f"takes bfloat16 and float16, not {q.dtype}"
-    if q.shape[-1] not in (64, 128):
+    if q.shape[-1] not in HEAD_SIZES:
         return f"takes head sizes 64 and 128 here, not {q.shape[-1]}"
     if q_blocks.num_tokens > num_grid:
         return "supports no text beside the grid"
     if q_blocks.num_groups > 1 or kv_blocks.num_groups > 1:
         return "needs blocks that all heads share"
     sizes = (q_blocks.uniform_block_size, kv_blocks.uniform_block_size)
-    if any(size is None or size % _TILE for size in sizes):
-        return f"needs blocks of equal size, a multiple of {_TILE} tokens"
+    if any(size is None or size % TILE for size in sizes):
+        return f"needs blocks of equal size, a multiple of {TILE} tokens"
     return package_refusal()
 
 
@@ -108,7 +110,7 @@ def block_sparse_flash4(
         mask_block_idx=torch.zeros_like(index[..., :1]),
         full_block_cnt=counts,
         full_block_idx=index,
-        block_size=(q_size, _TILE),
+        block_size=(q_size, TILE),
     )
     out, lse = flash_attn_func(
         _in_order(q, plan.q),
@@ -132,7 +134,7 @@ def _in_order(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
 
 def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:
     """The plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
-    factor = (plan.kv.uniform_block_size or 0) // _TILE
+    factor = (plan.kv.uniform_block_size or 0) // TILE
     within = torch.arange(factor, dtype=torch.int32, device=plan.device)
     tiles = (plan.kv_index[..., None] * factor + within).flatten(-2)
     # What follows the count is unspecified in a plan; here it must at least be an existing tile.

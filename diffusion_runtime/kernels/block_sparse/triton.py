@@ -26,6 +26,9 @@ from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 MINIMUM_CAPABILITY = (8, 0)
 # The dtypes the kernels compute; the reference computes any other.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAXIMUM_HEAD_SIZE = 256
+# Fewer than these.
+MAXIMUM_TOKENS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
         return reason
     if q.dtype not in DTYPES:
         return f"takes bfloat16, float16 and float32, not {q.dtype}"
-    if q.shape[-1] > 256:
-        return f"takes head sizes up to 256, not {q.shape[-1]}"
-    if num_tokens >= 1 << 23:
-        return f"takes fewer than {1 << 23} tokens, not {num_tokens}"
+    if q.shape[-1] > MAXIMUM_HEAD_SIZE:
+        return f"takes head sizes up to {MAXIMUM_HEAD_SIZE}, not {q.shape[-1]}"
+    if num_tokens >= MAXIMUM_TOKENS:
+        return f"takes fewer than {MAXIMUM_TOKENS} tokens, not {num_tokens}"
     return None
 
 

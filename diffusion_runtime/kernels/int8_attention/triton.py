@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.triton import DTYPES, has_bulk_copies, is_interpreted
 from diffusion_runtime.kernels.importing import import_failure
@@ -38,15 +38,19 @@ class TileShape:
 
 def refusal(q: torch.Tensor, values: str) -> str | None:
     """Why tensors like q cannot be computed here; None when they can."""
-    if q.shape[3] not in HEAD_SIZES:
-        return f"takes head sizes 64 and 128, not {q.shape[3]}"
-    if q.dtype not in DTYPES:
-        return f"takes bfloat16, float16 and float32, not {q.dtype}"
+    return refusal_of(detect_hardware(str(q.device)), q.shape[3], q.dtype, values)
+
+
+def refusal_of(hardware: Hardware, head_dim: int, dtype: torch.dtype, values: str) -> str | None:
+    """The same, of what decides it."""
+    if head_dim not in HEAD_SIZES:
+        return f"takes head sizes 64 and 128, not {head_dim}"
+    if dtype not in DTYPES:
+        return f"takes bfloat16, float16 and float32, not {dtype}"
     if is_interpreted():
         return None
-    hardware = detect_hardware(str(q.device))
     if hardware.platform != "cuda":
-        return f"needs a CUDA GPU, the tensors are on {q.device}"
+        return f"needs a CUDA GPU, the tensors are on {hardware.platform}"
     needed = _FP8_CAPABILITY if values == "fp8" else MINIMUM_CAPABILITY
     if hardware.capability is None or hardware.capability < needed:
         return f"needs sm_{needed[0]}{needed[1]} or newer for {values} values, this is {hardware.describe()}"

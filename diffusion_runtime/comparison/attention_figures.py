@@ -1,0 +1,73 @@
+"""What attention takes and computes under one setting, of further clips whose time does not count."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from diffusion_runtime.attention_density import LayerDensity
+from diffusion_runtime.errors import UsageError
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.loading import Prepared
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.progress import OnProgress
+from diffusion_runtime.request import GenerationRequest
+
+_ATTENTION = "attention, "
+
+
+@dataclass(frozen=True)
+class ExpectedDensity:
+    """share: of attention's operations that is computed; None where the content decides, or nobody knows. operations:
+    of dense attention, by role; empty where nobody knows."""
+
+    share: float | None = None
+    operations: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_up_to_content(self) -> bool:
+        return self.share is None and bool(self.operations)
+
+
+def expected_density(prepared: Prepared, request: GenerationRequest) -> ExpectedDensity:
+    """Known before a weight is read."""
+    try:
+        explanation = explain(prepared, request)
+    except UsageError:
+        return ExpectedDensity()
+    parts = [part for part in explanation.parts if part.name.startswith(_ATTENTION)]
+    operations = {part.name.removeprefix(_ATTENTION): part.operations for part in parts}
+    total = sum(operations.values())
+    if not total:
+        return ExpectedDensity()
+    share = None if explanation.is_bound else sum(part.kept for part in parts) / total
+    return ExpectedDensity(share, operations)
+
+
+def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
+    """Of the transformer's attention layers in one generation, every step and guidance branch."""
+    with pipeline.timed_attention() as clock:
+        pipeline(request, on_progress=on_progress)
+    return clock.seconds()
+
+
+def counted_density(
+    pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
+) -> float | None:
+    """The share of attention's operations that one generation computes."""
+    with pipeline.counted_density():
+        media = pipeline(request, on_progress=on_progress)
+    return weighted_density(media.attention_report.density, expected.operations)
+
+
+def weighted_density(layers: Sequence[LayerDensity], operations: Mapping[str, float]) -> float | None:
+    """The mean over layers and steps of each role, weighted by what dense attention of the role takes; None where
+    a role was not counted."""
+    shares: dict[str, list[float]] = {}
+    for layer in layers:
+        shares.setdefault(layer.role, []).extend(share for share in layer.steps if share is not None)
+    if not operations or not all(shares.get(role) for role in operations):
+        return None
+    total = sum(operations.values())
+    return sum(count * statistics.fmean(shares[role]) for role, count in operations.items()) / total
