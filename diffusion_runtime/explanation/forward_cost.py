@@ -12,10 +12,8 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.explanation.counted_operations import CountedOperations
+from diffusion_runtime.explanation.products import PRODUCTS
 from diffusion_runtime.token_layout import TokenLayout
-
-# What torch counts and is no attention, which is counted here, whatever computes it.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_addmm_activation")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> Fo
     finally:
         for handle in handles:
             handle.remove()
-    return ForwardCost(float(sum(counted.counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
+    return ForwardCost(float(sum(counted.counts[name] for name in PRODUCTS)), tuple(_costs(calls)))
 
 
 def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tables import table
@@ -13,6 +15,7 @@ from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_s
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.explanation.forward_cost import count_forward
 from diffusion_runtime.models.published import published_models
 
 CPU = torch.device("cpu")
@@ -190,15 +193,23 @@ def test_operations_are_those_of_products_and_valid_pairs() -> None:
     assert counted > blocks * (products + pairs)
 
 
-def test_a_product_with_a_gelu_in_its_epilogue_counts() -> None:
-    """A GPU computes the feed-forward's first product so (Linear.forward_gelu); torch counts none of them."""
-    bias, left, right = torch.zeros(5), torch.zeros(3, 7), torch.zeros(7, 5)
+def _with_a_gelu(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The feed-forward's first product on a GPU (Linear.forward_gelu)."""
+    out: torch.Tensor = torch.ops.aten._addmm_activation(total[0], left, right, use_gelu=True)
+    return out
 
-    def run() -> torch.Tensor:
-        out: torch.Tensor = torch.ops.aten._addmm_activation(bias, left, right, use_gelu=True)
-        return out
 
-    assert count_operations(torch.nn.Module(), run) == 2 * 3 * 7 * 5
+# In place: the second half of a product of two tensors side by side (Linear.forward_pair).
+UNCOUNTED_BY_TORCH = {"a GELU in the epilogue": _with_a_gelu, "in place": torch.Tensor.addmm_}
+
+
+@table(("what", "product"), UNCOUNTED_BY_TORCH.items(), UNCOUNTED_BY_TORCH)
+def test_products_that_torch_does_not_count(what: str, product: Callable[..., torch.Tensor]) -> None:
+    """By `bench step` and by `explain`."""
+    for device in (CPU, torch.device("meta")):
+        given = [torch.zeros(size, device=device) for size in ((3, 5), (3, 7), (7, 5))]
+        assert count_operations(torch.nn.Module(), lambda given=given: product(*given)) == 2 * 3 * 7 * 5, what
+    assert count_forward([], lambda: product(*given)).products == 2 * 3 * 7 * 5, what
 
 
 KINDS = {
