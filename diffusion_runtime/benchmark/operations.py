@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
-
-# What torch counts and is no attention, which is counted here, whatever computes it.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_addmm_activation", "_linear_pointwise")
+from diffusion_runtime.explanation.products import PRODUCTS, own_formulas
 
 
 def count_operations(model: nn.Module, run: Callable[[], object]) -> float:
@@ -28,13 +24,13 @@ def count_operations(model: nn.Module, run: Callable[[], object]) -> float:
         if isinstance(layer, AttentionLayer)
     ]
     try:
-        with FlopCounterMode(display=False, custom_mapping=_own_counts()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=dict(own_formulas())) as counter:
             run()
     finally:
         for handle in handles:
             handle.remove()
     counts = counter.get_flop_counts().get("Global", {})
-    return attention[0] + sum(float(count) for operator, count in counts.items() if _name(operator) in _PRODUCTS)
+    return attention[0] + sum(float(count) for operator, count in counts.items() if _name(operator) in PRODUCTS)
 
 
 def _count(total: list[float], *arguments: Any) -> None:
@@ -49,22 +45,6 @@ def _valid_keys(k: torch.Tensor, context: AttentionContext | None) -> int:
     if layout is None:
         return k.shape[0] * k.shape[1]
     return sum(stop - start for sample in range(k.shape[0]) for start, stop in layout.key_ranges(sample))
-
-
-def _own_counts() -> dict[Any, Any]:
-    """Of products that torch does not count: a GELU in their epilogue, and oneDNN's where it is built in."""
-    counts: dict[Any, Any] = {torch.ops.aten._addmm_activation: _addmm_operations}
-    with contextlib.suppress(AttributeError):
-        counts[torch.ops.mkldnn._linear_pointwise] = _linear_operations
-    return counts
-
-
-def _addmm_operations(_: object, left: torch.Size, right: torch.Size, *__: object, **___: object) -> int:
-    return 2 * math.prod(left) * right[1]
-
-
-def _linear_operations(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * math.prod(x) * weight[0]
 
 
 def _name(operator: Any) -> str:

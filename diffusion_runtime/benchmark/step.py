@@ -21,12 +21,16 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_test import quiet_log
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.clock import Clock, matmul_tflops
 from diffusion_runtime.benchmark.device_time import time_shares
 from diffusion_runtime.benchmark.operations import count_operations
+from diffusion_runtime.benchmark.replayed_step import ReplayedStep
 from diffusion_runtime.benchmark.step_model import StepModel
 from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
 from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
@@ -34,13 +38,35 @@ from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.modulation_rows import plan_steps
+from diffusion_runtime.loading.cuda_graphs import replay_refusals
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.models.interface import DiffusionTransformer
 
 # Called with the item under way.
 OnProgress = Callable[[str], None]
 
-MODES = ("eager", "fp8", "fp8-all", "compile")
+
+@dataclass(frozen=True)
+class _Way:
+    """How a mode computes the step."""
+
+    quantization: str = "none"
+    is_compiled: bool = False
+    is_replayed: bool = False
+
+
+# Modes of one quantization share a model: compiling changes it in place, so those that do come last.
+_WAYS = {
+    "eager": _Way(),
+    "graphs": _Way(is_replayed=True),
+    "compile": _Way(is_compiled=True),
+    "compile+graphs": _Way(is_compiled=True, is_replayed=True),
+    "fp8": _Way("fp8"),
+    "fp8+graphs": _Way("fp8", is_replayed=True),
+    "fp8-all": _Way("fp8-all"),
+    "fp8-all+graphs": _Way("fp8-all", is_replayed=True),
+}
+MODES = tuple(_WAYS)
 _NUM_STEPS = 20
 # Relative L2 of two bfloat16 forwards of random weights that round at other places; of float32, hundreds of times less.
 _MAX_DIFFERENCE = 0.05
@@ -58,14 +84,17 @@ class StepEffort:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What is timed. modes: of MODES, of ours; with_diffusers: its eager model too, and the compiled one where
-    `compile` is among the modes. attention: of ours, as --attention-backend takes it."""
+    """What is timed. modes: of MODES, of ours; None for all that run there, on a CPU for `eager`. with_diffusers: its
+    eager model too, and the compiled one where ours is compiled. attention: of ours, as --attention-backend takes it.
+    """
 
-    modes: Sequence[str]
+    modes: Sequence[str] | None = None
     with_diffusers: bool = True
     attention: str | None = None
 
     def __post_init__(self) -> None:
+        if self.modes is None:
+            return
         unknown = [mode for mode in self.modes if mode not in MODES]
         if unknown or not self.modes:
             raise ConfigError(f"--mode: expected some of {','.join(MODES)}, got {','.join(self.modes) or 'none'}")
@@ -82,8 +111,8 @@ def benchmark_step(
 ) -> StepBenchmark:
     """Time the step in every way. An exception of one way becomes its row.
 
-    Raises DeviceMemoryError before anything is built where the weights do not fit, and BackendUnavailableError and
-    ConfigError for an attention choice that cannot run.
+    Raises DeviceMemoryError before anything is built where the weights do not fit, BackendUnavailableError and
+    ConfigError for an attention choice that cannot run, and ConfigError for a mode with graphs that cannot be replayed.
     """
     with quiet_log():
         _check_memory(opened, device, dtype)
@@ -128,16 +157,33 @@ class _Run:
         self._expected: torch.Tensor | None = None
         attention = AttentionConfig.parse(choice.attention)
         self._policy = AttentionPolicy(cli=attention, device=str(device), dtype=dtype)
+        self._left_out = ""
+        self._modes = self._chosen_modes()
+
+    def _chosen_modes(self) -> tuple[str, ...]:
+        """In the order in which they are timed. The first one is what everything is compared with."""
+        wanted = _default_modes(self._device) if self._choice.modes is None else self._choice.modes
+        if any(_WAYS[mode].is_replayed for mode in wanted):
+            empty = self._opened.model.build_transformer(self._policy)
+            refusals = replay_refusals(self._device, empty, list(empty.attention_layers()))
+            self._left_out = "; ".join(refusals)
+            if refusals and self._choice.modes is not None:
+                raise ConfigError(
+                    "\n".join(
+                        [
+                            f"--mode {','.join(wanted)}: the step cannot be replayed from a CUDA graph here:",
+                            *(f"  {refusal}" for refusal in refusals),
+                            f"  Use some of {','.join(mode for mode in MODES if not _WAYS[mode].is_replayed)}",
+                        ]
+                    )
+                )
+        return tuple(mode for mode in MODES if mode == "eager" or mode in wanted)
 
     def rows(self) -> Iterator[StepRow]:
-        modes = self._choice.modes
-        # What everything is compared with. Compiling changes a model in place, after it was timed eager.
-        yield from self._ours("none", ("eager", *(mode for mode in modes if mode == "compile")))
-        for mode in modes:
-            if mode not in ("eager", "compile"):
-                yield from self._ours(mode, (mode,))
+        for quantization in dict.fromkeys(_WAYS[mode].quantization for mode in self._modes):
+            yield from self._ours(quantization, [m for m in self._modes if _WAYS[m].quantization == quantization])
         if self._choice.with_diffusers:
-            yield from self._theirs("compile" in modes)
+            yield from self._theirs(any(_WAYS[mode].is_compiled for mode in self._modes))
 
     def _ours(self, quantization: str, modes: Sequence[str]) -> Iterator[StepRow]:
         """Rows of one model of ours."""
@@ -153,13 +199,24 @@ class _Run:
         if not self.operations:
             # Of one step: with what a generation computes for all of them at once.
             self.operations = count_operations(model, _forward_of(model, self._inputs, is_planned=False))
+        is_compiled = False
         for mode in modes:
-            if mode == "compile":
+            name, way = f"ours, {mode}", _WAYS[mode]
+            if way.is_replayed and self._left_out:
+                yield StepRow(name, "left out", self._left_out)
+                continue
+            if way.is_compiled and not is_compiled:
                 CompiledBlocks().compile(model)
-            run = _forward_of(model, self._inputs, is_compiled=mode == "compile")
-            row = self._row(f"ours, {mode}", run, before)
-            yield replace(row, build_s=build_s, detail=", ".join([*_backends_of(model), *products]))
-        del model, run
+                is_compiled = True
+            run: Callable[[], torch.Tensor] = _forward_of(model, self._inputs, is_compiled=is_compiled)
+            if way.is_replayed:
+                run = _replayed(model, self._inputs, self._device, is_compiled=is_compiled)
+            row = self._row(name, run, before)
+            detail = ", ".join([*_backends_of(model), *products])
+            yield replace(row, build_s=build_s, detail=detail)
+            # A graph holds its memory until then.
+            del run
+        del model
         release_device_memory(self._device)
 
     def _theirs(self, compiles: bool) -> Iterator[StepRow]:
@@ -201,11 +258,19 @@ class _Run:
             self._expected = found
         difference = float((found - self._expected).norm() / self._expected.norm())
         del found
-        is_wrong = "fp8" not in name and not difference < _MAX_DIFFERENCE
+        reasons = []
+        if "fp8" not in name and not difference < _MAX_DIFFERENCE:
+            reasons.append(f"the velocity differs by {difference:.2g} (relative L2) from the first row's")
+        replayed = run if isinstance(run, ReplayedStep) else None
+        if replayed is not None and not (replayed.difference or 0.0) < _MAX_DIFFERENCE:
+            reasons.append(f"the replay differs by {replayed.difference:.2g} (relative L2) from the eager pass")
         rate = matmul_tflops(clock, self._dtype, effort.matmul_size)
         _reset_peak(self._device)
         samples = [clock.milliseconds(run)]
         peak = _peak(self._device, memory_before)
+        if peak is not None and replayed is not None:
+            # What a graph keeps between its kernels is free memory to torch once it is captured.
+            peak += replayed.pool_bytes
         if samples[0] < _SLOW_MS:
             samples = [clock.milliseconds(run) for _ in range(effort.num_samples)]
         shares = time_shares(run, self._device)
@@ -217,8 +282,8 @@ class _Run:
             host = min(clock.host_ms(run) for _ in range(3))
         return StepRow(
             name=name,
-            state="wrong" if is_wrong else "measured",
-            reason=f"the velocity differs by {difference:.2g} (relative L2) from the first row's" if is_wrong else "",
+            state="wrong" if reasons else "measured",
+            reason="; ".join(reasons),
             samples=tuple(samples),
             host_ms=host,
             shares=shares,
@@ -227,6 +292,10 @@ class _Run:
             first_s=first_s,
             difference=difference,
         )
+
+
+def _default_modes(device: torch.device) -> tuple[str, ...]:
+    return ("eager",) if device.type == "cpu" else MODES
 
 
 def _backends_of(model: DiffusionTransformer) -> list[str]:
@@ -249,6 +318,22 @@ def _forward_of(
         return out
 
     return run
+
+
+def _replayed(
+    model: DiffusionTransformer, inputs: StepInputs, device: torch.device, *, is_compiled: bool
+) -> ReplayedStep:
+    """The same forwards from a CUDA graph."""
+    latents, timestep, conditions = inputs.ours
+    state, steps = RequestCache(), steps_around(timestep, _NUM_STEPS)
+    plan_steps(state, steps)
+    step = steps[_NUM_STEPS // 2]
+
+    def make_pass(recorder: AttentionRecorder) -> ForwardPass:
+        context = AttentionContext(step=step, state=state, recorder=recorder, is_compiled=is_compiled)
+        return ForwardPass(latents, timestep, conditions, context)
+
+    return ReplayedStep(CudaCapture(device), model, make_pass)
 
 
 def _forward_of_theirs(model: nn.Module, inputs: StepInputs) -> Callable[[], torch.Tensor]:

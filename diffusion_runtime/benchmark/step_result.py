@@ -16,11 +16,13 @@ SCHEMA = "diffusion_runtime.bench_step/1"
 class StepRow:
     """One way to compute a step. name: `ours, fp8` or `diffusers, compile`.
 
-    state: measured, wrong (the velocity differs from the first row's by more than rounding explains) or failed; reason:
-    why it is not `measured`. samples: milliseconds of one forward. host_ms: until a call returns on an idle device,
+    state: measured, wrong (the velocity differs from the first row's, or a replay from its eager pass, by more than
+    rounding explains), failed, or left out (the mode cannot run there and was not asked for by name); reason: why it is
+    not `measured`. samples: milliseconds of one forward. host_ms: until a call returns on an idle device,
     None on a CPU, where that is the same. shares: where the device's time went, in another forward. matmul_tflops: of a
     large product in the row's dtype, just before. peak_bytes: of the device above what was there before the model, None
-    on a CPU. first_s: seconds of the first forward, with compiling. difference: relative L2 from the first row's
+    on a CPU. first_s: seconds of the first forward, with compiling
+    and capturing. difference: relative L2 from the first row's
     velocity. detail: the backend of self-attention, what is quantised.
     """
 
@@ -80,7 +82,7 @@ class StepBenchmark:
     @property
     def exit_code(self) -> int:
         """1 when a row is wrong or failed."""
-        return int(any(row.state != "measured" for row in self.rows))
+        return int(any(row.state in ("wrong", "failed") for row in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -59,7 +59,13 @@ def step(
     ] = None,
     mode: Annotated[
         str | None,
-        _option(_HOW, "Of ours: eager,fp8,fp8-all,compile. Default: all, on a CPU eager.", "--mode", "NAMES"),
+        _option(
+            _HOW,
+            "Of ours: eager, graphs, compile, compile+graphs, fp8, fp8+graphs, fp8-all, fp8-all+graphs, by commas. "
+            "Default: all, on a CPU eager.",
+            "--mode",
+            "NAMES",
+        ),
     ] = None,
     no_diffusers: Annotated[bool, _option(_HOW, "Leave out diffusers' model.", "--no-diffusers")] = False,
     attention_backend: Annotated[
@@ -96,7 +102,7 @@ def step(
     with terminal.log():
         from diffusion_runtime.benchmark.plot import check_plotting
         from diffusion_runtime.benchmark.plot_step import plot_step
-        from diffusion_runtime.benchmark.step import MODES, StepChoice, StepEffort, benchmark_step
+        from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
         from diffusion_runtime.benchmark.step_model import open_step_model, with_size
         from diffusion_runtime.hardware import resolve_device, resolve_dtype
 
@@ -106,8 +112,8 @@ def step(
             check_result_place(path)
         torch_device = resolve_device(device or "auto")
         on_cpu = torch_device.type == "cpu"
-        names = (("eager",) if on_cpu else MODES) if mode is None else [name.strip() for name in mode.split(",")]
-        choice = StepChoice(tuple(names), not no_diffusers, attention_backend)
+        modes = None if mode is None else tuple(name.strip() for name in mode.split(","))
+        choice = StepChoice(modes, not no_diffusers, attention_backend)
         effort = StepEffort(repeats or (3 if on_cpu else 7), 1024 if on_cpu else 8192)
         opened = open_step_model(model, layers)
         with progress_line(terminal) as on_progress:

@@ -13,10 +13,8 @@ from diffusion_runtime.attention.backends.interface import KnownCall
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.explanation.counted_operations import CountedOperations
+from diffusion_runtime.explanation.products import PRODUCTS
 from diffusion_runtime.token_layout import TokenLayout
-
-# What torch counts and is no attention, which is counted here, whatever computes it.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_addmm_activation")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> Fo
     finally:
         for handle in handles:
             handle.remove()
-    return ForwardCost(float(sum(counted.counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
+    return ForwardCost(float(sum(counted.counts[name] for name in PRODUCTS)), tuple(_costs(calls)))
 
 
 def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *given: Any) -> None:

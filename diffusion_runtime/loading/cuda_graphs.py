@@ -26,7 +26,7 @@ def check_graphs(
     """Raises ConfigError with every reason where `on` cannot be had. layers: of the transformer."""
     if config.cuda_graphs != "on":
         return
-    reasons = list(dict.fromkeys(_reasons(device, transformer, layers)))
+    reasons = replay_refusals(device, transformer, layers)
     if reasons:
         raise ConfigError(
             "\n".join(
@@ -69,6 +69,14 @@ def make_decoder_graphs(config: RuntimeConfig, device: torch.device) -> DecoderG
     if config.cuda_graphs == "off" or device.type != "cuda":
         return None
     return DecoderGraphs(CudaCapture(device))
+
+
+def replay_refusals(
+    device: torch.device, transformer: DiffusionTransformer, layers: Sequence[AttentionLayer]
+) -> tuple[str, ...]:
+    """Why forward passes cannot be replayed there; empty where they can. layers: of the transformer, as it was
+    built."""
+    return tuple(dict.fromkeys(_reasons(device, transformer, layers)))
 
 
 def _reasons(

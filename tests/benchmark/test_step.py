@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from recorded_capture import RecordedCapture
 from tables import table
 
-from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.device_time import kind_of
 from diffusion_runtime.benchmark.operations import count_operations
+from diffusion_runtime.benchmark.replayed_step import ReplayedStep
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.explanation.forward_cost import count_forward
 from diffusion_runtime.models.published import published_models
 
 CPU = torch.device("cpu")
@@ -177,6 +184,44 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: p
 
 
 @torch.inference_mode()
+def test_a_replayed_step_has_the_velocity_of_the_eager_one() -> None:
+    """With recorded operators in the place of a CUDA graph."""
+    opened = tiny(num_layers=2)
+    model, _ = opened.build(AttentionPolicy(), CPU, torch.float32)
+    latents, timestep, inputs = opened.inputs(CPU, torch.float32).ours
+    state, capture = RequestCache(), RecordedCapture()
+
+    def make_pass(recorder: AttentionRecorder) -> ForwardPass:
+        return ForwardPass(latents, timestep, inputs, AttentionContext(state=state, recorder=recorder))
+
+    replayed = ReplayedStep(capture, model, make_pass)
+    expected = model(latents, timestep, inputs, AttentionContext())
+    assert torch.equal(replayed(), expected)
+    assert torch.equal(replayed(), expected)
+    assert replayed.difference == 0
+    assert capture.calls == ["warm up", "capture", "replay", "replay", "replay"]
+
+    failing = ReplayedStep(RecordedCapture(failure=RuntimeError("out of addresses")), model, make_pass)
+    with pytest.raises(RuntimeError, match="was not captured: the capture failed: out of addresses"):
+        failing()
+
+
+def test_modes_that_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before a model is built where they are asked for, rows of their own where they are not."""
+    monkeypatch.setattr(StepModel, "build", None)
+    with pytest.raises(ConfigError, match=r"(?s)--mode graphs,.*needs a CUDA or ROCm GPU, got cpu.*Use some of eager"):
+        run(StepChoice(("graphs", "fp8+graphs")))
+    monkeypatch.undo()
+    monkeypatch.setattr("diffusion_runtime.benchmark.step.replay_refusals", lambda *_: ("self: a reason",))
+    monkeypatch.setattr("diffusion_runtime.benchmark.step._default_modes", lambda _: ("eager", "graphs"))
+    result = run(StepChoice(None, with_diffusers=False), tiny(num_layers=1))
+    assert [(row.name, row.state, row.reason) for row in result.rows[1:]] == [
+        ("ours, graphs", "left out", "self: a reason")
+    ]
+    assert result.exit_code == 0
+
+
+@torch.inference_mode()
 def test_operations_are_those_of_products_and_valid_pairs() -> None:
     opened = tiny(batch=1)
     model, _ = opened.build(AttentionPolicy(), CPU, torch.float32)
@@ -190,15 +235,23 @@ def test_operations_are_those_of_products_and_valid_pairs() -> None:
     assert counted > blocks * (products + pairs)
 
 
-def test_a_product_with_a_gelu_in_its_epilogue_counts() -> None:
-    """A GPU computes the feed-forward's first product so (Linear.forward_gelu); torch counts none of them."""
-    bias, left, right = torch.zeros(5), torch.zeros(3, 7), torch.zeros(7, 5)
+def _with_a_gelu(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The feed-forward's first product on a GPU (Linear.forward_gelu)."""
+    out: torch.Tensor = torch.ops.aten._addmm_activation(total[0], left, right, use_gelu=True)
+    return out
 
-    def run() -> torch.Tensor:
-        out: torch.Tensor = torch.ops.aten._addmm_activation(bias, left, right, use_gelu=True)
-        return out
 
-    assert count_operations(torch.nn.Module(), run) == 2 * 3 * 7 * 5
+# In place: the second half of a product of two tensors side by side (Linear.forward_pair).
+UNCOUNTED_BY_TORCH = {"a GELU in the epilogue": _with_a_gelu, "in place": torch.Tensor.addmm_}
+
+
+@table(("what", "product"), UNCOUNTED_BY_TORCH.items(), UNCOUNTED_BY_TORCH)
+def test_products_that_torch_does_not_count(what: str, product: Callable[..., torch.Tensor]) -> None:
+    """By `bench step` and by `explain`."""
+    for device in (CPU, torch.device("meta")):
+        given = [torch.zeros(size, device=device) for size in ((3, 5), (3, 7), (7, 5))]
+        assert count_operations(torch.nn.Module(), lambda given=given: product(*given)) == 2 * 3 * 7 * 5, what
+    assert count_forward([], lambda: product(*given)).products == 2 * 3 * 7 * 5, what
 
 
 KINDS = {

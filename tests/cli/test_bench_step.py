@@ -71,7 +71,11 @@ def test_one_object_and_files(command: Command, tmp_path: Path) -> None:
 REFUSALS = {
     "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
     "a size between": (("--height", "65"), "height: expected a multiple of 16, got 65"),
-    "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,fp8,fp8-all,compile"),
+    "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,graphs,compile"),
+    "graphs without a GPU": (
+        ("--mode", "graphs"),
+        "replayed from a CUDA graph here: needs a CUDA or ROCm GPU, got cpu",
+    ),
     "too many layers": (("--layers", "7"), "--layers: expected 1 to 6 for this model, got 7"),
     "a plot that is none": (("--plot", "step.txt"), "--plot: expected a file that ends in"),
 }
