@@ -101,9 +101,11 @@ def _folder_row(description: PipelineDescription) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Several paths in a line each, prompts with their frames, noise levels as their flag takes them."""
+    """Several paths in a line each, prompts and images with their frames, noise levels as their flag takes them."""
     if not isinstance(value, tuple):
         return value
+    if all(isinstance(each, tuple) and len(each) == 3 for each in value):
+        return "\n".join(f"at frame {frame}: {path}, strength {strength:g}" for frame, path, strength in value)
     if all(isinstance(each, tuple) for each in value):
         return "\n".join(f"from frame {at}: {prompt}" for at, prompt in value)
     return "\n".join(value) if all(isinstance(each, str) for each in value) else ",".join(f"{each:g}" for each in value)

@@ -25,6 +25,7 @@ from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, ONE_SCALE, TINY_SIZES
 from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.cli.app import run
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
@@ -258,6 +259,27 @@ def test_images_at_frames_equal_diffusers(
         mine = geometry.parts(found[:, :length], SIZE).video
         assert (mine - other).norm() <= 1e-4 * other.norm()
     assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
+
+
+def test_images_at_frames_are_told_of_and_known_again(
+    tiny_folder: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the plan of the command, in the recipe, and by --from, which says when one has changed."""
+    changing = str(tmp_path / "changing.png")
+    Image.open(image).save(changing)
+    output = tmp_path / "out.mp4"
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY_SIZES, "num_frames": 17}.items()]
+    command = ["generate", "a red circle", "--model-path", str(tiny_folder), "--device", "cpu", "--guidance-scale", "1"]
+    at = ["--condition-at", f"0:{image}", "--condition-at", f"9:{changing}@0.5", "--num-inference-steps", "2"]
+    assert run([*command, *sizes, *at, "--dry-run"]) == 0
+    assert "strength 0.5" in capsys.readouterr().err
+    assert run([*command, *sizes, *at, "--output-path", str(output)]) == 0
+    assert "changed" not in capsys.readouterr().err
+    Image.open(image).rotate(180).save(changing)
+    assert run(["generate", "--from", str(output), "--device", "cpu", "--output-path", str(tmp_path / "new.mp4")]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "changing.png has changed since the file of --from was made" in said
+    assert f"{Path(image).name} has changed" not in said
 
 
 def test_images_at_frames_that_cannot_be(tiny_folder: Path, image: str) -> None:
