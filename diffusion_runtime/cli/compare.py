@@ -44,7 +44,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     """
     del context
     html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
-    attention_time = not given.pop("no_attention_time")
+    attention_time = not given.pop("no_attn_time")
     prompt_set, clip_path = (given.pop(name) for name in ("prompt_set", "clip_path"))
     texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
     as_json = given["as_json"]
@@ -275,12 +275,12 @@ def _signature() -> inspect.Signature:
             ],
         ),
         parameter(
-            "no_attention_time",
+            "no_attn_time",
             False,
             Annotated[
                 bool,
                 typer.Option(
-                    "--no-attention-time",
+                    "--no-attn-time",
                     help="Leave out the further clip of each setting that times attention.",
                     rich_help_panel=_COMPARE,
                     show_default=False,

@@ -108,7 +108,7 @@ def test_attention_is_timed_call_by_call_and_density_is_counted_where_the_conten
 ) -> None:
     sparse = "--attention-backend svg2 --attention-config.default.extra.svg2_first_layers_fp 0"
     size = ("--device", "cpu", "--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1")
-    flags = (*size, "--no-warm-up", "--no-attention-time", "--json")
+    flags = (*size, "--no-warm-up", "--no-attn-time", "--json")
     made = command("compare", PROMPTS[0], *flags, "--setting", "dense:", "--setting", f"svg2: {sparse}")
     assert made.code == 0, made.err
     dense, svg2 = made.json["rows"][:2]
