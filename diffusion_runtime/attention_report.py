@@ -282,11 +282,12 @@ class _StepTally:
 @dataclass
 class CallTape:
     """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
-    given beside the step; products: of `record_product`; notes: of `note`."""
+    given beside the step; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
 
     calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    skipped: list[tuple[LayerInfo, torch.Tensor]] = field(default_factory=list)
 
 
 class AttentionRecorder:
@@ -304,6 +305,8 @@ class AttentionRecorder:
         self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
         self._skipped: dict[tuple[str, int], torch.Tensor] = {}
+        # Of all calls of a replayed forward pass in one tensor, by their layers: one sum per replay.
+        self._skipped_together: dict[tuple[LayerInfo, ...], torch.Tensor] = {}
         self._cache: CacheRow | None = None
 
     def distinguish_phases(self) -> None:
@@ -321,13 +324,15 @@ class AttentionRecorder:
             self._tape = None
 
     def play(self, tape: CallTape, step: StepInfo) -> None:
-        """Count what is on a tape, as of `step`."""
+        """Count what is on a tape, as of `step`; what calls skipped, as the tape's tensors have it now."""
         for layer, named in tape.calls:
             self.record(layer, step, **named)
         for implementation in tape.products:
             self.record_product(implementation)
         for note in tape.notes:
             self.note(note)
+        for of_layer, counts in tape.skipped:
+            self.record_skipped(of_layer, counts)
 
     def record(
         self,
@@ -401,9 +406,28 @@ class AttentionRecorder:
 
     def record_skipped(self, layer: LayerInfo, counts: torch.Tensor) -> None:
         """Add a call's (skipped, visited), int64 [2]. They stay on their device until `report` reads them."""
+        if self._tape is not None:
+            self._tape.skipped.append((layer, counts))
+            return
         key = layer.role, layer.index
         found = self._skipped.get(key)
         self._skipped[key] = counts if found is None else found + counts.to(found.device)
+
+    def record_skipped_together(self, layers: tuple[LayerInfo, ...], counts: torch.Tensor) -> None:
+        """`record_skipped` of several calls at once. counts: int64 [len(layers), 2], which may be overwritten later."""
+        found = self._skipped_together.get(layers)
+        self._skipped_together[layers] = counts.clone() if found is None else found + counts
+
+    def _skip_rows(self) -> Iterator[SkipRow]:
+        """By layer. Waits for the device."""
+        totals = {key: counts.tolist() for key, counts in self._skipped.items()}
+        for layers, together in self._skipped_together.items():
+            for layer, (skipped, visited) in zip(layers, together.tolist(), strict=True):
+                total = totals.setdefault((layer.role, layer.index), [0, 0])
+                total[0] += skipped
+                total[1] += visited
+        for (role, index), (skipped, visited) in sorted(totals.items()):
+            yield SkipRow(role, index, visited, skipped)
 
     def _step_tally(self, branch: str, step: StepInfo) -> _StepTally:
         return self._steps.setdefault((branch, step.expert), _StepTally())
@@ -447,16 +471,13 @@ class AttentionRecorder:
             for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
         ]
         products = tuple(ProductRow(implementation, count) for implementation, count in self._products.items())
-        skipped = tuple(
-            SkipRow(role, layer, *reversed(counts.tolist())) for (role, layer), counts in sorted(self._skipped.items())
-        )
         return AttentionReport(
             rows=tuple(rows),
             libraries=tuple(self._libraries),
             notes=tuple(self._notes),
             steps=tuple(steps),
             products=products,
-            skipped=skipped,
+            skipped=tuple(self._skip_rows()),
             graphs=self._graphs,
             decoder_graphs=self._decoder_graphs,
             cache=self._cache,

@@ -51,6 +51,8 @@ class Int8Backend(ImportingBackend):
     error_bound = 0.03
     distributions = ("triton",)
     self_check_platforms: ClassVar[frozenset[str]] = frozenset()
+    # Scales, means and 8-bit tensors are made on the device by every call, of sizes that its shapes decide.
+    not_replayed = None
     capability = _CAPABILITY
 
     def probe(self, hardware: Hardware) -> Availability:

@@ -127,11 +127,6 @@ class SparseBackend(ImportingBackend):
         not."""
         return None
 
-    def replay_refusal(self, options: Any) -> str | None:
-        if options.skip_threshold:
-            return "the pairs that skip_threshold leaves out are counted per request"
-        return self.not_replayed
-
     def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:
         """Which rules of the dense schedule hold."""
         rules = options.dense_schedule(layer.num_layers, step.num_steps)

@@ -1,0 +1,273 @@
+"""Numbers of every way to compute the embedded model's generation beside one plain reference, on one GPU.
+
+    python -m benchmarks.parity_gpu --output benchmarks/results/parity_gpu.json [--only bf16,graphs] [--device cpu]
+
+The reference: float32, eager formulas in the place of fused kernels, `torch_sdpa`, neither compiled nor replayed. Of
+every row: the relative L2 distance of the latents from the reference's after each step (the largest and the last), and
+the PSNR of the frames. Bounds, of which one that is missed makes the exit code 1:
+
+- float32: a distance of at most 1e-5 after every step;
+- bfloat16: more than 40 dB, or a last distance of at most 1.25 times that of the eager formulas in bfloat16, which
+  themselves must reach what fp8 must;
+- fp8: more than 30 dB (the mean of many prompts is 39 dB from bfloat16: docs/quantization.md);
+- CUDA graphs and offloading: latents and frames to the bit of the same row without, and something replayed or streamed.
+
+A row that needs a GPU is listed as not run with `--device cpu`, which makes a smaller clip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from benchmarks.machine import describe_machine
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.attention_report import AttentionReport
+from diffusion_runtime.comparison.frame_metrics import psnr_db
+from diffusion_runtime.comparison.latent_distance import relative_l2
+from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.step_info import StepInfo
+
+SEED = 1
+PROMPT = "a red circle moving left"
+SMALL: Mapping[str, Any] = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 6}
+MAX_FLOAT32_DISTANCE, MIN_BF16_DB, MIN_FP8_DB = 1e-5, 40.0, 30.0
+# Roundings at other places may add up to a little more than those of the eager formulas.
+OWN_ERROR_SLACK = 1.25
+PLAIN = {"compile": "off", "cuda_graphs": "off", "offload": "none"}
+NEEDS_CUDA = "needs a CUDA GPU"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to compute the clip. settings: of RuntimeConfig; is_fused: whether fused kernels compute where they can.
+    same_as: the row whose numbers it must have to the bit. needs_cuda: it is another row on a CPU, or none."""
+
+    name: str
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_fused: bool = True
+    same_as: str | None = None
+    needs_cuda: bool = False
+
+
+SDPA: Mapping[str, Any] = {"attention_override": "torch_sdpa"}
+REFERENCE = Row("reference", "float32", SDPA, is_fused=False)
+OWN_ERROR = "bf16 eager"
+ROWS = (
+    Row("float32 fused", "float32", SDPA, needs_cuda=True),
+    Row("float32 auto", "float32"),
+    Row("float32 compile", "float32", {"compile": "regional"}, needs_cuda=True),
+    Row("float32 graphs", "float32", {"cuda_graphs": "on"}, same_as="float32 auto", needs_cuda=True),
+    Row("float32 offload", "float32", {"offload": "layers"}, same_as="float32 auto", needs_cuda=True),
+    Row(OWN_ERROR, "bfloat16", SDPA, is_fused=False),
+    Row("bf16 fused", "bfloat16", SDPA, needs_cuda=True),
+    Row("bf16 auto", "bfloat16"),
+    Row("bf16 compile", "bfloat16", {"compile": "regional"}, needs_cuda=True),
+    Row("bf16 graphs", "bfloat16", {"cuda_graphs": "on"}, same_as="bf16 auto", needs_cuda=True),
+    Row("bf16 offload", "bfloat16", {"offload": "layers"}, same_as="bf16 auto", needs_cuda=True),
+    Row("fp8", "bfloat16", {"quantization": "fp8"}),
+    Row("fp8 graphs", "bfloat16", {"quantization": "fp8", "cuda_graphs": "on"}, same_as="fp8", needs_cuda=True),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A clip as it was made. latents: after each step, float32 on the CPU; computed_by: in words."""
+
+    latents: tuple[torch.Tensor, ...]
+    frames: numpy.ndarray
+    report: AttentionReport
+
+    @property
+    def computed_by(self) -> str:
+        return ", ".join(dict.fromkeys(row.backend for row in self.report.rows))
+
+
+@contextmanager
+def fused_kernels(is_on: bool) -> Iterator[None]:
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "auto" if is_on else "reference"
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def load(config: RuntimeConfig) -> Pipeline:
+    """With `offload: layers` one block stays on the device: a model this small would fit whole."""
+    pipeline = prepare_streaming(config).load() if config.offload == "layers" else load_pipeline(config)
+    assert isinstance(pipeline, Pipeline)
+    return pipeline
+
+
+def prepare_streaming(config: RuntimeConfig) -> PreparedModel:
+    prepared = prepare(config).planned_for(())
+    assert isinstance(prepared, PreparedModel)
+    plan = prepared.description.memory
+    assert plan is not None
+    plan = dataclasses.replace(plan, resident=dict.fromkeys(plan.resident, 1), keeps_transformer=False)
+    return dataclasses.replace(prepared, description=dataclasses.replace(prepared.description, memory=plan))
+
+
+def make(row: Row, device: str) -> Made:
+    """The clip of the row's settings."""
+    settings = PLAIN | dict(row.settings) if device == "cuda" else dict(row.settings)
+    latents: list[torch.Tensor] = []
+
+    def watch(_: StepInfo, found: torch.Tensor) -> None:
+        latents.append(found.detach().to("cpu", torch.float32, copy=True))
+
+    with fused_kernels(row.is_fused):
+        pipeline = load(RuntimeConfig("shapes", device=device, dtype=row.dtype, **settings))
+        try:
+            request = GenerationRequest(PROMPT, seed=SEED, **({} if device == "cuda" else SMALL))
+            with pipeline.watched_latents(watch):
+                media = pipeline(request)
+        finally:
+            pipeline.close()
+    return Made(tuple(latents), media.frames, media.attention_report)
+
+
+def distances(made: Made, reference: Made) -> list[float]:
+    """After each step."""
+    found = [relative_l2(mine, its) for mine, its in zip(made.latents, reference.latents, strict=True)]
+    return [math.nan if distance is None else distance for distance in found]
+
+
+def missed(row: Row, made: Made, figures: Mapping[str, Any], made_before: Mapping[str, Made]) -> list[str]:
+    """The bounds that a row does not meet."""
+    reasons = []
+    largest, last, decibels = figures["largest_distance"], figures["last_distance"], figures["psnr_db"]
+    if row.dtype == "float32":
+        if not largest <= MAX_FLOAT32_DISTANCE:
+            reasons.append(f"a distance of {largest:.1e} is above {MAX_FLOAT32_DISTANCE:.0e}")
+    elif row.settings.get("quantization") is not None:
+        if not decibels > MIN_FP8_DB:
+            reasons.append(f"{decibels:.1f} dB are not above {MIN_FP8_DB:.0f}")
+    elif row.name == OWN_ERROR:
+        if not decibels > MIN_FP8_DB:
+            reasons.append(f"{decibels:.1f} dB are no more than 8-bit products must reach, {MIN_FP8_DB:.0f}")
+    elif not decibels > MIN_BF16_DB:
+        own = distances(made_before[OWN_ERROR], made_before[REFERENCE.name])[-1]
+        if not last <= OWN_ERROR_SLACK * own:
+            reasons.append(f"{decibels:.1f} dB, and a distance of {last:.2e} where eager formulas have {own:.2e}")
+    if row.same_as is not None:
+        reasons += differences(made, made_before[row.same_as], row.same_as)
+    graphs = made.report.graphs
+    if row.settings.get("cuda_graphs") == "on" and (graphs is None or not graphs.num_replayed):
+        reasons.append(f"nothing was replayed: {graphs}")
+    if row.settings.get("offload") == "layers" and not any("blocks streamed" in note for note in made.report.notes):
+        reasons.append("no block was streamed")
+    return reasons
+
+
+def differences(made: Made, other: Made, name: str) -> list[str]:
+    """What is not to the bit that of another row."""
+    steps = [i for i, (a, b) in enumerate(zip(made.latents, other.latents, strict=True)) if not torch.equal(a, b)]
+    reasons = [f"the latents are not those of {name} from step {steps[0] + 1} on"] if steps else []
+    return (
+        reasons if numpy.array_equal(made.frames, other.frames) else [*reasons, f"the frames are not those of {name}"]
+    )
+
+
+def measure(row: Row, device: str, made_before: dict[str, Made]) -> dict[str, Any]:
+    """The figures of a row, as JSON has them. made_before: the clips of the rows before, which gets this one's."""
+    made = make(row, device)
+    made_before[row.name] = made
+    each = distances(made, made_before[REFERENCE.name])
+    figures: dict[str, Any] = {
+        "name": row.name,
+        "state": "ok",
+        "dtype": row.dtype,
+        "settings": dict(row.settings),
+        "fused_kernels": row.is_fused,
+        "attention": made.computed_by,
+        "num_steps": len(each),
+        "distances": each,
+        "largest_distance": max(each),
+        "last_distance": each[-1],
+        "psnr_db": psnr_db(made.frames, made_before[REFERENCE.name].frames),
+        "same_as": row.same_as,
+        "graphs": None if made.report.graphs is None else str(made.report.graphs),
+    }
+    reasons = missed(row, made, figures, made_before)
+    return {**figures, "state": "missed" if reasons else "ok", "reason": "; ".join(reasons)}
+
+
+def chosen_rows(only: str) -> tuple[Row, ...]:
+    """The rows whose names have a word of `only` in them, with the rows that they are compared with."""
+    words = [word.strip() for word in only.split(",") if word.strip()]
+    chosen = {row.name for row in ROWS if not words or any(word in row.name for word in words)}
+    needed = {row.same_as for row in ROWS if row.name in chosen} | ({OWN_ERROR} if chosen else set())
+    return tuple(row for row in ROWS if row.name in chosen | needed)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'row':<16} {'largest':>8} {'last':>8} {'dB':>6}  {'attention':<12} state"]
+    for row in rows:
+        figures = f"{'-':>8} {'-':>8} {'-':>6}  {'-':<12}"
+        if "psnr_db" in row:
+            figures = (
+                f"{row['largest_distance']:>8.1e} {row['last_distance']:>8.1e} {row['psnr_db']:>6.1f}  "
+                f"{row['attention']:<12}"
+            )
+        state = row["state"] + (f", to the bit of {row['same_as']}" if row.get("same_as") and not row["reason"] else "")
+        lines.append(f"{row['name']:<16} {figures} {state}" + (f": {row['reason']}" if row["reason"] else ""))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="words in the names of rows: bf16,graphs; default: all rows")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    arguments = parser.parse_args()
+    # The reference is to round as float32 does.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "machine": {**describe_machine(arguments.device), **detect_hardware(arguments.device).packages},
+        "bounds": {"float32": MAX_FLOAT32_DISTANCE, "bf16_db": MIN_BF16_DB, "fp8_db": MIN_FP8_DB},
+        "request": {"prompt": PROMPT, "seed": SEED, **({} if arguments.device == "cuda" else SMALL)},
+        "rows": rows,
+    }
+    made = {REFERENCE.name: make(REFERENCE, arguments.device)}
+    for row in chosen_rows(arguments.only):
+        if row.needs_cuda and arguments.device != "cuda":
+            rows.append({"name": row.name, "state": "not run", "reason": NEEDS_CUDA})
+        else:
+            try:
+                rows.append(measure(row, arguments.device, made))
+            except Exception as error:
+                traceback.print_exc()
+                rows.append({"name": row.name, "state": "failed", "reason": f"{type(error).__name__}: {error}"})
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(rows))
+    if any(row["state"] in ("missed", "failed") for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
