@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tables import table
+from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
 from diffusion_runtime.attention import RequestCache, TokenLayout
@@ -17,6 +18,7 @@ from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.explanation import Explanation, explain
 from diffusion_runtime.explanation.page import render
 from diffusion_runtime.explanation.text_map import schedule_map
@@ -212,3 +214,31 @@ def test_names_of_strangers_are_text_on_the_page() -> None:
     config = dataclasses.replace(found.description.config, model_path="<script>alert(1)</script>")
     description = dataclasses.replace(found.description, config=config)
     assert "<script" not in render(dataclasses.replace(found, description=description))
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    """Of every product that a model's layers are made of, on the meta device."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta")
+
+    def run() -> None:
+        make(3, 5) @ make(5, 7)
+        torch.bmm(make(2, 3, 5), make(2, 5, 7))
+        torch.addmm(make(7), make(3, 5), make(5, 7))
+        torch.baddbmm(make(2, 3, 7), make(2, 3, 5), make(2, 5, 7))
+        torch.nn.functional.linear(make(2, 4, 5), make(7, 5), make(7))
+        torch.nn.functional.conv2d(make(2, 6, 9, 8), make(4, 3, 3, 3), groups=2, stride=2)
+        torch.nn.functional.conv3d(make(1, 6, 5, 9, 8), make(4, 6, 3, 3, 3), padding=1)
+        torch.nn.functional.conv_transpose2d(make(2, 6, 9, 8), make(6, 4, 3, 3), stride=2)
+
+    with FlopCounterMode(display=False) as expected:
+        run()
+    with CountedOperations() as counted:
+        run()
+    theirs = expected.get_flop_counts()["Global"]
+    assert counted.counts == {str(packet).rpartition(".")[2]: number for packet, number in theirs.items()}
+    # torch has no formula for this one.
+    with CountedOperations() as fused:
+        torch._addmm_activation(make(7), make(3, 5), make(5, 7))
+    assert fused.counts == {"_addmm_activation": 2 * 3 * 5 * 7}

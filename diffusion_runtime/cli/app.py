@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -68,7 +70,8 @@ def main() -> None:
     """The `diffusion-runtime` command."""
     prepare_standard_streams()
     interruptions.install()
-    if sys.argv[1:2] == ["explain"]:
+    is_short = sys.argv[1:2] == ["explain"]
+    if is_short:
         # It makes modules and meta tensors and ends. Looking for cyclic garbage among them takes 0.35 of 2.9 s
         # (Wan 14B, one core of an EPYC).
         gc.disable()
@@ -76,7 +79,21 @@ def main() -> None:
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
+    if is_short:
+        _end_at_once(code)
     sys.exit(code)
+
+
+def _end_at_once(code: int) -> None:
+    """End the process without freeing what it made object by object, which takes another 0.5 s. Returns where what was
+    written cannot be flushed, as the interpreter knows how to say that."""
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,26 +1,51 @@
-"""CountedOperations: the floating-point operations of what runs within a block, by torch's own formulas."""
+"""CountedOperations: the floating-point operations of the products that run within a block."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.flop_counter import flop_registry, shape_wrapper
+import torch
 
-from diffusion_runtime.explanation.products import own_formulas
 from diffusion_runtime.memory.meta_operators import MetaOperators, run_on_meta
+
+
+def _product(left: Any, right: Any) -> int:
+    """Of [.., m, k] and [.., k, n]."""
+    return 2 * int(left.numel()) * int(right.shape[-1])
+
+
+def _convolution(args: Sequence[Any], out: Any) -> int:
+    """Every output number (input number, where it is transposed) meets one filter: its weights after the first axis."""
+    inputs, weight, is_transposed = args[0], args[1], bool(args[6])
+    return 2 * int((inputs if is_transposed else out).numel()) * int(weight[0].numel())
+
+
+# By operator, from its arguments and its result.
+_COUNTS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    torch.ops.aten.mm: lambda args, _: _product(args[0], args[1]),
+    torch.ops.aten.bmm: lambda args, _: _product(args[0], args[1]),
+    torch.ops.aten._scaled_mm: lambda args, _: _product(args[0], args[1]),
+    torch.ops.aten.addmm: lambda args, _: _product(args[1], args[2]),
+    torch.ops.aten.addmm_: lambda args, _: _product(args[1], args[2]),
+    torch.ops.aten.baddbmm: lambda args, _: _product(args[1], args[2]),
+    torch.ops.aten._addmm_activation: lambda args, _: _product(args[1], args[2]),
+    torch.ops.aten.convolution: _convolution,
+}
+# oneDNN's linear layer, [.., in] and [out, in], where torch is built with it.
+with contextlib.suppress(AttributeError):
+    _COUNTS[torch.ops.mkldnn._linear_pointwise] = lambda args, _: 2 * int(args[0].numel()) * int(args[1].shape[0])
 
 
 class CountedOperations(MetaOperators):  # type: ignore[no-untyped-call]
     """counts: by the operator's name (`mm`, `convolution`), a multiplication and an addition as two. torch's
-    FlopCounterMode counts the same by the same formulas and imports torch's compiler."""
+    FlopCounterMode counts the same and imports torch's compiler and Triton, a tenth of a second."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        own = {packet: shape_wrapper(formula) for packet, formula in own_formulas().items()}  # type: ignore[no-untyped-call]
-        self._formulas = {**flop_registry, **own}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -28,6 +53,6 @@ class CountedOperations(MetaOperators):  # type: ignore[no-untyped-call]
         kwargs = {} if kwargs is None else kwargs
         result = run_on_meta(func, args, kwargs)
         packet = func.overloadpacket
-        if packet in self._formulas:
-            self.counts[packet.__name__] += int(self._formulas[packet](*args, **kwargs, out_val=result))
+        if packet in _COUNTS:
+            self.counts[packet.__name__] += _COUNTS[packet](args, result)
         return result

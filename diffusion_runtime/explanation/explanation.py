@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -271,6 +271,7 @@ def _schedules_of(
 
 def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
     backends, density, implementations = [], [], []
+    known: dict[Hashable, str | None] = {}
     for index in steps:
         step = StepInfo(index=index, num_steps=num_steps)
         resolved = cost.layer.resolved_at(step, cost.layout)
@@ -279,7 +280,11 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
         dense = f": dense {resolved.dense.backend.name}" if is_dense and resolved.dense is not None else ""
         backends.append(resolved.decision.backend + dense)
         density.append(share)
-        implementations.append(cost.layer.expected_implementation(step, cost.call))
+        # What of the step decides which kernels run, so that a layer is asked once and not at every step.
+        kind = id(resolved), resolved.backend.step_key(resolved.options, cost.layer.layer, step)
+        if kind not in known:
+            known[kind] = cost.layer.expected_implementation(step, cost.call)
+        implementations.append(known[kind])
     commit = None
     if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")

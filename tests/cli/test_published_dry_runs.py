@@ -101,8 +101,8 @@ def test_a_published_model_is_explained_from_the_package(
 ) -> None:
     """Every layer of every step of the model's own size, without a weight."""
     model = MODELS[name]
-    for counted in ("models.memory_demand.step_bytes", "models.memory_demand.decoding_bytes"):
-        monkeypatch.setattr(f"diffusion_runtime.{counted}", lambda *_, **__: 1)
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(1, 0))
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 1)
     monkeypatch.setattr("diffusion_runtime.explanation.explanation.count_decoding", lambda *_: 1.0)
     arguments = ["explain", "x", "--model-path", name, "--device", "cpu", "--dtype", "bfloat16"]
     assert run([*arguments, *image_flags(model, tmp_path), "--json"]) == 0

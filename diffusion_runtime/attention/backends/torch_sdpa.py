@@ -134,9 +134,8 @@ def _kernel_name(
 
 def _kernel_of(form: CallForm) -> str:
     """The kernel that torch takes for such a call, asked with tensors of one row that stand for all of them."""
-    device = (
-        "cpu" if form.hardware.platform == "cpu" else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    )
+    found = None if form.hardware.platform == "cpu" else torch.accelerator.current_accelerator()
+    device = torch.device("cpu") if found is None else found
 
     def like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape[-1], dtype=dtype, device=device).expand(shape)
