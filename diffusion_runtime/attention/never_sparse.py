@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.select import resolve_decision
-from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import Extent, TokenLayout
 
@@ -39,7 +39,8 @@ def _reasons(name: str, layers: list[AttentionLayer], layout: TokenLayout, num_s
             backend, options = resolved.backend, resolved.options
             if backend.name != name or not isinstance(backend, SparseBackend):
                 continue
-            rules = options.dense_rules(layer.layer, step, layout.num_grid_tokens)  # type: ignore[attr-defined]
+            assert isinstance(options, SparseOptions), "every options_type of a SparseBackend derives from it"
+            rules = options.dense_rules(layer.layer, step, layout.num_grid_tokens)
             if rules:
                 reasons[str(rules[0])] = rules[0].option.partition(" ")[0]
                 continue

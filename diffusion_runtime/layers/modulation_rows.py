@@ -11,7 +11,6 @@ Shapes: N timesteps, B batch, D width, R rows of all modulations together.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -204,11 +203,13 @@ def _plan_of(context: AttentionContext, *, takes_next: bool = False) -> PlannedT
 
 
 def _index_of(timestep: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    """[1], on the device: a CUDA graph finds the rows of every step so."""
+    """[1], on the device: a CUDA graph finds the rows of every step so. A timestep that is not among them has an index
+    behind the last, where reading fails: the first one's rows would be wrong and look right."""
     if timestep.is_meta:
         # torch would import its compiler for the search.
         return timesteps.new_zeros(1, dtype=torch.int64)
-    return (timesteps == timestep[:1]).int().argmax(0, keepdim=True)
+    found = timesteps == timestep[:1]
+    return torch.where(found.any(), found.int().argmax(0, keepdim=True), len(timesteps))
 
 
 def _kept(
@@ -220,15 +221,12 @@ def _kept(
     found = scope.find(key)
     if isinstance(found, _Table) and all(a is b for a, b in zip(found.sources, sources, strict=True)):
         return found
-    begin = time.perf_counter()
     table = compute()
-    if table.rows.is_cuda:
-        torch.cuda.synchronize(table.rows.device)
     scope.put(key, table)
     num_times, branch = len(table.timesteps), "" if sources[1] is None else f", {context.step.branch}"
     context.recorder.note(
         f"modulation, {name}{branch}: rows of {num_times} timestep{'s' * (num_times != 1)} computed at once, "
-        f"{size_text(table.rows.nbytes)} in {time.perf_counter() - begin:.2f} s"
+        f"{size_text(table.rows.nbytes)}"
     )
     return table
 

@@ -30,6 +30,7 @@ def test_bands_have_no_seams(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0] * NUM_PROCESSES, results
     lines = [list(map(float, line.split())) for line in results[0][0].splitlines()]
     assert len(lines) == len(folders)
-    for banded, alone in lines:
-        assert banded < 1e-5
+    for banded, rounding, alone in lines:
+        # Convolutions of other sizes sum in another order: how far apart they come out depends on the processor.
+        assert banded < 10 * rounding
         assert alone > 1e-3

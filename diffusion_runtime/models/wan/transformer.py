@@ -259,7 +259,8 @@ class WanTransformer(DiffusionTransformer):
 
     def patches(self, latents: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """The tokens [B, S, D] of latents with what stands in them or beside them, and their grid."""
-        return self.patch_embedding(latents), self.geometry.grid(latents.shape)
+        grid = self.geometry.grid(latents.shape)
+        return self.patch_embedding(latents), grid
 
     def image_of(self, inputs: DenoiserInputs) -> ImageCondition | None:
         """What stands in the latents or beside them."""

@@ -296,7 +296,8 @@ def test_cross_attention_refuses_it_by_name_and_is_passed_over_in_general(
     report = load_pipeline(str(tiny_wan_folder), device="cpu", attention=spec)(request(1)).attention_report
     assert {(row.role, row.backend) for row in report.rows} == {("self", backend), ("cross", "torch_sdpa")}
     note = f"cross: {backend} not used: default: not made for role 'cross', the next choice decides"
-    assert report.notes == (note,)
+    # Of the method itself it may say that its options drop nothing of a grid as small as this.
+    assert [each for each in report.notes if not each.startswith(f"self: {backend} computes every pair")] == [note]
 
 
 # --- calls of `attention` ---------------------------------------------------------------------------------------------
