@@ -33,6 +33,8 @@ _RANDOM = (
     "weights and text conditions are random, of the published sizes and length: pictures are noise, and the text "
     "encoder is left out"
 )
+# Of RuntimeConfig: how ours is computed.
+_SETTINGS = ("attention_override", "quantization", "compile", "cuda_graphs", "offload", "memory_limit", "vae_decode")
 _GENERATED = "{}: generated, of the size of what is made; reading and encoding it is in denoise"
 
 
@@ -73,7 +75,7 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
     images = sample_images(pipeline.rules, choice.values, choice.preset, folder)
     values = {**choice.values, **images}
     request = pipeline.resolve(GenerationRequest(PROMPT, **values), choice.preset)
-    device, dtype = pipeline.device, pipeline.dtype
+    device, dtype, runtime = pipeline.device, pipeline.dtype, pipeline.recipe["runtime"]
     rows = [_row("ours", pipeline, request, choice.num_warm, on_progress, is_random=is_random, load_s=load_s)]
     pipeline.close()
     release_device_memory(device)
@@ -88,6 +90,7 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
         # Not the paths of images that are gone.
         request={**request.to_dict(), **dict.fromkeys(images)},
         rows=tuple(rows),
+        settings={name: runtime[name] for name in _SETTINGS},
         remarks=(*((_RANDOM,) if is_random else ()), *((_GENERATED.format(", ".join(images)),) if images else ())),
     )
 
@@ -142,10 +145,12 @@ def _row(
 ) -> GenerationRow:
     row = GenerationRow(name, "measured", load_s=load_s)
     runs: list[dict[str, float]] = []
+    ran = ""
     try:
         for number in range(1 + num_warm):
             on_progress(f"{name}, {'cold' if number == 0 else f'warm, {number} of {num_warm}'}")
-            runs.append(_seconds(pipeline, request))
+            seconds, ran = _seconds(pipeline, request)
+            runs.append(seconds)
     except UsageError:
         raise
     except Exception as error:  # any exception of a kernel, a compiler or a package
@@ -153,11 +158,12 @@ def _row(
     if is_random:
         for run in runs:
             del run["text"]
-    return replace(row, runs=tuple(runs))
+    return replace(row, runs=tuple(runs), ran=tuple(ran.splitlines()))
 
 
-def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> dict[str, float]:
-    """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded."""
+def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[dict[str, float], str]:
+    """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded. Beside
+    them its attention report."""
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
         path = Path(folder) / ("made.png" if request.num_frames == 1 else "made.mp4")
         with FileWriter(path) as writer:
@@ -165,4 +171,4 @@ def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> dict[s
             begin = time.perf_counter()
             media.save(path, writer=writer)
             timings = {**media.timings, "write": time.perf_counter() - begin}
-    return {stage: timings[stage] for stage in STAGES if stage in timings}
+    return {stage: timings[stage] for stage in STAGES if stage in timings}, str(media.attention_report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SCHEMA = "diffusion_runtime.bench_generate/1"
@@ -17,7 +17,7 @@ class GenerationRow:
 
     state: measured, failed, or left out (diffusers cannot run the folder); reason: why it is not `measured`. runs:
     seconds by stage of each generation, the first one cold; a stage that is not there was not computed. load_s: seconds
-    until the model could generate.
+    until the model could generate. ran: the attention report of the last generation, by line.
     """
 
     name: str
@@ -25,6 +25,7 @@ class GenerationRow:
     reason: str = ""
     load_s: float | None = None
     runs: tuple[Mapping[str, float], ...] = ()
+    ran: tuple[str, ...] = ()
 
     @property
     def cold(self) -> Mapping[str, float]:
@@ -39,7 +40,8 @@ class GenerationRow:
 
 @dataclass(frozen=True)
 class GenerationBenchmark:
-    """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights."""
+    """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights.
+    settings: of ours, by the names of RuntimeConfig."""
 
     model: str
     device: str
@@ -48,6 +50,7 @@ class GenerationBenchmark:
     request: Mapping[str, Any]
     rows: tuple[GenerationRow, ...]
     remarks: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -62,6 +65,7 @@ class GenerationBenchmark:
             "device": self.device,
             "versions": dict(self.versions),
             "dtype": self.dtype,
+            "settings": dict(self.settings),
             "request": dict(self.request),
             "remarks": list(self.remarks),
             "rows": [
@@ -73,6 +77,7 @@ class GenerationBenchmark:
                     "cold_s": dict(row.cold),
                     "warm_s": dict(row.warm),
                     "runs": [dict(run) for run in row.runs],
+                    "ran": list(row.ran),
                 }
                 for row in self.rows
             ],

@@ -17,7 +17,8 @@ from diffusion_runtime.benchmark.sample_images import wanted_images
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, published_files
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.loading.cuda_graphs import make_graphs
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.preparation import prepare
@@ -56,8 +57,14 @@ def random_pipeline(
     """The model of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of the
     folder's json by file, such as sizes that a CPU computes.
 
-    Raises ConfigError for a name of nothing, and what `prepare` raises for choices that cannot run here.
+    Raises ConfigError for a name of nothing and for weights that are to be offloaded, and what `prepare` raises for
+    choices that cannot run here.
     """
+    if config.offload not in ("auto", "none") or config.memory_limit is not None:
+        flag = "--memory-limit" if config.offload in ("auto", "none") else f"--offload {config.offload}"
+        raise ConfigError(
+            f"{flag}: the random weights of {name} stay on the device; leave it out, or give a folder with weights"
+        )
     changes = changes or {}
     files = {path: {**values, **changes.get(path, {})} for path, values in published_files(name).items()}
     opened = open_step_model(
@@ -78,6 +85,10 @@ def random_pipeline(
         if wanted_images(prepared.rules):
             on_stage(f"building the image encoder of {name}")
             conditioner = _random_conditioner(prepared, opened)
+    compiled = None
+    if config.compile == "regional":
+        compiled = CompiledBlocks()
+        compiled.compile(transformer)
     return Pipeline(
         text_encoder=RandomConditions(opened, device, dtype),
         transformer=transformer,
@@ -88,7 +99,9 @@ def random_pipeline(
         dtype=dtype,
         recipe=prepared.description.to_dict(),
         quantization=prepared.quantization,
+        compiled=compiled,
         graphs=make_graphs(prepared.description.config, device, is_offloaded=False),
+        decoder_graphs=make_decoder_graphs(prepared.description.config, device),
     )
 
 

@@ -23,6 +23,8 @@ diffusion-runtime bench generate
 diffusion-runtime bench generate /models/Wan2.1-T2V-1.3B --num-frames 33 --plot wan.png
 
 diffusion-runtime bench generate z-image-turbo --json
+
+diffusion-runtime bench generate flux.1-dev --quantization fp8 --compile regional
 """
 _WHAT, _HOW = "What to measure", "How it is computed"
 _COLUMNS = ("seconds", "text", "denoise", "per step", "decode", "write", "together", "load")
@@ -53,7 +55,16 @@ def generate(
     attention_backend: Annotated[
         str | None, _option(_HOW, "Of ours, as in generate.", "--attention-backend", "NAME")
     ] = None,
+    attention_backend_config: Annotated[
+        str | None, _option(_HOW, "Its options, as in generate.", "--attention-backend-config", "OPTIONS")
+    ] = None,
     quantization: Annotated[str | None, _option(_HOW, "Of ours: none, fp8, fp8-all.", "--quantization", "MODE")] = None,
+    compile_mode: Annotated[str | None, _option(_HOW, "Of ours: off, regional.", "--compile", "MODE")] = None,
+    cuda_graphs: Annotated[str | None, _option(_HOW, "Of ours: auto, off, on.", "--cuda-graphs", "MODE")] = None,
+    offload: Annotated[
+        str | None, _option(_HOW, "Of a folder's weights: auto, none, model, layers.", "--offload", "MODE")
+    ] = None,
+    memory_limit: Annotated[str | None, _option(_HOW, "Of ours, as in generate.", "--memory-limit", "SIZE")] = None,
     vae_decode: Annotated[str | None, _option(_HOW, "Of ours: exact, fast.", "--vae-decode", "MODE")] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -83,6 +94,7 @@ def generate(
         from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
         from diffusion_runtime.benchmark.plot import check_plotting
         from diffusion_runtime.benchmark.plot_generation import plot_generation
+        from diffusion_runtime.cli.attention_flags import AttentionFlags
         from diffusion_runtime.config import RuntimeConfig
 
         if plot is not None:
@@ -97,8 +109,12 @@ def generate(
         }
         runtime = {
             "model_path": model,
-            "attention_override": attention_backend,
+            "attention_override": AttentionFlags(attention_backend, attention_backend_config).collect(),
             "quantization": quantization,
+            "compile": compile_mode,
+            "cuda_graphs": cuda_graphs,
+            "offload": offload,
+            "memory_limit": memory_limit,
             "vae_decode": vae_decode,
             "device": device,
             "dtype": dtype,
@@ -133,6 +149,8 @@ def show(result: GenerationBenchmark) -> None:
     for row in result.rows:
         if row.state != "measured":
             console.print(Text(f"{row.name}: {row.state}: {row.reason}"))
+        for line in row.ran if row.name == "ours" else ():
+            console.print(Text(line))
     for remark in result.remarks:
         console.print(Text(remark))
 

@@ -50,7 +50,37 @@ def test_one_object_and_files(command: Command, tiny_wan_folder: Path, tmp_path:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["generate.png", "new"]
 
 
+def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "generate.json"
+    sparse = ("--attention-backend", "skip_softmax", "--attention-backend-config", "skip_threshold=0.5")
+    flags = (*sparse, "--quantization", "fp8", "--cuda-graphs", "off", "--no-diffusers", "--repeats", "1", "-o", path)
+    shown = command("bench", "generate", "shapes", *QUICK, *flags)
+    assert shown.code == 0
+    result = json.loads(path.read_text())
+    assert result["settings"] == {
+        "attention_override": {"default": {"backend": "skip_softmax", "extra": {"skip_threshold": 0.5}}},
+        "quantization": "fp8",
+        "compile": "off",
+        "cuda_graphs": "off",
+        "offload": "auto",
+        "memory_limit": None,
+        "vae_decode": "exact",
+    }
+    (row,) = result["rows"]
+    assert any("weights below 0.5 skipped" in line for line in row["ran"])
+    assert any(line.startswith("quantised linear layers: ") for line in row["ran"])
+    assert "quantised linear layers: " in shown.out
+
+
 REFUSALS = {
+    "options without their form": (
+        ("shapes", "--attention-backend-config", "0.5"),
+        "--attention-backend-config: expected key=value",
+    ),
+    "graphs without a GPU": (("shapes", "--cuda-graphs", "on"), "cuda_graphs: on: forward passes of this model cannot"),
+    "an unknown way to compile": (("shapes", "--compile", "whole"), "compile: unknown value"),
+    "random weights that wait": (("flux.1-dev", "--offload", "layers"), "--offload layers: the random weights of"),
+    "a limit for random weights": (("flux.1-dev", "--memory-limit", "8GB"), "--memory-limit: the random weights of"),
     "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
     "an unknown preset": (("shapes", "--preset", "fats"), "fats"),
     "a size between": (("shapes", "--height", "65"), "height: expected a multiple of 16, got 65"),
