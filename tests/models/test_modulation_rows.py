@@ -138,6 +138,16 @@ def test_a_step_that_was_not_planned_computes_its_own(tiny_folder_of: FolderOf, 
     assert table_bytes(state) == 0
 
 
+def test_rows_of_another_timestep_than_the_step_says_are_not_read(tiny_folder_of: FolderOf, tmp_path: Path) -> None:
+    pipeline = load(tiny_folder_of, tmp_path, "flux1")
+    latents, timestep, inputs = given_to(pipeline)
+    state = RequestCache()
+    plan_steps(state, STEPS)
+    context = AttentionContext(step=STEPS[0], state=state)
+    with pytest.raises(IndexError):
+        pipeline.transformer(latents, torch.full_like(timestep, 1.5), inputs, context)
+
+
 CASES: dict[str, Callable[[Path], Path]] = {
     "flux1": write_tiny_flux1,
     "image": lambda folder: write_tiny_hunyuan_video(folder, image_condition="token_replace"),
