@@ -99,9 +99,10 @@ def launch(
             signals_to_handle="SIGUSR2",
         )
         started = elastic_launch(config, sys.executable)
+        others = frozenset(children_of(os.getpid()))
 
         def kill() -> None:
-            _kill_children()
+            _kill_ranks(others)
             is_reported = any(record.is_reported for record in _records(folder))
             shutil.rmtree(folder, ignore_errors=True)
             end_at_once(is_reported)
@@ -123,7 +124,7 @@ def launch(
             return cause
         except (SignalException, KeyboardInterrupt) as error:
             if isinstance(error, SignalException) and error.sigval == _KILL:
-                _kill_children()
+                _kill_ranks(others)
                 checked.raise_error()
             raise Interrupted(is_reported=any(record.is_reported for record in _records(folder))) from error
     return None
@@ -233,13 +234,14 @@ def _quiet(verbose: bool) -> Iterator[None]:
         logger.propagate, logger.handlers = was_propagating, handlers
 
 
-def _kill_children() -> None:
-    children = children_of(os.getpid())
-    for process in children:
+def _kill_ranks(others: frozenset[int]) -> None:
+    """Kill the child processes that torch's launcher started. others: those that were there before it."""
+    ranks = set(children_of(os.getpid())) - others
+    for process in ranks:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_SECONDS
-    while any(is_alive(process) for process in children) and time.monotonic() < deadline:
+    while any(is_alive(process) for process in ranks) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
