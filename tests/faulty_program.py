@@ -1,12 +1,12 @@
 """The command, with faults or an ear in it: what `plan.json` beside this file says. Started as a script of its own.
 
 `{"latents": FILE}`: the first process saves there what it decodes. `{"faults": [{"rank": R, "stage": S, "step": N,
-"fault": F}]}`: process R does F when its progress gets there: `kill`, `stop` or `interrupt` itself, `raise` an error,
-`hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter. Stages beside those of
-the progress: `start`, before anything is imported; `join`, before the processes meet; `load`, before weights are read;
-`write`, between the first process's temporary files and their names; `end`, when all items are made. `{"seconds":
-{NAME: SECONDS}}`: limits of signs_of_life. The file `happened` is there once a fault has begun, `heard` once a deaf
-process was interrupted.
+"fault": F}]}`: process R does F when its progress gets there: `kill`, `stop`, `interrupt` or `terminate` itself,
+`raise` an error, `hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter.
+Stages beside those of the progress: `start`, before anything is imported; `import`, when signals are handled and the
+verb imports; `join`, before the processes meet; `load`, before weights are read; `write`, between the first process's
+temporary files and their names; `end`, when all items are made. `{"seconds": {NAME: SECONDS}}`: limits of
+signs_of_life. The file `happened` is there once a fault has begun, `heard` once a deaf process was interrupted.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": fail,
     "hang": lambda: time.sleep(1000),
     "deaf": be_deaf,
@@ -76,7 +77,15 @@ def meddle() -> None:
     from diffusion_runtime.parallel import signs_of_life
     from diffusion_runtime.parallel.world import World
     from diffusion_runtime.pipeline import Pipeline
+    from diffusion_runtime.session.interruptions import Interruptions
 
+    install = Interruptions.install_in_starting_rank
+
+    def watched_install(*arguments: Any, **options: Any) -> None:
+        install(*arguments, **options)
+        misbehave("import")
+
+    Interruptions.install_in_starting_rank = watched_install  # type: ignore[method-assign]
     # With several processes each decodes a part of what this one is given.
     decoder: type[LatentDecoder] = SharedDecoder if "RANK" in os.environ else CausalVideoDecoder
     call, decode, publish = Pipeline.__call__, decoder.stream, generated.publish_pair

@@ -50,6 +50,11 @@ class ProcessInfo:
         return self.rank == 0
 
 
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return "RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"
+
+
 def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
     """The rank and rendezvous that a launcher has set; None when this process runs alone.
 

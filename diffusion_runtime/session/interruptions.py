@@ -23,9 +23,15 @@ class Interruptions:
         self._exit_code: int | None = None
 
     def install(self) -> None:
+        """Handle SIGINT, and SIGTERM like it: finished outputs stay, partial files are removed."""
         signal.signal(signal.SIGINT, self.handle)
-        # SIGTERM is handled like SIGINT: finished outputs stay, partial files are removed.
         signal.signal(signal.SIGTERM, self.handle)
+
+    def install_in_starting_rank(self, *, is_launched: bool) -> None:
+        """The same for one rank of a run that has not met the others: SIGTERM means that another one has failed, which
+        that one reports. is_launched: our own launcher reports interruptions too. This one ends without a message."""
+        signal.signal(signal.SIGINT, self._end_quietly if is_launched else self.handle)
+        signal.signal(signal.SIGTERM, self._end_quietly)
 
     def handle(self, *_: object) -> None:
         """The handler. Raises KeyboardInterrupt for the first signal."""
@@ -62,6 +68,9 @@ class Interruptions:
             with contextlib.suppress(OSError):
                 os.write(2, _LINE)
         self._end(INTERRUPTED)
+
+    def _end_quietly(self, number: int, _: object) -> None:
+        self._end(INTERRUPTED if number == signal.SIGINT else 1)
 
     def _end(self, exit_code: int) -> None:
         remove_unfinished_files()

@@ -45,6 +45,7 @@ class RankRunner:
             # torch's C++ code logs on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._process_info)
+        interruptions.install()
         signal.signal(signal.SIGTERM, self._end_quietly)
         if self._process_info.is_launched or not self._process_info.is_first:
             interruptions.leave_reporting_to_others()

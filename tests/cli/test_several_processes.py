@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 from cli_support import Command
-from several_processes import GENERATE, files_in, finish, run, start
+from several_processes import GENERATE, files_in, finish, run, start, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
 
@@ -156,6 +156,26 @@ def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
     assert result.err.count("ulysses_degree 3 does not give 2 processes") == 1
     assert "exitcode  : 2" in result.err
     assert result.json["kind"] == "ConfigError"
+
+
+def test_a_rank_that_is_ended_while_it_imports_says_nothing(tmp_path: Path) -> None:
+    """torchrun ends it because another one has failed, which that one has reported."""
+    fault = {"rank": 0, "stage": "import", "fault": "terminate"}
+    result = finish(start(tmp_path, *GENERATE, "--json", plan={"faults": [fault]}, num_torchrun=2))
+    assert result.code == 1
+    assert result.out == ""
+    assert "interrupted" not in result.err
+
+
+def test_an_interruption_while_ranks_import_is_reported_once(tmp_path: Path) -> None:
+    faults = [{"rank": rank, "stage": "import", "fault": "hang"} for rank in range(2)]
+    running = start(tmp_path, *GENERATE, "--num-gpus", 2, "--json", plan={"faults": faults})
+    wait_for(tmp_path / "happened", running)
+    running.process.send_signal(signal.SIGINT)
+    result = finish(running)
+    assert result.code == 130, result.err
+    assert result.err.count("error: ") == result.err.count("error: interrupted: ") == 1
+    assert (result.json["kind"], result.json["exit_code"]) == ("Interrupted", 130)
 
 
 def test_a_request_that_cannot_be_made_ends_processes_that_are_starting(tmp_path: Path) -> None:
