@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
-    from diffusion_runtime.cli import generation
+    from diffusion_runtime.cli import app, generation
     from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
     from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder
@@ -77,15 +77,7 @@ def meddle() -> None:
     from diffusion_runtime.parallel import signs_of_life
     from diffusion_runtime.parallel.world import World
     from diffusion_runtime.pipeline import Pipeline
-    from diffusion_runtime.session.interruptions import Interruptions
 
-    install = Interruptions.install_in_starting_rank
-
-    def watched_install(*arguments: Any, **options: Any) -> None:
-        install(*arguments, **options)
-        misbehave("import")
-
-    Interruptions.install_in_starting_rank = watched_install  # type: ignore[method-assign]
     # With several processes each decodes a part of what this one is given.
     decoder: type[LatentDecoder] = SharedDecoder if "RANK" in os.environ else CausalVideoDecoder
     call, decode, publish = Pipeline.__call__, decoder.stream, generated.publish_pair
@@ -120,6 +112,14 @@ def meddle() -> None:
 
     World.join = watched_join  # type: ignore[method-assign]
     native_model.check_component_files = watched_check
+
+    rewrite = app.rewrite_dotted_flags
+
+    def watched_rewrite(arguments: Sequence[str]) -> list[str]:
+        misbehave("import")
+        return rewrite(arguments)
+
+    app.rewrite_dotted_flags = watched_rewrite
 
     report_end = generation._report_end
 
