@@ -38,7 +38,8 @@ def small_shapes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     settings["defaults"] |= SMALL
     (folder / "generation.json").write_text(json.dumps(settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_sources, "EMBEDDED_FOLDER", folder)
+        patch.setitem(model_sources.EMBEDDED_FOLDERS, model_sources.EMBEDDED, folder)
+        assert model_sources.resolve_model_folder("shapes") == folder
         yield
 
 

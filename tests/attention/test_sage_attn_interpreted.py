@@ -8,12 +8,10 @@ nothing, as GPUs do in practice.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from triton_interpreter import interpret
 
 pytest.importorskip("triton")
 pytest.importorskip("sageattention", reason="the test extra brings it on Linux on x86-64")
@@ -73,12 +71,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(interpret(SCRIPT, flags=("-O",)))
     return answer
 
 

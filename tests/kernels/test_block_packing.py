@@ -6,16 +6,13 @@ The interpreter must be chosen before Triton is imported, so this file runs itse
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from sparse_oracle import random_qkv
 from sparse_plans import cluster_plan, tile_plan
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
@@ -84,7 +81,7 @@ def compare(kind: str, place: str, head_dim: int, dtype: torch.dtype, averaged: 
             assert torch.equal(ours, alone) if device == "cpu" else torch.allclose(ours, alone, atol=1e-6, rtol=1e-6)
 
 
-def interpret() -> None:
+def run_cases() -> None:
     for kind, place in (("tiles", "prefix"), ("tiles", "all text valid"), ("clusters", "suffix"), ("clusters", "grid")):
         compare(kind, place, 16, torch.float32, "qk", "cpu")
     compare("clusters", "suffix", 16, torch.float32, "k", "cpu")
@@ -96,13 +93,9 @@ def interpret() -> None:
     print("ok")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_kernel_under_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in Path(__file__).parents[1:3])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__)).endswith("ok\n")
 
 
 @pytest.mark.gpu
@@ -183,4 +176,4 @@ def test_attention_takes_rows_of_its_own_plan_and_no_others() -> None:
 
 
 if __name__ == "__main__":
-    interpret()
+    run_cases()

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from kernels.block_sparse_cases import LAYOUTS, check_in_place, check_poisoned_values, errors, plan_of
 from sparse_oracle import random_qkv
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.kernels.block_sparse import flash4
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, refusal
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_kernel_under_the_interpreter() -> None:
-    script = Path(__file__).with_name("block_sparse_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__).with_name("block_sparse_cases.py")).endswith("ok\n")
 
 
 def test_refusals_say_what_is_missing() -> None:

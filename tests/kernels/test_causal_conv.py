@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from kernels import causal_conv_cases
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.causal_conv.api import NormSilu, channels_first_input, channels_last_input
@@ -18,15 +15,9 @@ from diffusion_runtime.kernels.causal_conv.api import NormSilu, channels_first_i
 CASES = Path(__file__).with_name("causal_conv_cases.py")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_triton_under_its_interpreter_equals_the_references() -> None:
-    root = str(CASES.parents[2])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    process = subprocess.run(
-        [sys.executable, str(CASES)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.strip() == ""
+    assert interpret(CASES).strip() == ""
 
 
 @pytest.mark.gpu

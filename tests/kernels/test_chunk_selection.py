@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from kernels.chunk_selection_cases import check, inputs
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
 from diffusion_runtime.kernels.chunk_selection.triton import refusal
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_kernel_under_the_interpreter() -> None:
-    script = Path(__file__).with_name("chunk_selection_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__).with_name("chunk_selection_cases.py")).endswith("ok\n")
 
 
 def test_what_does_not_fit_is_refused() -> None:

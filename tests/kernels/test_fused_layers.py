@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from kernels import fused_family_cases, fused_layer_cases
 from tiny_families import WRITERS
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError
@@ -34,16 +32,10 @@ LAYER = Norm("layer", 1e-6)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 @pytest.mark.parametrize("cases", ["fused_layer_cases.py", "fused_family_cases.py"])
 def test_triton_under_its_interpreter_is_as_exact_as_the_references(cases: str) -> None:
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = f"{tests.parent}{os.pathsep}{tests}"
-    command = [sys.executable, str(Path(__file__).with_name(cases))]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.strip() == ""
+    assert interpret(Path(__file__).with_name(cases)).strip() == ""
 
 
 @pytest.mark.gpu

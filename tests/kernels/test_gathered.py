@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 from kernels.gathered_cases import LARGE, ROW, SMALL, check, check_lists, check_poisoned_values, gathered_plan
 from sparse_oracle import random_qkv
 from sparse_plans import row_mask_plan
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention import TokenLayout
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, refusal
@@ -21,13 +18,9 @@ from diffusion_runtime.kernels.block_sparse.gathered import block_sparse_gathere
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, listed_blocks, packed_bits, unpacked_bits
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_kernels_under_the_interpreter() -> None:
-    script = Path(__file__).with_name("gathered_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__).with_name("gathered_cases.py")).endswith("ok\n")
 
 
 def test_bits_are_packed_counted_and_listed() -> None:

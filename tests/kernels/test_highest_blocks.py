@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.highest_blocks import highest, highest_reference
@@ -43,18 +39,15 @@ def test_counts_out_of_range_are_refused(num_kept: int) -> None:
         highest(rows(), num_kept)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_kernel_under_the_interpreter() -> None:
     script = (
-        "import sys; sys.path.insert(0, 'tests')\n"
         "from kernels.test_highest_blocks import expected, rows\n"
         "from diffusion_runtime.kernels.highest_blocks import highest_triton\n"
         "for kept in (1, 2, 18, 36, 37):\n"
         "    assert highest_triton(rows(), kept).tolist() == expected(rows(), kept).tolist(), kept\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpret(script)
 
 
 @pytest.mark.gpu

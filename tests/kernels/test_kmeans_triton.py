@@ -6,19 +6,15 @@ left to a GPU: the interpreter's products of it are wrong.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from kmeans_oracle import excess
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.kernels.kmeans.api import KMeansResult, assign, lloyd, update
 
@@ -150,18 +146,9 @@ def run_all() -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_every_case_under_the_interpreter() -> None:
-    tests = Path(__file__).parents[1]
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    outcomes: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    outcomes: dict[str, str] = json.loads(interpret(Path(__file__)).splitlines()[-1])
     assert list(outcomes) == list(CASES)
     failed = [f"{case}:\n{trace}" for case, trace in outcomes.items() if trace]
     assert not failed, "\n".join(failed)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15RMS_norm
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
 from kernels import norm_silu_cases
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.norm_silu.api import group_norm_silu, pixel_norm_silu, rms_norm_silu
@@ -21,15 +18,9 @@ from diffusion_runtime.kernels.norm_silu.api import group_norm_silu, pixel_norm_
 CASES = Path(__file__).with_name("norm_silu_cases.py")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_triton_under_its_interpreter_equals_the_references() -> None:
-    root = str(CASES.parents[2])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    process = subprocess.run(
-        [sys.executable, str(CASES)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.strip() == ""
+    assert interpret(CASES).strip() == ""
 
 
 @pytest.mark.gpu

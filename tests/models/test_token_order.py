@@ -4,10 +4,6 @@ computes is what it computes in raster order, and no layer packs."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +14,7 @@ import pytest
 import torch
 from denoiser_inputs import text_inputs
 from tiny_families import WRITERS, given_to, makes_videos
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
@@ -230,7 +227,7 @@ def test_tokens_are_ordered_before_they_are_cut_and_back_after_they_are_gathered
 # --- the kernel, interpreted on a CPU, in a process of its own --------------------------------------------------------
 
 
-def interpret() -> None:
+def run_cases() -> None:
     """One layer of VSA, which packs and averages in one pass where it packs."""
     from diffusion_runtime.attention.sparse import video_sparse
     from diffusion_runtime.kernels.block_sparse import triton
@@ -304,16 +301,10 @@ def interpret_rows_of_blocks() -> None:
         torch.testing.assert_close(found, in_place, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_no_layer_packs() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])
-    )
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__)).endswith("ok\n")
 
 
 if __name__ == "__main__":
-    interpret()
+    run_cases()

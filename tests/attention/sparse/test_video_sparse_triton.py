@@ -5,10 +5,6 @@ The interpreter must be chosen before Triton is imported, so this file runs itse
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pytest
 import torch
 from attention_calls import attention_call
 from sparse_oracle import masked_attention, random_qkv
+from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention import (
     RequestCache,
@@ -78,20 +75,16 @@ def refuse_gradients(device: str) -> None:
         assert attention(q, k, v, **arguments).isfinite().all()
 
 
-def interpret() -> None:
+def run_cases() -> None:
     refuse_gradients("cpu")
     compare(GRID, (4, 4, 8), torch.float16, 16, "cpu", gated=True)
     compare(TEXT, (4, 8, 8), torch.float32, 16, "cpu", gated=False)
     print("ok")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+@needs_triton
 def test_a_call_under_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in Path(__file__).parents[2:4])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("ok\n")
+    assert interpret(Path(__file__)).endswith("ok\n")
 
 
 @pytest.mark.gpu
@@ -124,4 +117,4 @@ def test_a_call_waits_for_nothing_and_repeats_to_the_bit() -> None:
 
 
 if __name__ == "__main__":
-    interpret()
+    run_cases()
