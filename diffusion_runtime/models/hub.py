@@ -175,8 +175,11 @@ def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
     """The files of the commit that `folder` holds: by the hub's list, or, without a network, those that are here."""
     commit = commit_of(folder)
     if not offline and commit is not None:
-        with contextlib.suppress(ModelLoadError):
-            return [file.name for file in list_files(hub_id, commit)[1]]
+        from huggingface_hub import HfApi
+
+        # Asked once. The list of a tree, which has sizes too, is asked again for 20 s where there is no network.
+        with contextlib.suppress(Exception):  # whatever the hub's transport raises
+            return [file.rfilename for file in HfApi().model_info(hub_id, revision=commit).siblings or ()]
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
