@@ -1,8 +1,9 @@
 """The command, with faults or an ear in it: what `plan.json` beside this file says. Started as a script of its own.
 
 `{"latents": FILE}`: the first process saves there what it decodes. `{"faults": [{"rank": R, "stage": S, "step": N,
-"fault": F}]}`: process R does F when its progress gets there: `kill`, `stop`, `interrupt` or `terminate` itself,
-`raise` an error, `hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter.
+"fault": F}]}`: process R does F when its progress gets there: `kill`, `stop`, `interrupt` or `terminate` itself
+(`terminate often`: many times, and in a finalizer first), `raise` an error, `hang`, be `deaf` to interruptions for
+ever, or be `busy` in one call that keeps the interpreter.
 Stages beside those of the progress: `start`, before anything is imported; `import`, when signals are handled and the
 verb imports; `join`, before the processes meet; `load`, before weights are read; `write`, between the first process's
 temporary files and their names; `end`, when all items are made. `{"seconds": {NAME: SECONDS}}`: limits of
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +50,27 @@ def be_busy() -> None:
         num_items *= 2
 
 
+class _TerminatedInFinalizer:
+    """The handler of SIGTERM runs in its finalizer, where what it raises is lost."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+
+def be_terminated_often() -> None:
+    """By whoever finds that the run is over: in a finalizer, and again and again while this process ends."""
+
+    def terminate() -> None:
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.0005)
+
+    _TerminatedInFinalizer()
+    threading.Thread(target=terminate, daemon=True).start()
+    time.sleep(1000)
+
+
 def fail() -> None:
     raise RuntimeError("a fault of the test")
 
@@ -57,6 +80,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "terminate often": be_terminated_often,
     "raise": fail,
     "hang": lambda: time.sleep(1000),
     "deaf": be_deaf,

@@ -6,9 +6,10 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _SECONDS_FOR_RANK_0 = 5.0
 # How long a rank that got SIGTERM looks for the reason, which another rank may be reporting.
 _SECONDS_TO_LEARN_WHY = 2.0
+# After which a SIGTERM that was lost is sent again: the finalizer that lost it has returned by then.
+_SECONDS_TO_RESEND = 0.05
 
 Work = Callable[[MultiProcessCoordinator], int]
 
@@ -38,6 +41,7 @@ class RankRunner:
         self._report = report
         self._verbose = verbose
         self._is_announcing = False
+        self._is_ending = False
 
     def run(self, work: Work) -> NoReturn:
         """Do `work` on this rank, and end the process with the exit code that all ranks have."""
@@ -47,6 +51,7 @@ class RankRunner:
         end_with_launcher(self._process_info)
         interruptions.install()
         signal.signal(signal.SIGTERM, self._end_quietly)
+        sys.unraisablehook = self._end_despite
         if self._process_info.is_launched or not self._process_info.is_first:
             interruptions.leave_reporting_to_others()
         world: World | None = None
@@ -149,8 +154,21 @@ class RankRunner:
             )
 
     def _end_quietly(self, *_: object) -> None:
-        if not self._is_announcing:
+        # The watchdog and the launcher may both send SIGTERM: a second RunEnded while the first unwinds would leave a
+        # traceback.
+        if not self._is_announcing and not self._is_ending:
+            self._is_ending = True
             raise RunEnded
+
+    def _end_despite(self, unraisable: Any) -> None:
+        """What a finalizer raises is lost, a signal's RunEnded with it: the signal is sent again, with no traceback."""
+        if not isinstance(unraisable.exc_value, RunEnded):
+            sys.__unraisablehook__(unraisable)
+            return
+        self._is_ending = False
+        resend = threading.Timer(_SECONDS_TO_RESEND, os.kill, (os.getpid(), signal.SIGTERM))
+        resend.daemon = True
+        resend.start()
 
     def _exit(self, code: int) -> NoReturn:
         # What is left are threads of torch that may wait for processes that are gone.

@@ -36,6 +36,10 @@ FAULTS = {
         ],
         "has been stopped for",
     ),
+    "terminated often": (
+        [{"rank": 0, "stage": "denoise", "step": 1, "fault": "terminate often"}],
+        "ended with exit code 1 without a recorded reason",
+    ),
     "interrupted alone": ([{"rank": 1, "stage": "load", "fault": "interrupt"}], "this process alone was interrupted"),
 }
 
