@@ -16,6 +16,7 @@ from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, Prompt
 from diffusion_runtime.request_fields import (
     ANY_GUIDANCE,
     GUIDANCE,
+    IMAGES,
     SHIFT,
     VIDEO,
     WHAT,
@@ -580,6 +581,19 @@ class GenerationRequest:
             panel=WHAT,
             may_stay_none=True,
             refusal="this model takes no sound; leave it out",
+        ).as_metadata(),
+    )
+    # The constant rate factor of H.264 that the images are compressed with before they are encoded, as the videos that
+    # the model was trained on are; 0 leaves them as they are.
+    image_crf: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="H.264 quality (CRF, 1 to 51) that images are compressed to before the model sees them; 0 is not at all.",
+            check=Count(minimum=0, maximum=51),
+            pipeline_parameters=("image_crf",),
+            may_stay_none=True,
+            refusal="this model compresses no images; leave it out",
+            used_with=IMAGES,
         ).as_metadata(),
     )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.
