@@ -306,6 +306,28 @@ class GenerationRequest:
             refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
         ).as_metadata(),
     )
+    # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
+    # (AdaIN), and large values made smaller.
+    adain_factor: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
+            check=Number(maximum=1.0),
+            may_stay_none=True,
+            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
+    tone_map_compression_ratio: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How much large values of upsampled latents are compressed, 0 to 1.",
+            check=Number(maximum=1.0),
+            may_stay_none=True,
+            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
     sampler: str | None = field(
         default=None,
         metadata=RequestField(
@@ -588,7 +610,7 @@ class GenerationRequest:
     image_crf: int | None = field(
         default=None,
         metadata=RequestField(
-            help="H.264 quality (CRF, 1 to 51) that images are compressed to before the model sees them; 0 is not at all.",
+            help="H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
             check=Count(minimum=0, maximum=51),
             pipeline_parameters=("image_crf",),
             may_stay_none=True,

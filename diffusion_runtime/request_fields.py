@@ -286,8 +286,8 @@ class RequestField:
     do; {product} stands for images or videos. None for a field of every model. off: the value of such a field that asks
     for nothing, which every model takes.
     used_with: GUIDANCE, ANY_GUIDANCE, IMAGES, VIDEO or SHIFT for a field that counts only then; a generation without it
-    says that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None: the
-    same.
+    says that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None:
+    the same.
     """
 
     help: str
