@@ -24,8 +24,8 @@ class PublishedModel:
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
     size of the download. parts: the keys of RuntimeConfig that name further folders which it takes, such as
-    `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors document
-    them.
+    `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
+    document them.
     """
 
     name: str
