@@ -137,7 +137,13 @@ class LatentDenoiser:
         settings, geometry, levels = self.settings, self.settings.rules.geometry, self.settings.second_levels
         assert self.upsampler is not None
         parts = geometry.parts(latents, settings.first_size)
-        clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
+        shared = settings.shared
+        larger = self.upsampler(
+            parts.video,
+            adain_factor=shared.adain_factor or 0.0,
+            tone_map_compression=shared.tone_map_compression_ratio or 0.0,
+        )
+        clean = geometry.join(larger.to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
         context = functools.partial(self.context_of, state)
         guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"])

@@ -16,6 +16,7 @@ from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, Prompt
 from diffusion_runtime.request_fields import (
     ANY_GUIDANCE,
     GUIDANCE,
+    IMAGES,
     SHIFT,
     VIDEO,
     WHAT,
@@ -305,6 +306,28 @@ class GenerationRequest:
             refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
         ).as_metadata(),
     )
+    # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
+    # (AdaIN), and large values made smaller.
+    adain_factor: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
+            check=Number(maximum=1.0),
+            may_stay_none=True,
+            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
+    tone_map_compression_ratio: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How much large values of upsampled latents are compressed, 0 to 1.",
+            check=Number(maximum=1.0),
+            may_stay_none=True,
+            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
     sampler: str | None = field(
         default=None,
         metadata=RequestField(
@@ -580,6 +603,19 @@ class GenerationRequest:
             panel=WHAT,
             may_stay_none=True,
             refusal="this model takes no sound; leave it out",
+        ).as_metadata(),
+    )
+    # The constant rate factor of H.264 that the images are compressed with before they are encoded, as the videos that
+    # the model was trained on are; 0 leaves them as they are.
+    image_crf: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
+            check=Count(minimum=0, maximum=51),
+            pipeline_parameters=("image_crf",),
+            may_stay_none=True,
+            refusal="this model compresses no images; leave it out",
+            used_with=IMAGES,
         ).as_metadata(),
     )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.

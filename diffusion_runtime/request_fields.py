@@ -17,6 +17,7 @@ SIZE = "Size and steps"
 # guidance; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
 ANY_GUIDANCE = "any guidance"
+IMAGES = "images"
 VIDEO = "video"
 SHIFT = "shift"
 
@@ -110,17 +111,18 @@ class SoundFile:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number from `minimum` to MAX_COUNT."""
+    """A whole number from `minimum` to `maximum`."""
 
     minimum: int = 1
+    maximum: int = MAX_COUNT
     metavar: ClassVar[str] = "N"
     kind: ClassVar[type] = int
 
     def __call__(self, name: str, value: object) -> None:
         if type(value) is not int or value < self.minimum:
             raise RequestError(f"{name}: expected a whole number of {self.minimum} or more, got {shown(value)}")
-        if value > MAX_COUNT:
-            raise RequestError(f"{name}: expected a whole number of at most {MAX_COUNT}, got {shown(value)}")
+        if value > self.maximum:
+            raise RequestError(f"{name}: expected a whole number of at most {self.maximum}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -283,9 +285,9 @@ class RequestField:
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos. None for a field of every model. off: the value of such a field that asks
     for nothing, which every model takes.
-    used_with: GUIDANCE, ANY_GUIDANCE, VIDEO or SHIFT for a field that counts only then; a generation without it says
-    that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None: the
-    same.
+    used_with: GUIDANCE, ANY_GUIDANCE, IMAGES, VIDEO or SHIFT for a field that counts only then; a generation without it
+    says that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None:
+    the same.
     """
 
     help: str

@@ -30,7 +30,7 @@ from diffusion_runtime.request import (
     is_set,
     too_many_images,
 )
-from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, SHIFT, VIDEO
+from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, IMAGES, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings, TeaCachePolynomials
 from diffusion_runtime.step_cache_rules import step_cache_remarks, with_fitting_step_cache
@@ -192,7 +192,7 @@ class RequestRules(SamplingRules):
             check_mask(request.mask_path, request.image_path)
         for name in IMAGE_FIELDS:
             for path in image_paths(request, name):
-                check_image(path, size.height, size.width, name)
+                check_image(path, size.height, size.width, name, crf=request.image_crf or 0)
 
     def _check_frame_conditions(self, request: GenerationRequest, size: ClipSize) -> None:
         """Raises RequestError for images at frames that the clip does not have or that other fields name, and for what
@@ -333,6 +333,8 @@ class RequestRules(SamplingRules):
                 reasons[ANY_GUIDANCE] = reasons[GUIDANCE]
         if self.geometry.temporal_factor == 1:
             reasons[VIDEO] = "this model makes images"
+        if request.image_path is None and request.last_image_path is None and not request.frame_conditions:
+            reasons[IMAGES] = "the request has no image"
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)

@@ -316,6 +316,7 @@ FAMILIES = {
     "ltx2": FamilyCase(
         geometry=(6, 32, 8, (1, 1, 1)),
         takes_image=True,
+        filled=frozenset({"image_crf"}),
         layers=dict.fromkeys(("self", "cross", *LTX2_SOUND_ROLES), 2),
         text_modules=("video.text_embedding", "audio.text_embedding"),
         refusals=(

@@ -16,6 +16,7 @@ from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.step_info import StepInfo
 
@@ -69,6 +70,23 @@ def record_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     build = BatchSettings.build_sampler
     monkeypatch.setattr(BatchSettings, "build_sampler", lambda settings: RecordingSampler(build(settings), latents))
     return latents
+
+
+def kept_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Gets the latents after every step of both stages."""
+    kept: list[torch.Tensor] = []
+    denoise = LatentDenoiser.denoise
+
+    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any) -> torch.Tensor:
+        def keep(step: StepInfo, latents: torch.Tensor) -> None:
+            assert step.index == len(kept)
+            kept.append(latents.clone())
+            on_step(step, latents)
+
+        return denoise(denoiser, text, seeds, keep)
+
+    monkeypatch.setattr(LatentDenoiser, "denoise", recording)
+    return kept
 
 
 def load_theirs(pipeline_class: Any, folder: Path) -> Any:

@@ -181,7 +181,7 @@ def _checked(check: object) -> Schema:
     if isinstance(check, Text):
         return {"type": "string", **({"pattern": r"\S"} if check.needs_words else {})}
     if isinstance(check, Count):
-        return {"type": "integer", "minimum": check.minimum, "maximum": MAX_COUNT}
+        return {"type": "integer", "minimum": check.minimum, "maximum": check.maximum}
     if isinstance(check, SeedNumber):
         return {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
     if isinstance(check, Number):

@@ -109,6 +109,7 @@ def _to_json_object(
                 "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
                 "offloaded_gb": {dtype: round(model.offloaded_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
                 "images": {name: "needed" if is_needed else "optional" for name, is_needed in model.images.items()},
+                "parts": dict(model.parts),
             }
             for model in listed
         ],
@@ -167,6 +168,7 @@ def _needs(model: PublishedModel) -> str:
         names = [name for name, needed in model.images.items() if needed == is_needed]
         flags = [REQUEST_FIELDS[name].flag or f"--{name.replace('_', '-')}" for name in names]
         lines += [f"{word} {', '.join(flags)}"] if flags else []
+    lines += [f"takes --{name.replace('_', '-')} ({class_name})" for name, class_name in model.parts.items()]
     # Of a width that leaves room for the two columns of memory in 80 characters.
     return "".join(f"\n  {line}" for line in lines)
 

@@ -86,7 +86,8 @@ def resolve_settings(flags: Flags) -> Settings:
     recipe_request = _without_none(recipe.get("request") or {})
     if runtime.upsampler_path is None:
         # Those of a second stage that `--upsampler-path none` leaves out.
-        recipe_request.pop("second_stage_sigmas", None)
+        for name in ("second_stage_sigmas", "adain_factor", "tone_map_compression_ratio"):
+            recipe_request.pop(name, None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values))
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:

@@ -255,7 +255,8 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
     second: dict[str, Any] = {}
     stage = model.family.second_stage
     if config.upsampler_path is not None and stage is not None:
-        second = {"second_stage_sigmas": stage.sigmas if distilled is None else stage.distilled_sigmas}
+        levels = stage.sigmas if distilled is None else stage.distilled_sigmas
+        second = {"second_stage_sigmas": levels, "adain_factor": 0.0, "tone_map_compression_ratio": 0.0}
     return RequestRules(
         defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
         presets={

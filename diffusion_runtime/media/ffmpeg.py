@@ -92,6 +92,15 @@ class VideoEncoder:
         _check(self._process.returncode, b"".join(self._messages))
 
 
+def run_on_bytes(arguments: Sequence[str], given: bytes) -> bytes:
+    """What ffmpeg writes to `pipe:1` of what it reads from `pipe:0`. Raises OSError when it fails."""
+    done = subprocess.run(
+        [*_program(), *arguments], input=given, capture_output=True, start_new_session=True, check=False
+    )
+    _check(done.returncode, done.stderr)
+    return done.stdout
+
+
 def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> None:
     """The streams of an mp4 as they are in an mp4 whose index comes first, with a recipe as its comment. Raises
     OSError."""

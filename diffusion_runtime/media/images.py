@@ -10,6 +10,7 @@ import numpy
 import numpy.typing
 
 from diffusion_runtime.errors import RequestError, first_line
+from diffusion_runtime.media.recompression import check_recompression, recompress
 from diffusion_runtime.untrusted.files import check_file
 
 MAX_IMAGE_BYTES = 512 * 1024 * 1024
@@ -113,13 +114,15 @@ def _is_srgb(profile: Any, srgb: Any) -> bool:
     return bool(numpy.abs(difference).max() <= _ROUNDING)
 
 
-def check_image(path: str, height: int, width: int, field: str = "image_path") -> None:
+def check_image(path: str, height: int, width: int, field: str = "image_path", *, crf: int = 0) -> None:
     """Whether a file is an image that a clip of height x width pixels can start from or end with. field: of the
-    request, for messages.
+    request, for messages. crf: see read_image.
 
-    Raises RequestError for what `open_picture` refuses, and for sides of another ratio.
+    Raises RequestError for what `open_picture` refuses, for sides of another ratio, and for some that H.264 has not.
     """
     columns, rows = open_picture(path, field).size
+    if crf:
+        check_recompression(columns, rows, path, field)
     stretch = (columns / rows) / (width / height)
     if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
         raise RequestError(
@@ -128,11 +131,15 @@ def check_image(path: str, height: int, width: int, field: str = "image_path") -
         )
 
 
-def read_image(path: str, height: int, width: int) -> numpy.typing.NDArray[numpy.uint8]:
-    """The pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter."""
+def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typing.NDArray[numpy.uint8]:
+    """The pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter. crf: of
+    the H.264 frame that it is before, at its own size; 0 for none."""
     from PIL import Image
 
-    scaled = open_picture(path).resize((width, height), Image.Resampling.LANCZOS)
+    picture = open_picture(path)
+    if crf:
+        picture = Image.fromarray(recompress(numpy.array(picture, dtype=numpy.uint8), crf))
+    scaled = picture.resize((width, height), Image.Resampling.LANCZOS)
     return numpy.array(scaled, dtype=numpy.uint8)
 
 

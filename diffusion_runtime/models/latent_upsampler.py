@@ -66,17 +66,41 @@ class LatentUpsampler:
         self._mean, self._std = (statistic.view(1, -1, 1, 1, 1) for statistic in (mean, std))
         self._scaling_factor = scaling_factor
 
-    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, latents: torch.Tensor, *, adain_factor: float = 0.0, tone_map_compression: float = 0.0
+    ) -> torch.Tensor:
         """Normalised latents [batch, channels, frames, height, width] at twice the height and width, float32. One
-        sample after the other: at full size the activations are what needs the most memory."""
+        sample after the other: at full size the activations are what needs the most memory. adain_factor: see
+        with_statistics_of; tone_map_compression: see tone_mapped; 0 for none."""
         weight = next(self._network.parameters())
         samples = []
         for sample in torch.split(latents.to(weight.device, torch.float32), 1):
             raw = sample * self._std / self._scaling_factor + self._mean
             with torch.inference_mode(), OneDnnConvolutions():
-                larger: torch.Tensor = self._network(raw.to(weight.dtype))
-            samples.append((larger.float() - self._mean) / self._std * self._scaling_factor)
+                larger: torch.Tensor = self._network(raw.to(weight.dtype)).float()
+            if adain_factor > 0:
+                larger = with_statistics_of(raw, larger, adain_factor)
+            if tone_map_compression > 0:
+                larger = tone_mapped(larger, tone_map_compression)
+            samples.append((larger - self._mean) / self._std * self._scaling_factor)
         return torch.cat(samples)
+
+
+def with_statistics_of(reference: torch.Tensor, latents: torch.Tensor, factor: float) -> torch.Tensor:
+    """Raw latents [batch, channels, frames, height, width] on the way, by `factor` of 0 to 1, to those that have the
+    mean and deviation of each sample's channels in `reference` (adaptive instance normalisation, arXiv:1703.06868)."""
+    axes = (2, 3, 4)
+    own_deviation, own_mean = torch.std_mean(latents, axes, keepdim=True)
+    deviation, mean = torch.std_mean(reference, axes, keepdim=True)
+    return torch.lerp(latents, (latents - own_mean) / own_deviation * deviation + mean, factor)
+
+
+def tone_mapped(latents: torch.Tensor, compression: float) -> torch.Tensor:
+    """Raw latents whose values beyond about 1 are scaled down, at `compression` 1 by up to 0.6, and by less the smaller
+    they are, as LTX-Video's authors do before a second stage."""
+    strength = 0.75 * compression
+    scales: torch.Tensor = 1.0 - 0.8 * strength * torch.sigmoid(4.0 * strength * (latents.abs() - 1.0))
+    return latents * scales
 
 
 def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num_channels: int) -> UpsamplerFolder:

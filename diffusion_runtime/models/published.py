@@ -23,7 +23,9 @@ class PublishedModel:
     name: short, that of its file in configs/. model_path: a hub id, or an embedded name. makes: in words, such as
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
-    size of the download. request, presets: the values it was made for, as its authors document them.
+    size of the download. parts: the keys of RuntimeConfig that name further folders which it takes, such as
+    `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
+    document them.
     """
 
     name: str
@@ -33,6 +35,7 @@ class PublishedModel:
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
     images: Mapping[str, bool] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -78,6 +81,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         parameters=tuple(published["parameters"].items()),
         stored_bytes=published.get("stored_bytes", 2),
         images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
+        parts=published.get("parts", {}),
         request={key: value for key, value in entry["request"].items() if value is not None},
         presets=entry.get("presets", {}),
     )

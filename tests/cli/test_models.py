@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -53,6 +54,21 @@ def test_json_says_what_each_needs(command: Command) -> None:
     assert needs["wan2.2-i2v-a14b"] == {"image_path": "needed", "last_image_path": "optional"}
     assert needs["flux.1-dev"] == {}
     assert row["parameters"]["transformer_2"] == row["parameters"]["transformer"] == 14_289_000_000
+
+
+def test_upsamplers_and_controlnets_are_listed_with_the_models_that_take_them(command: Command) -> None:
+    """By the classes that the families load."""
+    shown = command("models").out
+    parts = {row["name"]: row["parts"] for row in json.loads(command("models", "--json").out)["models"]}
+    for model in published_models():
+        family = importlib.import_module(f"diffusion_runtime.models.{model.family}.family").FAMILY
+        stage = family.second_stage
+        expected = {} if stage is None else {"upsampler_path": stage.upsampler.class_name}
+        if model.name == "qwen-image":
+            expected = {"controlnet_path": family.controlnet_class}
+        assert parts[model.name] == model.parts == expected
+    assert "takes --upsampler-path (LTX2LatentUpsamplerModel)" in shown
+    assert "takes --controlnet-path (QwenImageControlNetModel)" in shown
 
 
 def test_no_torch_is_imported() -> None:

@@ -98,7 +98,7 @@ class LTX2Conditioner(ImageConditioner):
         first, first_strength = torch.empty(1, channels, 0, height, width), 1.0
         keyframes = []
         for frame, path, strength in conditions_of(request, self._geometry, size):
-            latents = self._encoded(path, size)
+            latents = self._encoded(path, size, request.image_crf or 0)
             if frame == 0:
                 first, first_strength = latents, strength
             else:
@@ -108,11 +108,12 @@ class LTX2Conditioner(ImageConditioner):
         sound = self._sound(request, size)
         return ImageCondition(first, further=further, sound=sound, places=places, first_strength=first_strength)
 
-    def _encoded(self, path: str, size: ClipSize) -> torch.Tensor:
+    def _encoded(self, path: str, size: ClipSize, crf: int) -> torch.Tensor:
         """An image as one latent frame."""
         if self._image_encoder is None:
             self._image_encoder = self._load_image_encoder()
-        return self._image_encoder.encode(torch.from_numpy(read_image(path, size.height, size.width)), size).latents
+        pixels = torch.from_numpy(read_image(path, size.height, size.width, crf=crf))
+        return self._image_encoder.encode(pixels, size).latents
 
     def _sound(self, request: GenerationRequest, size: ClipSize) -> torch.Tensor | None:
         if request.audio_path is None:

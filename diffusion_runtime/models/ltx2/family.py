@@ -97,6 +97,7 @@ FAMILY = ModelFamily(
         "audio_modality_scale",
         "audio_guidance_rescale",
         "audio_path",
+        "image_crf",
     ),
     stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,

@@ -1,6 +1,7 @@
 """LTX-2 from an image against diffusers' LTX2ImageToVideoPipeline on tiny weights, in float32 on the CPU.
 
-On their side the image is not compressed first (image_crf 0).
+Images are not compressed first on both sides (image_crf 0), but where a test says so: diffusers does that with PyAV,
+which is no dependency; media/test_recompression.py compares the two where it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media.recompression import recompress
+from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 
 SIZE = ClipSize(64, 96, 17, 25)
@@ -44,7 +48,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def request(image: str | None, **values: Any) -> GenerationRequest:
-    fields = {**TINY_SIZES, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 3.0, "seed": 5}
+    fields = {
+        **TINY_SIZES,
+        "num_frames": 17,
+        "num_inference_steps": 3,
+        "guidance_scale": 3.0,
+        "seed": 5,
+        "image_crf": 0,
+    }
     return GenerationRequest(**({"prompt": "a red circle", "image_path": image, **fields} | values))
 
 
@@ -259,6 +270,50 @@ def test_images_at_frames_equal_diffusers(
         mine = geometry.parts(found[:, :length], SIZE).video
         assert (mine - other).norm() <= 1e-4 * other.norm()
     assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
+
+
+def test_images_are_compressed_as_by_diffusers_before_they_are_scaled(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default of both sides; the image is of another size than the clip, and of odd sides."""
+    rows, columns = numpy.mgrid[0:131, 0:195]
+    pixels = numpy.stack([3 * rows % 256, 2 * columns % 256, (rows * columns) % 256], axis=-1).astype(numpy.uint8)
+    path = str(tmp_path / "large.png")
+    Image.fromarray(pixels).save(path)
+    with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
+        ours, theirs = load(tiny_folder), load_theirs(LTX2ImageToVideoPipeline, tiny_folder)
+    assert ours.resolve(request(path, image_crf=None)).image_crf == 33
+    asked: list[int] = []
+
+    def compressed(image: numpy.ndarray, crf: int) -> numpy.ndarray:
+        asked.append(crf)
+        return recompress(image, crf)
+
+    monkeypatch.setattr(theirs_module, "apply_image_conditioning_crf", compressed)
+    # Its own filter is bilinear.
+    theirs.video_processor.register_to_config(resample="lanczos")
+    encoded: list[torch.Tensor] = []
+    encode = FirstFrameConditioner.encode
+
+    def keep(encoder: FirstFrameConditioner, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        condition = encode(encoder, image, size)
+        encoded.append(condition.latents)
+        return condition
+
+    monkeypatch.setattr(FirstFrameConditioner, "encode", keep)
+    for crf in (None, 0):
+        ours(request(path, image_crf=crf, num_inference_steps=2, guidance_scale=1.0))
+    sizes = {"height": SIZE.height, "width": SIZE.width, "num_frames": SIZE.num_frames, "frame_rate": 25.0}
+    steps = {**ONE_SCALE, "num_inference_steps": 2, "guidance_scale": 1.0}
+    latents, _ = theirs(
+        image=Image.open(path), prompt="a red circle", output_type="latent", return_dict=False, **sizes, **steps
+    )
+    assert asked == [33]
+    # What it returns is not normalised, and its first frame is the image's.
+    mean, std = (each.view(1, -1, 1, 1, 1) for each in (theirs.vae.latents_mean, theirs.vae.latents_std))
+    first = (latents[:, :, :1] - mean) / std
+    assert (encoded[0] - first).norm() <= 1e-4 * first.norm()
+    assert (encoded[1] - first).norm() > 1e-2 * first.norm()
 
 
 def test_images_at_frames_are_told_of_and_known_again(

@@ -14,7 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, LTX2LatentUpsamplePipelin
 from diffusers.pipelines.ltx2 import pipeline_ltx2 as theirs_module
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from family_cases import change
-from family_parity import load_theirs
+from family_parity import kept_after_steps, load_theirs
 from safetensors import safe_open
 from tables import table
 from tiny_ltx2 import ONE_SCALE, VIDEO_CHANNELS
@@ -25,11 +25,9 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
-from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.step_info import StepInfo
 
 SIZE, HALF = ClipSize(128, 192, 9, 25), ClipSize(64, 96, 9, 25)
 LEVELS = (0.909375, 0.725, 0.421875)
@@ -64,23 +62,6 @@ def packed(geometry: LTX2Geometry, noise: torch.Tensor, size: ClipSize) -> list[
     parts = geometry.parts(noise, size)
     assert parts.audio is not None
     return [parts.video.flatten(2).transpose(1, 2), parts.audio.transpose(1, 2).flatten(2)]
-
-
-def kept_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Gets the latents after every step of both stages."""
-    kept: list[torch.Tensor] = []
-    denoise = LatentDenoiser.denoise
-
-    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any) -> torch.Tensor:
-        def keep(step: StepInfo, latents: torch.Tensor) -> None:
-            assert step.index == len(kept)
-            kept.append(latents.clone())
-            on_step(step, latents)
-
-        return denoise(denoiser, text, seeds, keep)
-
-    monkeypatch.setattr(LatentDenoiser, "denoise", recording)
-    return kept
 
 
 def test_two_stages_equal_diffusers(tiny_folder: Path, upsampler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
