@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -22,6 +22,7 @@ from scripts.shapes.render import render_slots
 from scripts.shapes.streams import StreamSettings, render_stream_slots
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES, CausalBucket
+from scripts.train_shapes.causal_objective import FIRST_CHUNK_WEIGHT
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.latent_pool import Encoder, LatentPool
@@ -98,7 +99,7 @@ def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, a
         if done % arguments.refresh_every == 0:
             pool.clips.refresh(pool.bucket.encode_batch)
         rate = cosine(progress, arguments.peak, arguments.end)
-        plan = pool.bucket.plan(random, training.device)
+        plan = replace(pool.bucket.plan(random, training.device), first_weight=arguments.first_chunk_weight)
         loss = training.step(pool.draw(training.generator), plan, rate)
         for part, error in (("first", loss.first), ("later", loss.later)):
             errors.setdefault(f"{pool.bucket.name}.{part}", []).append(error)
@@ -135,6 +136,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--two-objects", type=float, default=StreamSettings.two_object_fraction, metavar="SHARE", help="of streams"
+    )
+    parser.add_argument(
+        "--first-chunk-weight",
+        type=float,
+        default=FIRST_CHUNK_WEIGHT,
+        metavar="WEIGHT",
+        help="of the first chunk's error, which decides where an object is and which way it goes",
     )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="adamw: cheaper on a CPU")
     parser.add_argument("--muon-factor", type=float, default=2.0, help="Muon's learning rate over AdamW's")
