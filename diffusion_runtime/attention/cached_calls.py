@@ -10,13 +10,14 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Backen
 from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cache.stored import KeyParts
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import RASTER, CachedLayout
+from diffusion_runtime.token_layout import RASTER, CachedLayout, Extent
 
 # The name of every layer's store in a RequestCache.
 CACHED_KEYS = "cached keys"
@@ -46,19 +47,9 @@ def with_cached_keys(
 
     Raises ConfigError for a call over other frames than the cache's plan.
     """
-    plan, layout = cache.plan, inputs.layout
-    if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
-        raise ConfigError(
-            f"{layer.name or layer.role}: expected a grid of {plan.num_frames} frames in raster order "
-            f"for the key-value cache, got {layout}"
-        )
-    q, k, v = inputs.q, inputs.k, inputs.v
-    check_shapes(q, k, v, layout, causal)
-    store = context.state.of_layer(layer, context.step).get_or_create(
-        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
-    )
-    in_sight = plan.key_layout(layout.grid)
-    store.write(plan, k, v)
+    plan, q = cache.plan, inputs.q
+    store = write_to_cache(inputs, layer, context, cache, causal=causal)
+    in_sight = plan.key_layout(_grid_of(inputs, layer, cache))
     form = store.page_format(plan) if cache.reads_as_stored else None
     if form is not None and isinstance(backend, StoredKeysReader):
         refusal = backend.stored_refusal(form, q.device)
@@ -67,6 +58,31 @@ def with_cached_keys(
         context.recorder.note(f"{layer.role}: {backend.name}: cached keys are {store.copied}: {refusal}")
     q, k, v = cache.read(store, q)
     return CachedCall(inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None), store.copied)
+
+
+def write_to_cache(
+    inputs: AttentionInputs, layer: LayerInfo, context: AttentionContext, cache: FrameCache, *, causal: bool
+) -> KeyStore:
+    """Write the keys and values of a call into its layer's store, which is returned. Raises ConfigError as
+    with_cached_keys."""
+    _grid_of(inputs, layer, cache)
+    check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, causal)
+    store = context.state.of_layer(layer, context.step).get_or_create(
+        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(inputs.k)
+    )
+    store.write(cache.plan, inputs.k, inputs.v)
+    return store
+
+
+def _grid_of(inputs: AttentionInputs, layer: LayerInfo, cache: FrameCache) -> Extent:
+    """Of a call over the frames of the cache's plan. Raises ConfigError for any other."""
+    plan, layout = cache.plan, inputs.layout
+    if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
+        raise ConfigError(
+            f"{layer.name or layer.role}: expected a grid of {plan.num_frames} frames in raster order "
+            f"for the key-value cache, got {layout}"
+        )
+    return layout.grid
 
 
 def with_prefix(

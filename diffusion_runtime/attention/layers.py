@@ -34,7 +34,7 @@ from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
-from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix
+from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix, write_to_cache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.opaque import (
@@ -231,6 +231,23 @@ class AttentionLayer(nn.Module, ABC):
         implementation, keys = names[0] if names else ("no tokens on this process", "")
         self._count(context, served, implementation, kept, keys)
         return out
+
+    def write_keys(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> None:
+        """Leave k and v in the key-value cache of the context, as a call with the same arguments does, and attend to
+        nothing: of a commit whose output nobody reads. No call is counted.
+
+        q: says how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
+        """
+        cache = context.cache
+        assert self.cached_keys, "of a layer that caches keys"
+        assert cache is not None, "of a pass with a key-value cache"
+
+        def run(inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
+            write_to_cache(inputs, self.layer, context, cache, causal=self.causal)
+            return inputs.q, None
+
+        inputs = AttentionInputs(q, k, v, context.layout, None, None, self.first_head, self.num_heads_total)
+        self._served(q, context).exchange.attend(inputs, run)
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
         """Whether the backend that serves the next call has a gated branch; a gate for any other is not worth making.

@@ -236,7 +236,8 @@ def _cost_of_chunks(
         # A commit is for the chunk behind the one that was made last.
         step = StepInfo(chunk=chunk + (kind != "denoise"))
         num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
-        found.setdefault((plan.num_frames, plan.tokens_per_frame, plan.num_keys), []).extend([plan] * num_branches)
+        key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
+        found.setdefault(key, []).extend([plan] * num_branches)
     costs = []
     for plans in found.values():
         cache = FrameCache(plans[0], request.positions or "absolute")
@@ -288,7 +289,8 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
     commit = None
     if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
-        commit = commits.layer.resolved_at(last, commits.layout).decision.backend
+        ran = commits.layer.resolved_at(last, commits.layout).decision.backend
+        commit = ran if commits.in_commits else NOT_RUN
     return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit, tuple(implementations))
 
 

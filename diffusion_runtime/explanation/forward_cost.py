@@ -23,6 +23,7 @@ class AttentionCost:
 
     index: of the layer within its role. num_pairs: pairs of a query and a key that the layout leaves visible, of one
     sample. operations: of dense attention, 4 x pairs x heads x head_dim, of all calls together. call: the largest.
+    in_commits: whether commits run it; those of a video leave the last layer's keys without attending to any.
     """
 
     layer: AttentionLayer
@@ -30,6 +31,7 @@ class AttentionCost:
     num_pairs: int
     operations: float
     call: KnownCall
+    in_commits: bool = True
 
     @property
     def layout(self) -> TokenLayout | None:
@@ -56,12 +58,17 @@ class ForwardCost:
 
 def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
     """Of several forward passes of one model, each as often as it says; layouts and pairs are those of the one with the
-    most pairs."""
+    most pairs. A layer that some of them leave out is not in commits."""
+    by_layer: dict[AttentionLayer, list[tuple[float, AttentionCost]]] = {}
+    for times, cost in costs:
+        for each in cost.attention:
+            by_layer.setdefault(each.layer, []).append((times, each))
     attention = []
-    for of_layer in zip(*([(times, each) for each in cost.attention] for times, cost in costs), strict=True):
+    for of_layer in by_layer.values():
         largest = max((each for _, each in of_layer), key=lambda each: each.num_pairs)
         operations = sum(times * each.operations for times, each in of_layer)
-        attention.append(dataclasses.replace(largest, operations=operations))
+        in_commits = len(of_layer) == len(costs)
+        attention.append(dataclasses.replace(largest, operations=operations, in_commits=in_commits))
     return ForwardCost(sum(times * cost.products for times, cost in costs), tuple(attention))
 
 

@@ -116,6 +116,26 @@ def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> Non
     _check(done.returncode, done.stderr)
 
 
+def num_frames_in(path: Path) -> int:
+    """Whole frames of a video file that may end in the middle of one, by its packets: none is decoded. 0 where there
+    are none to be read."""
+    given = [
+        "-fflags",
+        "+discardcorrupt",
+        "-i",
+        file_argument(path),
+        "-map",
+        "0:v:0",
+        "-c",
+        "copy",
+        "-f",
+        "framecrc",
+        "-",
+    ]
+    done = subprocess.run([*_program(), *given], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return sum(not line.startswith(b"#") for line in done.stdout.splitlines())
+
+
 def file_argument(path: Path) -> str:
     """A path that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an address."""
     return str(path.absolute())

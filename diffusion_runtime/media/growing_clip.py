@@ -17,7 +17,13 @@ from typing import Any
 import numpy
 
 from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, copy_with_index_first, file_argument
+from diffusion_runtime.media.ffmpeg import (
+    MP4_RATE_FACTOR,
+    VideoEncoder,
+    copy_with_index_first,
+    file_argument,
+    num_frames_in,
+)
 from diffusion_runtime.media.file_writer import cannot_write
 from diffusion_runtime.media.formats import format_of
 from diffusion_runtime.media.publish import numbered, remove_abandoned_files, temporary_file, uninterrupted
@@ -120,9 +126,11 @@ class GrowingClip:
         except BrokenPipeError as error:
             raise OutputError(f"{self._name}: whoever read it has left after {self.num_frames} frames") from error
         except OSError as error:
-            kept = f"the {self.num_frames} frames before are in it and can be played"
-            if self._path is None or self.num_frames == 0:
-                kept = "nothing was left behind"
+            # The encoder had taken more than it could write.
+            num_kept = 0 if self._path is None else num_frames_in(self._path)
+            kept = f"{num_kept} of the {self.num_frames} frames before are in it and can be played"
+            if num_kept == 0:
+                kept = "no frame of it can be played"
             raise OutputError(f"cannot write {self._name}: {error.strerror or error}; {kept}") from error
 
     @property

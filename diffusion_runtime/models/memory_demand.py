@@ -194,7 +194,9 @@ def forward_on_meta(
 ) -> Callable[[], None]:
     """One forward pass of one guidance branch, or of both where they are batched, on the meta device; attention layers
     make outputs and compute nothing. The first call computes what depends on the text alone, too. cache: of a pass over
-    some frames of a video that is made chunk by chunk."""
+    some frames of a video that is made chunk by chunk, in the phase of its plan."""
+    is_commit = cache is not None and cache.plan.phase == "commit"
+    step = dataclasses.replace(_LAST_STEP, phase="commit") if is_commit else _LAST_STEP
     shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
@@ -206,7 +208,7 @@ def forward_on_meta(
 
     def run() -> None:
         with torch.no_grad(), _planned_attention(transformer):
-            transformer(latents, timestep, inputs, AttentionContext(step=_LAST_STEP, state=state, cache=cache))
+            transformer(latents, timestep, inputs, AttentionContext(step=step, state=state, cache=cache))
 
     return run
 
@@ -221,11 +223,12 @@ def _planned_attention(transformer: nn.Module) -> Iterator[None]:
         # blocks are among the copies that are counted.
         layer.takes_gate = lambda *_: True  # type: ignore[method-assign]
         layer.token_blocks = lambda *_: None  # type: ignore[method-assign]
+        layer.write_keys = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward, layer.takes_gate, layer.token_blocks
+            del layer.forward, layer.takes_gate, layer.token_blocks, layer.write_keys
 
 
 class _AttendedShape:

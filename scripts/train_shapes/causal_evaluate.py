@@ -11,6 +11,7 @@ python -m scripts.train_shapes.causal_evaluate --rendered --streams 256 --second
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
+from diffusion_runtime.quality.shapes.attributes import STREAM_MOTION_NAMES
 from diffusion_runtime.quality.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import score_streams, window_record
@@ -68,20 +70,31 @@ class Task:
     streams: StreamBatch
 
 
-def tasks_of(count: int, seconds: float, chunk: int, two_object_fraction: float, switch_share: float) -> list[Task]:
-    """Seeded streams of at least so many seconds, their switches at chunks."""
+def tasks_of(
+    count: int,
+    seconds: float,
+    chunk: int,
+    two_object_fraction: float,
+    switch_share: float,
+    motion: str | None = None,
+) -> list[Task]:
+    """Seeded streams of at least so many seconds, their switches at chunks. motion: those of them alone that begin with
+    it, of their first object."""
     num_chunks = -(-(1 + (round(12 * seconds) + 2) // 4) // chunk)
     num_latents = num_chunks * chunk
     first = first_pixel_frames(num_latents).tolist()
     later = range(4 * chunk, num_latents - 4 * chunk, chunk)
     settings = StreamSettings(two_object_fraction, switch_share, switch_frames=tuple(first[each] for each in later))
-    tasks = []
-    for index in range(count):
-        seed = 77_003 + index
+    tasks: list[Task] = []
+    for seed in itertools.count(77_003):
+        if len(tasks) == count:
+            break
         streams = sample_streams(
             1, torch.Generator().manual_seed(seed), torch.arange(1 + 4 * (num_latents - 1)), settings
         )
         prompts = tuple(Prompt(start, scene) for start, scene in streams.prompts_of(0))
+        if motion is not None and prompts[0].attributes.objects[0].motion != motion:
+            continue
         said = [write_caption(prompt.attributes, Random(seed + 1), CAPTIONS).text for prompt in prompts]
         texts = []
         for begin in range(0, num_latents, chunk):
@@ -287,6 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--two-objects", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--switches", type=float, default=0.0, metavar="SHARE", help="of streams with a switch")
+    parser.add_argument("--motion", choices=STREAM_MOTION_NAMES, help="only streams that begin with it")
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--chunk", type=int, default=2)
     parser.add_argument("--span", type=int, default=6, help="0 for everything")
@@ -345,7 +359,14 @@ def main() -> None:
         commit_noise=arguments.commit_noise,
         position_offset=arguments.position_offset,
     )
-    tasks = tasks_of(arguments.streams, arguments.seconds, arguments.chunk, arguments.two_objects, arguments.switches)
+    tasks = tasks_of(
+        arguments.streams,
+        arguments.seconds,
+        arguments.chunk,
+        arguments.two_objects,
+        arguments.switches,
+        arguments.motion,
+    )
     model: StreamModel | PackageModel | None = None
     if arguments.package:
         model = PackageModel(arguments.package, device)

@@ -75,6 +75,8 @@ class StepPlan:
     """None: the whole clip is one chunk, without a clean half."""
     counted: tuple[bool, ...] = (True,)
     """Per chunk, whether its error counts."""
+    first_weight: float = FIRST_CHUNK_WEIGHT
+    """Of the first chunk's error."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def causal_loss(
     counted = torch.tensor(plan.counted, device=device).repeat_interleave(chunk)
     counted = ((caption[:, -num_frames:] == last) & counted).float()[:, None, :, None, None]
     weights = counted * (1 + FOREGROUND_WEIGHT * (wide < FOREGROUND_BELOW) * batch.foreground)
-    weights[:, :, :chunk] *= FIRST_CHUNK_WEIGHT if num_chunks > 1 else 1.0
+    weights[:, :, :chunk] *= plan.first_weight if num_chunks > 1 else 1.0
     total = (error * weights).sum() / (weights.sum() * error.shape[1]).clamp(min=1.0)
     with torch.no_grad():
         per_frame = error.mean(dim=(1, 3, 4)) * counted[:, 0, :, 0, 0]

@@ -7,7 +7,7 @@ before the others (`far=True`): so the model learns what a sink is when it no lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -73,12 +73,13 @@ class StreamPool:
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
         device: str,
-        two_object_fraction: float,
+        settings: StreamSettings,
     ) -> None:
+        """settings: of the streams; those for switches are the pool's own."""
         self.capacity, self.num_latents, self.size, self.far = capacity, num_latents, size, far
         self._encode, self._renderer, self._tokenizer = encode, renderer, tokenizer
         self._random, self._generator = Random(seed), torch.Generator(device).manual_seed(seed)
-        self._two_object_fraction = two_object_fraction
+        self._settings = settings
         grid = (num_latents, size // 8, size // 8)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._latents = torch.zeros(capacity, 16, *grid, dtype=dtype, device=device)
@@ -136,7 +137,7 @@ class StreamPool:
             # Of a gap shorter than the warm-up, the first frames are the stream's first one again.
             before = (window[0] - warm_up + torch.arange(warm_up)).clamp(min=0)
             times = torch.cat([times[:sink], before, window])
-        settings = StreamSettings(self._two_object_fraction, switch_frames=switches)
+        settings = replace(self._settings, switch_frames=switches)
         return sample_streams(count, self._generator, times, settings)
 
     def _first_frames(self) -> Tensor:

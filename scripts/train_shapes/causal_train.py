@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from scripts.shapes.render import render_slots
-from scripts.shapes.streams import render_stream_slots
+from scripts.shapes.streams import StreamSettings, render_stream_slots
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES, CausalBucket
+from scripts.train_shapes.causal_objective import FIRST_CHUNK_WEIGHT
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.latent_pool import Encoder, LatentPool
@@ -29,7 +30,7 @@ from scripts.train_shapes.session import Clock, Log, cosine
 from scripts.train_shapes.train_transformer import load_encoder
 
 SHAPES = Path("diffusion_runtime/assets/shapes")
-TWO_OBJECT_FRACTION = {"near": 0.4, "far": 0.4, "clip": 0.6}
+TWO_OBJECTS_IN_CLIPS = 0.6
 REFRESH_EVERY = 8
 """Steps between two refreshes of one encode batch."""
 
@@ -51,11 +52,10 @@ class Pool:
         return drawn if isinstance(drawn, StreamTrainingBatch) else StreamTrainingBatch.of_clips(drawn)
 
 
-def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> Pool:
-    """An empty pool of a bucket."""
+def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int, settings: StreamSettings) -> Pool:
+    """An empty pool of a bucket. settings: of its streams, unless it is of clips."""
     renderer = torch.compile(render_slots, dynamic=True) if device == "cuda" else render_slots
     tokenizer = build_tokenizer(streams=True)
-    two = TWO_OBJECT_FRACTION[bucket.kind]
     if bucket.kind == "clip":
         clips: StreamPool | LatentPool = LatentPool(
             bucket.capacity,
@@ -66,7 +66,7 @@ def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> 
             tokenizer=tokenizer,
             seed=seed,
             device=device,
-            two_object_fraction=two,
+            two_object_fraction=TWO_OBJECTS_IN_CLIPS,
         )
     else:
         clips = StreamPool(
@@ -79,7 +79,7 @@ def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> 
             tokenizer=tokenizer,
             seed=seed,
             device=device,
-            two_object_fraction=two,
+            settings=settings,
         )
     return Pool(bucket, clips)
 
@@ -99,7 +99,7 @@ def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, a
         if done % arguments.refresh_every == 0:
             pool.clips.refresh(pool.bucket.encode_batch)
         rate = cosine(progress, arguments.peak, arguments.end)
-        plan = pool.bucket.plan(random, training.device)
+        plan = replace(pool.bucket.plan(random, training.device), first_weight=arguments.first_chunk_weight)
         loss = training.step(pool.draw(training.generator), plan, rate)
         for part, error in (("first", loss.first), ("later", loss.later)):
             errors.setdefault(f"{pool.bucket.name}.{part}", []).append(error)
@@ -127,6 +127,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--end", type=float, default=1e-5)
+    parser.add_argument(
+        "--around",
+        type=float,
+        default=StreamSettings.around_weight,
+        metavar="WEIGHT",
+        help="of streams of one object that circle; the other motions add up to 7.4",
+    )
+    parser.add_argument(
+        "--two-objects", type=float, default=StreamSettings.two_object_fraction, metavar="SHARE", help="of streams"
+    )
+    parser.add_argument(
+        "--first-chunk-weight",
+        type=float,
+        default=FIRST_CHUNK_WEIGHT,
+        metavar="WEIGHT",
+        help="of the first chunk's error, which decides where an object is and which way it goes",
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="adamw: cheaper on a CPU")
     parser.add_argument("--muon-factor", type=float, default=2.0, help="Muon's learning rate over AdamW's")
     parser.add_argument("--decay", type=float, default=0.999, help="of the average of the weights")
@@ -167,10 +184,11 @@ def main() -> None:
     state = training.resume(arguments.resume) if arguments.resume else {}
     log.write(event="start", device=device, stage=arguments.stage, compiled=compiled, **state)
     encode = load_encoder(arguments.vae, device)
+    streams = StreamSettings(arguments.two_objects, around_weight=arguments.around)
     pools = []
     for index, bucket in enumerate(STAGES[arguments.stage]):
         start = time.monotonic()
-        pool = make_pool(bucket, encode, device, 1000 * (arguments.seed + training.steps) + index)
+        pool = make_pool(bucket, encode, device, 1000 * (arguments.seed + training.steps) + index, streams)
         pool.fill(0.25)
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from scripts.shapes.streams import StreamSettings
 from scripts.train_shapes.architecture import TEXT_DIM, build_text_encoder, build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES
 from scripts.train_shapes.causal_export import export_streams
@@ -209,7 +210,7 @@ def test_pools_of_streams_hold_what_their_frames_show() -> None:
     encode = load_encoder(SHAPES, "cpu")
     near, far, _ = STAGES["toy"]
     for bucket in (near, far):
-        pool = make_pool(bucket, encode, "cpu", 0)
+        pool = make_pool(bucket, encode, "cpu", 0, StreamSettings())
         pool.fill(1.0)
         batch = pool.draw(torch.Generator().manual_seed(0))
         assert batch.latents.shape == (bucket.batch, 16, 8, 4, 4)

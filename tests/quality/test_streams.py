@@ -18,6 +18,7 @@ from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, rea
 from scripts.shapes.long_scoring import is_same, score_streams, window_record
 from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
+from scripts.train_shapes.causal_evaluate import tasks_of
 
 SETTINGS = LongSettings()
 
@@ -87,6 +88,28 @@ def test_a_switch_changes_one_attribute_and_never_shows_what_is_held_out() -> No
     clip_words, stream_vocabulary = build_tokenizer().get_vocab(), build_tokenizer(streams=True).get_vocab()
     assert clip_words.items() < stream_vocabulary.items()
     assert len(stream_vocabulary) == len(clip_words) + len(stream_words())
+
+
+def test_a_weight_makes_more_streams_circle_and_leaves_the_others_as_they_were() -> None:
+    around = STREAM_MOTION_NAMES.index("around")
+
+    def shares(settings: StreamSettings) -> list[float]:
+        segments = streams(5, 2000, 1, settings).segments
+        two = segments.num_objects[::MAX_SEGMENTS] == 2
+        circling = segments.motion[::MAX_SEGMENTS] == around
+        assert not bool(circling[two].any())
+        first = segments.motion[::MAX_SEGMENTS, 0]
+        return [float((first == motion).float().mean()) for motion in range(len(STREAM_MOTION_NAMES))]
+
+    usual, more = (shares(StreamSettings(0.2, around_weight=weight)) for weight in (1.4, 7.4))
+    assert usual == shares(StreamSettings(0.2))
+    # Of the four fifths with one object, 1.4 of 8.8 and half; what is held out of training makes up for the rest.
+    assert usual[around] == pytest.approx(0.8 * 1.4 / 8.8, abs=0.03)
+    assert more[around] == pytest.approx(0.4, abs=0.03)
+    tasks = tasks_of(3, 2.0, 2, 0.0, 0.0, "around")
+    assert {task.prompts[0].attributes.objects[0].motion for task in tasks} == {"around"}
+    seeds = [task.seed for task in tasks_of(40, 2.0, 2, 0.0, 0.0)]
+    assert [task.seed for task in tasks] == [seed for seed in seeds if seed in {task.seed for task in tasks}]
 
 
 def going(motion: str, num_frames: int, seed: int = 0) -> tuple[Tensor, list[Prompt]]:

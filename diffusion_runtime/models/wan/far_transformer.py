@@ -24,8 +24,7 @@ from diffusion_runtime.parallel.sharding import SequenceSharding
 
 
 class FarTransformer(WanTransformer):
-    """See WanTransformer. history_embedding: of large patches. What a pass in large patches returns is not read; its
-    frames are smaller than the latents."""
+    """See WanTransformer. history_embedding: of large patches."""
 
     def __init__(self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
         super().__init__(config, geometry, policy)

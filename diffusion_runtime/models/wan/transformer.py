@@ -36,7 +36,7 @@ from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import grid_rotations
+from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import frame_runs
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -91,6 +91,13 @@ class WanSelfAttention(nn.Module):
         out: torch.Tensor = self.out(attended.flatten(2))
         return out
 
+    def write_keys(self, x: LinearInput, rotations: torch.Tensor | None, context: AttentionContext) -> None:
+        """Leave the keys and values of x in context.cache, as a call does. The arguments are those of a call."""
+        # With q, whose part of the product another kernel might round otherwise.
+        product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
+        q, k, v = norm_and_rotate(product, (self.norm_q, self.norm_k), rotations)
+        self.attention.write_keys(q, k, v, context)
+
 
 class WanBlock(nn.Module):
     """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
@@ -105,10 +112,14 @@ class WanBlock(nn.Module):
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs, keys: CrossKeys) -> torch.Tensor:
-        """x: [B, S, D], overwritten and returned. keys: of text and image, for this block."""
+        """x: [B, S, D], overwritten and returned. keys: of text and image, for this block. With inputs.keys_only x
+        stays as it is."""
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
         shifts = [(tokens, rows[0], rows[1]) for tokens, rows in runs]
         modulated = _modulated(self.self_attention.input_layers, x, shifts, self.eps)
+        if inputs.keys_only:
+            self.self_attention.write_keys(modulated, inputs.rotations, inputs.grid_context)
+            return x
         branch = self.self_attention(modulated, inputs.rotations, inputs.grid_context)
         normalized = self._cross_normed(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
         branch = self.cross_attention(normalized, keys, inputs.text_context, inputs.image_context)
@@ -152,6 +163,11 @@ def _modulated(
     return out
 
 
+def _is_commit(context: AttentionContext) -> bool:
+    """Whether a pass is made for the keys and values alone that it leaves in the cache."""
+    return context.cache is not None and context.step.phase == "commit" and not context.is_compiled
+
+
 @dataclass(frozen=True)
 class _Run:
     """Consecutive tokens that share a timestep. embedding: of the timestep, [B, D]; time: its six rows of every
@@ -170,6 +186,7 @@ class BlockInputs:
     rotations: [S, head_dim / 2], complex; None where grid_context.cache has them.
     grid_context, text_context, image_context: the forward pass as self-attention and the cross-attentions see it;
     None without tokens of an image.
+    keys_only: whether the keys and values that self-attention leaves in the cache are all that is read of the block.
     """
 
     runs: tuple[_Run, ...]
@@ -177,6 +194,7 @@ class BlockInputs:
     grid_context: AttentionContext
     text_context: AttentionContext
     image_context: AttentionContext | None
+    keys_only: bool = False
 
 
 class WanTransformer(DiffusionTransformer):
@@ -216,7 +234,9 @@ class WanTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. The text's padding is attended to, as in training."""
+        """See DiffusionTransformer.forward. The text's padding is attended to, as in training. A commit leaves keys and
+        values in the cache: of its last block nothing else is computed, and zeros are returned. Compiled blocks compute
+        all of it, as they do in other passes."""
         text, image = inputs.text.embeddings, self.image_of(inputs)
         x, grid = self.patches(self._with_image(latents, image).to(self.out.weight.dtype), context)
         if image is None or self.config.condition_channels:
@@ -250,6 +270,8 @@ class WanTransformer(DiffusionTransformer):
             math.prod(grid),
             lambda: self._modulated_input(timestep, context.step),
         )
+        if _is_commit(context):
+            return torch.zeros_like(latents)
         runs = []
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
@@ -277,7 +299,10 @@ class WanTransformer(DiffusionTransformer):
         inputs: DenoiserInputs,
     ) -> Sequence[RunBlock]:
         """The blocks with all that they read. keys: of every one of `text_blocks`."""
-        return [overwriting(block, block_inputs, of_block) for block, of_block in zip(self.blocks, keys, strict=True)]
+        every = [block_inputs] * self.num_blocks
+        if _is_commit(block_inputs.grid_context):
+            every[-1] = dataclasses.replace(block_inputs, keys_only=True)
+        return [overwriting(block, *read) for block, *read in zip(self.blocks, every, keys, strict=True)]
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         """Without the lengths of the text, whose padding is attended to."""

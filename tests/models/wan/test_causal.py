@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from recorded_capture import RecordedCapture
@@ -35,9 +36,11 @@ from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import step_demand
+from diffusion_runtime.models.wan import transformer as wan_transformer
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.prompt_switches import SWITCH_MODES
 from diffusion_runtime.step_info import StepInfo
@@ -373,6 +376,42 @@ def test_a_commit_leaves_nothing_of_the_noise(pipeline: Pipeline, inputs: Denois
         assert torch.equal(noisy.keys_and_values, fresh.keys_and_values)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"positions": "window", "guidance_scale": 3.0, "prompt_switches": [[21, "a dog"]]},
+        {"kv_cache_dtype": "fp8_e4m3", "page_size": 2},
+    ],
+)
+def test_what_a_commit_leaves_out_changes_no_frame(
+    pipeline: Pipeline, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: of the last layer its keys and values, and nothing that follows."""
+    ran = []
+    last = expert_of(pipeline, 0).text_blocks()[-1]
+    parts = last.feed_forward, expert_of(pipeline, 0).out
+    hooks = [part.register_forward_hook(lambda *_: ran.append(1)) for part in parts]
+    request = dataclasses.replace(REQUEST, **values)
+    with recorded(pipeline) as passes:
+        media = pipeline(request)
+    commits = [given for given in passes if given.step.phase == "commit"]
+    assert len(ran) == 2 * (len(passes) - len(commits)) > 0
+    assert not any(bool(given.velocity.any()) for given in commits)
+    monkeypatch.setattr(wan_transformer, "_is_commit", lambda _: False)
+    whole = pipeline(request)
+    for hook in hooks:
+        hook.remove()
+    assert len(ran) == 2 * (len(passes) - len(commits)) + 2 * len(passes)
+    assert numpy.array_equal(media.frames, whole.frames)
+
+    def calls(made: GeneratedMedia) -> int:
+        return sum(row.count for row in made.attention_report.rows if row.phase == "commit")
+
+    # Of two layers, each with a self-attention and one to the text.
+    assert calls(whole) == 2 * calls(media) == 4 * len(commits)
+
+
 def test_positions_among_the_frames_in_sight(folder: Path, inputs: DenoiserInputs, tmp_path: Path) -> None:
     """In a model of one layer, keys depend on their frame alone: a chunk is the last of a clip of what it sees."""
     other = load_pipeline(str(write_tiny_wan(tmp_path / "one", causal=KEYS, num_layers=1)), device="cpu")
@@ -494,7 +533,8 @@ def test_backends_plan_once_per_pass_in_buffers_that_are_reserved_once(folder: P
     keys = [12, 24, 28, 28, 28]
     assert PlanningBackend.prepared == [(phase, chunk, keys[chunk]) for phase, chunk in expected]
     assert len(passes) == len(expected) == 5 * 4 + 4
-    assert len(PlanningBackend.runs) == 2 * len(passes)
+    # Of two layers, the last of which attends to nothing in commits.
+    assert len(PlanningBackend.runs) == 2 * 5 * 4 + 4
     assert len({address for address, _ in PlanningBackend.runs}) == 1
     (limits,) = PlanningBackend.reserved
     assert (limits.num_queries, limits.num_keys, limits.layout) == (12, 28, TokenLayout((7, 2, 2)))
@@ -539,11 +579,15 @@ def test_explain_counts_every_pass_and_the_keys_it_has_in_sight(pipeline: Pipeli
     explained = explain(prepared, pipeline.resolve(request))
     assert explained.num_forwards == len(passes)
     (attention,) = [part for part in explained.parts if part.name == "attention, self"]
-    pairs = sum(given.plan.num_frames * given.plan.tokens_per_frame * given.plan.num_keys for given in passes)
-    # 2 layers of 4 heads of 16.
-    assert attention.operations == pytest.approx(2 * 4.0 * pairs * 4 * 16)
+    # 2 layers of 4 heads of 16, one of them in commits.
+    layers = [1 if given.step.phase == "commit" else 2 for given in passes]
+    pairs = sum(
+        num * given.plan.num_frames * given.plan.tokens_per_frame * given.plan.num_keys
+        for num, given in zip(layers, passes, strict=True)
+    )
+    assert attention.operations == pytest.approx(4.0 * pairs * 4 * 16)
     counts = [row.count for row in media.attention_report.rows if row.role == "self"]
-    assert sum(counts) == 2 * len(passes)
+    assert sum(counts) == sum(layers)
 
 
 def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> None:
