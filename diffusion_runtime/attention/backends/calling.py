@@ -64,8 +64,7 @@ def aligned_tokens(x: torch.Tensor) -> torch.Tensor:
     or a copy. A head size that is no such multiple leaves nothing to align."""
     batch, token, head, last = x.stride()
     unit = 16 // x.element_size()
-    # Of a power of two, numbers are multiples where all their bits together are.
-    is_aligned = (batch | token | head | x.storage_offset()) % unit == 0
+    is_aligned = not (x.storage_offset() % unit or batch % unit or token % unit or head % unit)
     if last == 1 and (is_aligned or x.shape[3] % unit):
         return x
     return x.clone(memory_format=torch.contiguous_format)

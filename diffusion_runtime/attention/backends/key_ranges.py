@@ -39,8 +39,8 @@ def attend_by_ranges(call: AttentionCall, attend: Attend) -> AttentionResult:
     lse = no_visible_keys(q)
     implementations = []
     for ranges, samples in groups.items():
-        of_samples = [_take(x, samples) for x in (q, k, v)]
-        result = _attend_ranges(_cut_mask(call, samples=samples), *of_samples, ranges, attend)
+        of_q, of_k, of_v = (_take(x, samples) for x in (q, k, v))
+        result = _attend_ranges(_cut_mask(call, samples=samples), of_q, of_k, of_v, ranges, attend)
         for position, sample in enumerate(samples):
             out[sample] = result.out[position]
             if result.lse is not None:

@@ -232,6 +232,7 @@ class LTX2Block(nn.Module):
             x: torch.Tensor,
             scale: torch.Tensor,
             shift: torch.Tensor,
+            *,
             before: GatedBranch | None = None,
         ) -> LinearInput:
             norm = Norm("rms", self.eps)
@@ -241,10 +242,10 @@ class LTX2Block(nn.Module):
 
         into_video, into_audio = self.audio_to_video, self.video_to_audio
         audio_kv = into_video.keys_and_values(
-            modulated((into_video.kv,), audio, *audio_rows[:2], before_audio), audio_turns
+            modulated((into_video.kv,), audio, *audio_rows[:2], before=before_audio), audio_turns
         )
         to_video = into_video(
-            modulated(into_video.input_layers, video, *video_rows[:2], before_video),
+            modulated(into_video.input_layers, video, *video_rows[:2], before=before_video),
             audio_kv,
             audio_inputs.keys_context,
             video_turns,
