@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -69,7 +70,7 @@ class TokenLayout:
     def num_tokens(self) -> int:
         return self.num_grid_tokens + self.num_text_tokens
 
-    @property
+    @functools.cached_property
     def has_padding(self) -> bool:
         """Whether some sample has fewer real text tokens than there is room for."""
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)

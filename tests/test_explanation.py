@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from diffusion_runtime.explanation.explanation import Explanation, explain
 from diffusion_runtime.explanation.page import render
 from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import prepare
+from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 GRID = (4, 8, 8)
+SPARSE = {"per_role": {"self": {"backend": "video_sparse_attn", "extra": {"sparsity": 0.9}}}}
 
 
 def explained(attention: object = None, device: str = "cpu", **values: object) -> Explanation:
@@ -208,6 +211,35 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(map(len, shown.splitlines())) <= 100
     assert run(["explain", *size, "--html", str(tmp_path)]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_expected_times_are_those_of_recorded_runs() -> None:
+    """One step of Wan 2.1 1.3B and its decoding, dense and with VSA at sparsity 0.9, as they took on one H200."""
+
+    def recorded(name: str) -> Any:
+        return json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    def of_wan(attention: object) -> dict[str, float]:
+        folder = packaged_folder("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu", attention_override=attention))
+        size = {"height": 480, "width": 832, "num_frames": 81}
+        request = GenerationRequest("a circle", seed=0, num_inference_steps=1, guidance_scale=1.0, **size)
+        parts = explain(prepared, prepared.rules.resolve(request, None)).parts
+        linear = next(part.share for part in parts if part.name == "linear layers")
+        return {part.name: part.share / linear for part in parts}
+
+    step = next(run for run in recorded("bench_step")["runs"] if run["model"].startswith("wan2.1-1.3b"))["rows"][0]
+    decoding = next(row for row in recorded("few_steps_gpu")["rows"] if row["self_attention"] == "fa")
+    linear = step["linear_ms"]
+    dense = of_wan(None)
+    attention = dense["attention, self"] + dense["attention, cross"]
+    assert attention == pytest.approx(step["attention_ms"] / linear, rel=0.02)
+    assert dense["norms, modulation, rotations"] == pytest.approx(step["rest_ms"] / linear, rel=0.05)
+    assert dense["decode"] == pytest.approx(1000 * decoding["decode_seconds"]["exact"] / linear, rel=0.02)
+    rows = {row["name"]: row for row in recorded("static_order_gpu")["rows"]}
+    in_tiles = rows["VSA 0.9, 4x4x4, in tiles"]["parts_ms"]["self_attention"]
+    sparse = of_wan(AttentionConfig.parse(SPARSE))
+    assert sparse["attention, self"] == pytest.approx(in_tiles / linear, rel=0.05)
 
 
 def test_names_of_strangers_are_text_on_the_page() -> None:

@@ -32,11 +32,12 @@ SCHEMA = "diffusion_runtime.explain/1"
 # In place of a backend, in steps in which a ControlNet does not run.
 NOT_RUN = "not run"
 
-# Operations per second that each part reached on one H200 in bfloat16 at Wan 2.1 1.3B's shapes (docs/benchmarks.md):
-# linear products, dense attention by FlashAttention-4, the block-sparse kernel in 4x4x4 tiles, the decoder.
-_RATES = {"linear layers": 760e12, "dense": 680e12, "sparse": 430e12, "decode": 250e12}
-# Norms, modulation and rotations take this much beside the products and attention of a step, with fused kernels.
-_REST = 0.08
+# Operations per second that each part reached on one H200 in bfloat16 at Wan 2.1 1.3B's shapes: linear products and
+# dense attention by FlashAttention-4 (benchmarks/results/bench_step.json), VSA at sparsity 0.9 in 4x4x4 tiles with its
+# packing and planning (static_order_gpu.json), the exact decoder (few_steps_gpu.json).
+_RATES = {"linear layers": 720e12, "dense": 690e12, "sparse": 280e12, "decode": 260e12}
+# Norms, modulation and rotations take this much of a step's time on the device, with fused kernels (bench_step.json).
+_REST = 0.035
 
 
 @dataclass(frozen=True)

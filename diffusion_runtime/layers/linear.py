@@ -135,13 +135,16 @@ class Linear(nn.Linear):
 
     def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
+        weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
+        if start:
+            # Every view costs the host a microsecond.
+            weight, bias = weight[start:], None if bias is None else bias[start:]
         if bias is None:
-            return gelu_(F.linear(x, self.weight[start:]))
+            return gelu_(F.linear(x, weight))
         # cuBLASLt computes the GELU, whose only form there is the tanh one, while it writes the product: apart it reads
         # and writes the widest tensor of a block once more.
-        rows, weight = x.flatten(0, -2), self.weight[start:]
-        out: torch.Tensor = torch.ops.aten._addmm_activation(bias[start:], rows, weight.t(), use_gelu=True)
+        out: torch.Tensor = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], -1)
 
     def forward_first(self, x: torch.Tensor, stop: int) -> torch.Tensor:

@@ -122,16 +122,20 @@ def add_gated_by_run_(x: torch.Tensor, branch: torch.Tensor, gates: Gates) -> No
 def normed_after_branch(
     x: torch.Tensor,
     branch: torch.Tensor,
-    gates: Gates,
+    gates: Gates | None,
     norm: Norm,
     *,
     layers: Sequence[Linear],
     shifts: ShiftsAndScales | None = None,
 ) -> LinearInput:
-    """norm(x) after x += branch * gate, by the gate of each run; in one pass where there is one. layers: whose
-    input it is, see norm_for. shifts: of the norm's result, for each run; None for none."""
-    if len(gates) == 1:
+    """norm(x) after x += branch * gate, by the gate of each run; in one pass where there is one. gates: None for 1.
+    layers: whose input it is, see norm_for. shifts: of the norm's result, for each run; None for none."""
+    if (gates is None or len(gates) == 1) and (shifts is None or len(shifts) == 1):
         shift, scale = (None, None) if shifts is None else shifts[0][1:]
-        return norm_for(layers, x, norm, shift=shift, scale=scale, branch=Branch(branch, gates[0][1]))
-    add_gated_by_run_(x, branch, gates)
-    return norm_for(layers, x, norm) if shifts is None else modulated_by_run(x, norm, shifts)
+        added = Branch(branch, None if gates is None else gates[0][1])
+        return norm_for(layers, x, norm, shift=shift, scale=scale, branch=added)
+    if gates is None:
+        x.add_(branch)
+    else:
+        add_gated_by_run_(x, branch, gates)
+    return norm_for(layers, x, norm) if shifts is None else modulated_for(layers, x, norm, shifts)

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from family_cases import FAMILIES, FamilyCase
 from family_parity import relative
 from tables import table
-from tiny_families import given_to
+from tiny_families import given_to, small_request
 
 from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.kernels.modulated_norm.api import Branch, modulated_norm
+from diffusion_runtime.layers import modulation
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
@@ -37,6 +40,28 @@ def pipeline_of(tiny_folder_of: Callable[[str], Path]) -> Callable[[str], Pipeli
         return pipelines[family]
 
     return pipeline
+
+
+@table(
+    ("family", "most"),
+    # By block: what attention to the text and between the streams gives; self-attention of LTX-2, whose norm follows.
+    [("ltx_video", 1), ("ltx2", 6)],
+    ("ltx_video", "ltx2"),
+)
+def test_branches_are_added_by_the_norms_that_follow(
+    family: str, most: int, pipeline_of: Callable[[str], Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in a pass of their own."""
+    counts = [0]
+
+    def counted(*args: Any, branch: Branch | None = None, **named: Any) -> torch.Tensor:
+        counts[0] += branch is not None
+        return modulated_norm(*args, branch=branch, **named)
+
+    monkeypatch.setattr(modulation, "modulated_norm", counted)
+    pipeline = pipeline_of(family)
+    pipeline(dataclasses.replace(small_request(pipeline, num_steps=2), guidance_scale=1.0))
+    assert counts == [2 * most * len(pipeline.transformer.blocks)]
 
 
 def flipped(text: Conditions) -> Conditions:

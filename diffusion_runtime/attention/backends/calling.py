@@ -35,14 +35,15 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
     `backend.run` sees neither. It sees heads whose numbers lie side by side, on a GPU from a multiple of 16 bytes on.
     A number of keys that is none of the capability's key_counts is computed elsewhere, which the result states.
     """
-    if call.k.shape[1] == 0:
+    q = call.inputs.q
+    if call.inputs.k.shape[1] == 0:
         return _empty_result(call, "no keys")
-    if call.q.numel() == 0:
+    if q.numel() == 0:
         return _empty_result(call, "no queries")
-    call = _with_aligned_rows(call)
-    if not guard_is_needed(call.q.device):
+    call, device = _with_aligned_rows(call), q.device
+    if not guard_is_needed(device):
         return _run(backend, call)
-    with device_guard(call.q.device):
+    with device_guard(device):
         return _run(backend, call)
 
 
@@ -61,9 +62,9 @@ def no_visible_keys(q: torch.Tensor) -> torch.Tensor:
 def aligned_tokens(x: torch.Tensor) -> torch.Tensor:
     """x [batch, seq, heads, head_dim] with the numbers of a head side by side, from a multiple of 16 bytes on: itself,
     or a copy. A head size that is no such multiple leaves nothing to align."""
-    *strides, last = x.stride()
+    batch, token, head, last = x.stride()
     unit = 16 // x.element_size()
-    is_aligned = x.storage_offset() % unit == 0 and not any(stride % unit for stride in strides)
+    is_aligned = not (x.storage_offset() % unit or batch % unit or token % unit or head % unit)
     if last == 1 and (is_aligned or x.shape[3] % unit):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -80,9 +81,14 @@ def _run(backend: Backend, call: AttentionCall) -> AttentionResult:
 
 
 def _with_aligned_rows(call: AttentionCall) -> AttentionCall:
-    arrange = aligned_tokens if call.q.is_cuda else _side_by_side
-    q, k, v = arrange(call.q), arrange(call.k), arrange(call.v)
-    if q is call.q and k is call.k and v is call.v:
+    given = call.inputs.q, call.inputs.k, call.inputs.v
+    if given[0].is_cuda:
+        q, k, v = map(aligned_tokens, given)
+    elif given[0].stride(-1) == given[1].stride(-1) == given[2].stride(-1) == 1:
+        return call
+    else:
+        q, k, v = map(_side_by_side, given)
+    if q is given[0] and k is given[1] and v is given[2]:
         return call
     return call._replace(inputs=call.inputs._replace(q=q, k=k, v=v))
 

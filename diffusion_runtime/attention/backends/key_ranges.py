@@ -27,19 +27,20 @@ Attend = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor, bool
 
 def attend_by_ranges(call: AttentionCall, attend: Attend) -> AttentionResult:
     """One call, padded or not, by a kernel for dense tensors."""
-    if call.layout is None or not call.layout.has_padding:
-        return attend(call, call.q, call.k, call.v, call.causal)
+    q, k, v, layout, *_ = call.inputs
+    if layout is None or not layout.has_padding:
+        return attend(call, q, k, v, call.causal)
     groups: dict[Ranges, list[int]] = {}
-    for sample in range(call.q.shape[0]):
-        groups.setdefault(call.layout.key_ranges(sample), []).append(sample)
+    for sample in range(q.shape[0]):
+        groups.setdefault(layout.key_ranges(sample), []).append(sample)
     if len(groups) == 1:
-        return _attend_ranges(call, call.q, call.k, call.v, next(iter(groups)), attend)
-    out = torch.empty_like(call.q)
-    lse = no_visible_keys(call.q)
+        return _attend_ranges(call, q, k, v, next(iter(groups)), attend)
+    out = torch.empty_like(q)
+    lse = no_visible_keys(q)
     implementations = []
     for ranges, samples in groups.items():
-        q, k, v = (_take(x, samples) for x in (call.q, call.k, call.v))
-        result = _attend_ranges(_cut_mask(call, samples=samples), q, k, v, ranges, attend)
+        of_q, of_k, of_v = (_take(x, samples) for x in (q, k, v))
+        result = _attend_ranges(_cut_mask(call, samples=samples), of_q, of_k, of_v, ranges, attend)
         for position, sample in enumerate(samples):
             out[sample] = result.out[position]
             if result.lse is not None:

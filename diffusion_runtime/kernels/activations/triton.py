@@ -25,7 +25,7 @@ def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
 
 def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
     """As in api.py."""
-    out = gate if in_place else gate.new_empty(gate.shape)
+    out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(gate, features, out, "silu_mul")
     return out
 
@@ -41,7 +41,7 @@ def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place
     found = _launches.repeat(gate.device, _key, gate, features, in_place, activation)
     if found is None:
         return None
-    out = gate if in_place else gate.new_empty(gate.shape)
+    out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     found.run((gate, features, out))
     return out
 

@@ -62,7 +62,7 @@ def modulated_norm(
     """As in api.py."""
     key = _key(x, norm, shift, scale, branch, out, "")
     if out is None:
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, norm, shift, scale, branch, out, None, key)
     return out
 
@@ -108,7 +108,7 @@ def repeat(
     if found is None:
         return None
     if out is None:
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     found.run(_pointers(x, norm, shift, scale, branch, out, None))
     return out
 

@@ -25,8 +25,9 @@ from diffusion_runtime.layers.across_heads_attention import (
     KeysAndValues,
 )
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
-from diffusion_runtime.layers.modulation import add_gated_, norm_for
+from diffusion_runtime.layers.modulation import norm_for
 from diffusion_runtime.layers.token_runs import (
+    Gates,
     TokenRun,
     add_gated_by_run_,
     modulated_by_run,
@@ -45,6 +46,9 @@ VIDEO_TO_AUDIO_ROLE = "ltx2.video_to_audio"
 
 # What a stream attends to as its text: keys and values, or since LTX-2.3 the tokens [B, L, D] that they are made of.
 Text: TypeAlias = KeysAndValues | torch.Tensor
+
+# What is to be added to a stream: a branch [B, S, D] and the gates of its runs, None for 1.
+GatedBranch: TypeAlias = tuple[torch.Tensor, Gates | None]
 
 # Of the norms of q and k, whatever the config says of the others.
 QK_EPS = 1e-6
@@ -107,8 +111,9 @@ class StreamBlock(nn.Module):
         self.cross_attention = AcrossHeadsCrossAttention(dim, dim, dim, QK_EPS, to_text, has_gates=has_gates)
         self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
 
-    def attend(self, x: torch.Tensor, inputs: StreamInputs, text: Text, *, takes_values_alone: bool) -> None:
-        """Self-attention and attention to the text. x [B, S, D] is overwritten."""
+    def attend(self, x: torch.Tensor, inputs: StreamInputs, text: Text, *, takes_values_alone: bool) -> GatedBranch:
+        """Self-attention and attention to the text. x [B, S, D] is overwritten; what the text gives is still to be
+        added to it, by the norm that follows."""
         rows, norm = rows_by_run(self.modulation, inputs.time, slice(0, 3)), Norm("rms", self.eps)
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         normalized = modulated_for(self.self_attention.input_layers, x, norm, shifts)
@@ -119,13 +124,12 @@ class StreamBlock(nn.Module):
         readers = self.cross_attention.input_layers
         if isinstance(text, tuple):
             normalized = normed_after_branch(x, branch, gates, norm, layers=readers)
-            x.add_(self.cross_attention(normalized, text, inputs.text_context))
-            return
+            return self.cross_attention(normalized, text, inputs.text_context), None
         rows = rows_by_run(self.modulation, inputs.time, slice(6, 9))
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         normalized = normed_after_branch(x, branch, gates, norm, layers=readers, shifts=shifts)
         attended = self.cross_attention(normalized, self._modulated_keys(text, inputs), inputs.text_context)
-        add_gated_by_run_(x, attended, [(tokens, each[2]) for tokens, each in rows])
+        return attended, [(tokens, each[2]) for tokens, each in rows]
 
     def _modulated_keys(self, text: torch.Tensor, inputs: StreamInputs) -> KeysAndValues:
         """Of tokens [B, L, D] at this timestep."""
@@ -145,11 +149,12 @@ class StreamBlock(nn.Module):
         """Five times [B, D], in the order of exchange_modulation."""
         return (self.exchange_modulation + inputs.exchange).unbind(1)
 
-    def feed(self, x: torch.Tensor, inputs: StreamInputs) -> None:
-        """The feed-forward network. x [B, S, D] is overwritten."""
+    def feed(self, x: torch.Tensor, inputs: StreamInputs, before: GatedBranch) -> None:
+        """The feed-forward network. x [B, S, D] is overwritten. before: what is added to x first."""
         rows = rows_by_run(self.modulation, inputs.time, slice(3, 6))
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
-        normalized = modulated_for((self.feed_forward.up,), x, Norm("rms", self.eps), shifts)
+        readers = (self.feed_forward.up,)
+        normalized = normed_after_branch(x, *before, Norm("rms", self.eps), layers=readers, shifts=shifts)
         add_gated_by_run_(x, self.feed_forward(normalized), [(tokens, each[2]) for tokens, each in rows])
 
 
@@ -201,29 +206,49 @@ class LTX2Block(nn.Module):
         them.
         """
         values_alone = perturbation.takes_values_alone
-        self.video.attend(video, video_inputs, text, takes_values_alone=values_alone)
-        self.audio.attend(audio, audio_inputs, audio_text, takes_values_alone=values_alone)
+        to_video = self.video.attend(video, video_inputs, text, takes_values_alone=values_alone)
+        to_audio = self.audio.attend(audio, audio_inputs, audio_text, takes_values_alone=values_alone)
         if not perturbation.isolates_streams:
-            self._exchange(video, audio, video_inputs, audio_inputs)
-        self.video.feed(video, video_inputs)
-        self.audio.feed(audio, audio_inputs)
+            to_video, to_audio = self._exchange(video, audio, video_inputs, audio_inputs, to_video, to_audio)
+        self.video.feed(video, video_inputs, to_video)
+        self.audio.feed(audio, audio_inputs, to_audio)
 
     def _exchange(
-        self, video: torch.Tensor, audio: torch.Tensor, video_inputs: StreamInputs, audio_inputs: StreamInputs
-    ) -> None:
-        """Each stream reads the other as it was before either changed."""
+        self,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        video_inputs: StreamInputs,
+        audio_inputs: StreamInputs,
+        before_video: GatedBranch,
+        before_audio: GatedBranch,
+    ) -> tuple[GatedBranch, GatedBranch]:
+        """What each stream gets from the other as it was before either changed, still to be added. before_video,
+        before_audio: what is added to the streams first."""
         video_rows, audio_rows = self.video.exchange_rows(video_inputs), self.audio.exchange_rows(audio_inputs)
         video_turns, audio_turns = video_inputs.shared_rotations, audio_inputs.shared_rotations
 
         def modulated(
-            layers: Sequence[Linear], x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+            layers: Sequence[Linear],
+            x: torch.Tensor,
+            scale: torch.Tensor,
+            shift: torch.Tensor,
+            *,
+            before: GatedBranch | None = None,
         ) -> LinearInput:
-            return norm_for(layers, x, Norm("rms", self.eps), shift=shift, scale=scale)
+            norm = Norm("rms", self.eps)
+            if before is None:
+                return norm_for(layers, x, norm, shift=shift, scale=scale)
+            return normed_after_branch(x, *before, norm, layers=layers, shifts=[(slice(None), shift, scale)])
 
         into_video, into_audio = self.audio_to_video, self.video_to_audio
-        audio_kv = into_video.keys_and_values(modulated((into_video.kv,), audio, *audio_rows[:2]), audio_turns)
+        audio_kv = into_video.keys_and_values(
+            modulated((into_video.kv,), audio, *audio_rows[:2], before=before_audio), audio_turns
+        )
         to_video = into_video(
-            modulated(into_video.input_layers, video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
+            modulated(into_video.input_layers, video, *video_rows[:2], before=before_video),
+            audio_kv,
+            audio_inputs.keys_context,
+            video_turns,
         )
         video_kv = into_audio.keys_and_values(modulated((into_audio.kv,), video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
@@ -234,8 +259,7 @@ class LTX2Block(nn.Module):
             video_inputs.keys_context,
             audio_turns,
         )
-        add_gated_(video, to_video, video_rows[4])
-        add_gated_(audio, to_audio, audio_rows[4])
+        return (to_video, [(slice(None), video_rows[4])]), (to_audio, [(slice(None), audio_rows[4])])
 
 
 def _whole_video(x: torch.Tensor, inputs: StreamInputs) -> torch.Tensor:

@@ -36,6 +36,7 @@ from diffusion_runtime.layers.token_runs import (
     embedding_by_run,
     modulated_by_run,
     modulated_for,
+    normed_after_branch,
     rows_by_run,
     token_runs,
 )
@@ -83,9 +84,9 @@ class LTXVideoBlock(nn.Module):
         normalized = modulated_for((self.self_attention.qkv,), x, self.norm, shifts)
         branch = self.self_attention(normalized, rotations, context)
         add_gated_by_run_(x, branch, [(tokens, each[2]) for tokens, each in rows])
-        x.add_(self.cross_attention(x, text, text_context))
+        attended = self.cross_attention(x, text, text_context)
         shifts = [(tokens, each[3], each[4]) for tokens, each in rows]
-        normalized = modulated_for((self.feed_forward.up,), x, self.norm, shifts)
+        normalized = normed_after_branch(x, attended, None, self.norm, layers=(self.feed_forward.up,), shifts=shifts)
         add_gated_by_run_(x, self.feed_forward(normalized), [(tokens, each[5]) for tokens, each in rows])
 
     def modulated_input(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> ModulatedInput:
