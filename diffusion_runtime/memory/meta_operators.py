@@ -1,7 +1,7 @@
 """Operators on the meta device whose shapes are computed here.
 
 torch computes many of them by references in Python, for which it imports its compiler and sympy: 1.4 of the 5.3 s of
-`explain` for a model of 14 B parameters.
+`explain` for a model of 14 B parameters. In a memory plan, which every start on a GPU makes, one operator is enough.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ _SHAPES: Mapping[Any, Callable[..., list[int] | None]] = {
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten.constant_pad_nd.default: _padded,
     _aten.addmm.default: _linear,
+    # A feed-forward layer in 16 bits: linear layer and GELU in one.
+    _aten._addmm_activation.default: _linear,
     _aten.mm.default: lambda a, b: [a.shape[0], b.shape[1]],
     _aten.bmm.default: lambda a, b: [*a.shape[:2], b.shape[2]],
     _aten._safe_softmax.default: lambda x, *_: list(x.shape),
