@@ -194,6 +194,18 @@ def test_schedules_are_drawn_by_layer_and_step() -> None:
     assert "http" not in page
 
 
+def test_what_leaves_out_passes_that_are_counted_is_said() -> None:
+    found = explained("video_sparse_attn", step_cache="easycache:force=true", cfg_gate=0.5)
+    assert "step_cache easycache" in found.remarks[-1]
+    assert "cfg_gate 0.5 may leave some out" in found.remarks[-1]
+    assert found.passes_text == "4 in 4 steps, each of both guidance branches"
+    page = render(found)
+    assert "cfg_gate 0.5" in page
+    assert "dense calls: torch_sdpa" in page
+    assert not any("counted as if" in remark for remark in explained().remarks)
+    assert explained(guidance_mode="two_pass").passes_text == "8 in 4 steps"
+
+
 def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "new" / "plan.html"
     size = ["--height", "64", "--width", "64", "--num-frames", "5", "--device", "cpu", "--num-inference-steps", "3"]

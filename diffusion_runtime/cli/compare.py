@@ -101,9 +101,7 @@ def show(result: Comparison) -> None:
         steps = "-" if row.num_steps is None else str(row.num_steps)
         if share is not None and share < 1:
             steps += f" x {share:.2f}"
-        over = row.first_step_over(result.threshold)
-        known = any(value is not None for value in row.latent_l2)
-        first = "-" if row.kind == "reference" or not known else "none" if over is None else str(over)
+        first = row.first_step_text(result.threshold)
         figures = [_figure(row.metric(key), digits) for key, digits in (("psnr_db", 1), ("ssim", 3), ("lpips", 3))]
         speedup = result.speedup(row)
         faster = "-" if speedup is None else f"{speedup:.2f}x"

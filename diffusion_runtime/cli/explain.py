@@ -87,6 +87,7 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     """Tables of at most 100 columns."""
     from diffusion_runtime.cli.dry_run import attention_plan
     from diffusion_runtime.explanation.explanation import implementation_rows
+    from diffusion_runtime.explanation.page import in_tera
     from diffusion_runtime.explanation.text_map import schedule_map
 
     description, request = explanation.description, explanation.request
@@ -97,7 +98,8 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
         ("device", f"{description.device}, {description.dtype}"),
         ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
         ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
-        ("forward passes", f"{explanation.num_forwards} in {explanation.num_steps} steps"),
+        ("forward passes", explanation.passes_text),
+        *([("quantization", description.quantization)] if description.quantization else []),
     ]
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(attention_plan(description))
@@ -120,7 +122,7 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     terminal.show(facts_table(list(drawn.legend.items()), ""))
     at_most = "at most " if explanation.is_bound else ""
     parts = [
-        (part.name, _tera(part.operations), at_most + _tera(part.kept), f"{part.share:.0%}")
+        (part.name, in_tera(part.operations), (at_most if part.kept else "") + in_tera(part.kept), f"{part.share:.0%}")
         for part in explanation.parts
     ]
     terminal.show(
@@ -133,10 +135,6 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
 
 def _wrapped(letters: str, width: int = 60) -> list[str]:
     return [letters[start : start + width] for start in range(0, len(letters), width)]
-
-
-def _tera(operations: float) -> str:
-    return "-" if not operations else f"{operations / 1e12:.4g}"
 
 
 def _signature() -> inspect.Signature:

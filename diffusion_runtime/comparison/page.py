@@ -95,13 +95,12 @@ def _clip(row: Row, letter: str, colour: str, index: int) -> Mapping[str, Any]:
 
 
 def _row(result: Comparison, row: Row, letter: str, colour: str) -> Mapping[str, Any]:
-    over = row.first_step_over(result.threshold)
     speedup = result.speedup(row)
     peak = row.peak_memory.get("device", row.peak_memory.get("machine"))
     values = [
         "-" if row.num_steps is None else str(row.num_steps),
         _figure(row.final_latent_l2, 3),
-        "-" if over is None else str(over),
+        row.first_step_text(result.threshold),
         _figure(row.metric("psnr_db"), 1),
         _figure(row.metric("ssim"), 3),
         _figure(row.metric("lpips"), 3),

@@ -131,6 +131,13 @@ class Row:
             (step for step, value in enumerate(self.latent_l2) if value is not None and value > threshold), None
         )
 
+    def first_step_text(self, threshold: float) -> str:
+        """`3`, `none` where no step is over, `-` where steps cannot be compared."""
+        if self.kind == "reference" or all(value is None for value in self.latent_l2):
+            return "-"
+        over = self.first_step_over(threshold)
+        return "none" if over is None else str(over)
+
 
 @dataclass(frozen=True)
 class Comparison:

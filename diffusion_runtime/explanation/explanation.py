@@ -89,8 +89,9 @@ class _Stage:
 @dataclass(frozen=True)
 class Explanation:
     """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees beside them.
-    num_forwards: passes of the request: of every step and guidance branch, whatever step caches leave out. is_bound:
-    whether the kept operations are an upper bound, because the content decides what some layers leave out."""
+    num_forwards: passes of the request: of every step and guidance branch, whatever step caches leave out. is_joined:
+    whether the two branches of classifier-free guidance are one pass. is_bound: whether the kept operations are an
+    upper bound, because the content decides what some layers leave out."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -98,6 +99,7 @@ class Explanation:
     num_text_tokens: int
     num_steps: int
     num_forwards: int
+    is_joined: bool
     schedule: tuple[LayerSchedule, ...]
     parts: tuple[PartCost, ...]
     is_bound: bool
@@ -105,8 +107,24 @@ class Explanation:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the report of the generation will say of values that it does not use, and of attention that would be
-        dense throughout."""
-        return self.description.rules.unused(self.request)
+        dense throughout; and what leaves out passes that are counted here."""
+        skipping = [
+            f"{name} {value}"
+            for name, value in (("step_cache", self.request.step_cache), ("cfg_gate", self.request.cfg_gate))
+            if value is not None
+        ]
+        counted = (
+            (f"counted as if every step computed all of it, although {' and '.join(skipping)} may leave some out",)
+            if skipping
+            else ()
+        )
+        return (*self.description.rules.unused(self.request), *counted)
+
+    @property
+    def passes_text(self) -> str:
+        """`12 in 12 steps, each of both guidance branches`."""
+        joined = ", each of both guidance branches" if self.is_joined else ""
+        return f"{self.num_forwards} in {self.num_steps} steps{joined}"
 
     def to_dict(self) -> dict[str, Any]:
         memory = self.description.memory
@@ -119,6 +137,7 @@ class Explanation:
             "num_text_tokens": self.num_text_tokens,
             "num_steps": self.num_steps,
             "num_forwards": self.num_forwards,
+            "guidance_branches_are_joined": self.is_joined,
             "implementations": [row.to_dict() for row in implementation_rows(self.schedule)],
             "schedule": [row.to_dict() for row in self.schedule],
             "parts": [asdict(part) for part in self.parts],
@@ -176,6 +195,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         num_text_tokens=text,
         num_steps=num_steps,
         num_forwards=num_forwards * num_passes,
+        is_joined=is_joined,
         schedule=schedule,
         parts=_parts(prepared, planned, stages, branches, prefill),
         is_bound=any(each is None for row in schedule for each in row.density),

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from diffusion_runtime.attention.select import Decision
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.explanation.explanation import (
@@ -50,17 +51,19 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             ("device", f"{description.device}, {description.dtype}"),
             ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
             ("tokens", f"{frames} x {height} x {width} and {explanation.num_text_tokens} of text"),
-            ("forward passes", f"{explanation.num_forwards} in {explanation.num_steps} steps"),
+            ("forward passes", explanation.passes_text),
+            *([("quantization", description.quantization)] if description.quantization else []),
         ],
         "attention": [
             {
                 "role": row.role,
                 "when": row.when,
                 "layers": index_ranges(row.layers),
-                "backend": " ".join(filter(None, [row.decision.backend, str(row.decision.options or "")])),
+                "backend": row.decision.backend + (f" {dict(row.decision.options)}" if row.decision.options else ""),
                 "why": [
                     f"{row.decision.source}: {row.decision.reason}",
                     *(f"not {name}: {reason}" for name, reason in row.decision.rejected),
+                    *_dense_calls(row.decision),
                 ],
             }
             for row in description.attention
@@ -77,8 +80,8 @@ def _values(explanation: Explanation) -> dict[str, Any]:
         "parts": [
             {
                 "name": part.name,
-                "operations": f"{part.operations / 1e12:.4g}",
-                "kept": ("at most " if explanation.is_bound else "") + f"{part.kept / 1e12:.4g}",
+                "operations": in_tera(part.operations),
+                "kept": ("at most " if explanation.is_bound and part.kept else "") + in_tera(part.kept),
                 "percent": round(100 * part.share),
             }
             for part in explanation.parts
@@ -86,6 +89,16 @@ def _values(explanation: Explanation) -> dict[str, Any]:
         "note": NOTE,
         "memory": [] if description.memory is None else description.memory.rows(),
     }
+
+
+def in_tera(operations: float) -> str:
+    """`-` for a part that is counted by its time alone."""
+    return f"{operations / 1e12:.4g}" if operations else "-"
+
+
+def _dense_calls(decision: Decision) -> list[str]:
+    dense = decision.dense
+    return [] if dense is None else [f"dense calls: {dense.backend} ({dense.source}: {dense.reason})"]
 
 
 def _map(role: str, rows: Any) -> Mapping[str, Any]:

@@ -134,13 +134,13 @@ class MemoryPlan:
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
-        known = "unknown" if self.limit is None else size_text(self.limit)
+        limit = ", no limit known" if self.limit is None else f" of {size_text(self.limit)}"
         waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
         if self.host and demand.num_local > 1:
             waiting += f" in {demand.num_local} processes"
         if self.host_limit is not None:
             waiting += f" of {size_text(self.host_limit)} that are free"
-        rows += [("device, at most", f"{size_text(self.peak)} of {known}"), ("machine, weights", waiting)]
+        rows += [("device, at most", f"{size_text(self.peak)}{limit}"), ("machine, weights", waiting)]
         return rows
 
     def to_dict(self) -> dict[str, Any]:

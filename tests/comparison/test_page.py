@@ -111,6 +111,8 @@ def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
         assert page.read("document.documentElement.scrollWidth") <= 360
         widths = page.read("[...document.querySelectorAll('video')].map(v => v.getBoundingClientRect().width)")
         assert min(widths) >= 140
+        # Texts of the plots as they are drawn, which a plot scaled to the screen would shrink.
+        assert page.read("Math.min(...[...document.querySelectorAll('svg')].map(s => s.getScreenCTM().a))") >= 0.9
     finally:
         page.resize(1200, 1600)
     # WCAG's contrast of text against what is behind it, the page's own white where nothing is.
@@ -176,6 +178,8 @@ def test_texts_of_strangers_are_text(tmp_path: Path) -> None:
     assert "<script>alert" not in text
     assert "http" not in text.replace("http-equiv", "")
     assert "broken: failed: it cannot run" in text
+    assert [row.first_step_text(0.5) for row in comparison().rows] == ["-", "none", "none", "-"]
+    assert [row.first_step_text(0.3) for row in comparison().rows] == ["-", "none", "1", "-"]
     # Images need no clock.
     still = render(comparison(num_frames=1))
     assert "<script" not in still
