@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE
+from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, TERMINATED
 from diffusion_runtime.parallel.signs_of_life import children_of, is_alive
 
 # torch's own messages about ranks that fail; this program has better ones.
@@ -273,6 +273,8 @@ def _cause(failures: Mapping[int, ProcessFailure], records: Sequence[RankFailure
     if chosen.exitcode < 0:
         name = chosen.signal_name()
         what = _KILLED if name == "SIGKILL" else f"crashed with {name}"
+    elif chosen.exitcode == TERMINATED:
+        what = "was ended by SIGTERM, which another program sent"
     else:
         stderr_end = _stderr_end(folder, rank)
         what = f"ended with exit code {chosen.exitcode}" + (

@@ -20,6 +20,8 @@ LAUNCHED_VARIABLE = "DIFFUSION_RUNTIME_LAUNCHED"
 # Set by torch's elastic launcher, ours and torchrun: its process is our parent.
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# Exit code of a rank that SIGTERM has ended in order, as shells have it.
+TERMINATED = 128 + signal.SIGTERM
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
-from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
+from diffusion_runtime.parallel.process_info import TERMINATED, ProcessInfo, end_with_launcher
 from diffusion_runtime.session.coordinator import MultiProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
@@ -102,9 +102,10 @@ class RankRunner:
             while world is not None and time.monotonic() < deadline:
                 if (ending := world.ending()) is not None:
                     return ending
-                # Our own launcher ends its processes with SIGTERM for one reason alone, and reports it.
+                # Our own launcher ends its processes with SIGTERM for one reason alone, and reports it. Where another
+                # program sent it, this rank is the first to end, and the launcher knows by the exit code of what.
                 if by_signal and self._process_info.is_launched:
-                    return RankFailure(self._process_info.rank, "", "", 1)
+                    return RankFailure(self._process_info.rank, "", "", TERMINATED)
                 time.sleep(0.1)
         except RuntimeError:
             # The run store ended with its launcher.

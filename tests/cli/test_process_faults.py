@@ -38,7 +38,7 @@ FAULTS = {
     ),
     "terminated often": (
         [{"rank": 0, "stage": "denoise", "step": 1, "fault": "terminate often"}],
-        "ended with exit code 1 without a recorded reason",
+        "(process PID) was ended by SIGTERM, which another program sent",
     ),
     "interrupted alone": ([{"rank": 1, "stage": "load", "fault": "interrupt"}], "this process alone was interrupted"),
 }
