@@ -190,6 +190,8 @@ def test_an_image_to_end_with_equals_diffusers(
     [
         # In full and in part, at frames that are no beginning of a latent too; the first in part, with every term.
         ({1: 1.0, 12: 0.5}, {"guidance_scale": 3.0}),
+        # Rescaling measures the images that stay as they are, too.
+        ({1: 1.0, 12: 0.5}, {"guidance_scale": 3.0, "guidance_rescale": 0.7}),
         ({0: 0.6, 9: 0.3, 1: 0.3}, {"guidance_scale": 3.0, "modality_scale": 2.0, "guidance_rescale": 0.7}),
         ({0: 0.7}, {"guidance_scale": 1.0}),
     ],
@@ -367,7 +369,8 @@ def test_the_image_reaches_every_frame_and_the_report_names_its_encoder(tiny_fol
 
 def test_two_processes_that_share_the_clip_make_the_same(tiny_folder: Path, image: str, tmp_path: Path) -> None:
     """18 tokens of video, of which the first 6 are the image's: all of them, and 3 others, are on the first process."""
-    values = {**TINY_SIZES, "num_frames": 17, "num_inference_steps": 2, "seed": 5, "image_path": image}
+    own = {"image_path": image, "image_crf": 0}
+    values = {**TINY_SIZES, "num_frames": 17, "num_inference_steps": 2, "seed": 5, **own}
     flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = ["-m", "diffusion_runtime", "generate", "a red circle", "--model-path", str(tiny_folder)]
     parallel = ["--device", "cpu", "--num-gpus", "2", "--ulysses-degree", "2"]
