@@ -369,8 +369,7 @@ def test_the_image_reaches_every_frame_and_the_report_names_its_encoder(tiny_fol
 
 def test_two_processes_that_share_the_clip_make_the_same(tiny_folder: Path, image: str, tmp_path: Path) -> None:
     """18 tokens of video, of which the first 6 are the image's: all of them, and 3 others, are on the first process."""
-    own = {"image_path": image, "image_crf": 0}
-    values = {**TINY_SIZES, "num_frames": 17, "num_inference_steps": 2, "seed": 5, **own}
+    values = {**TINY_SIZES, "num_frames": 17, "num_inference_steps": 2, "seed": 5, "image_path": image, "image_crf": 0}
     flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = ["-m", "diffusion_runtime", "generate", "a red circle", "--model-path", str(tiny_folder)]
     parallel = ["--device", "cpu", "--num-gpus", "2", "--ulysses-degree", "2"]
