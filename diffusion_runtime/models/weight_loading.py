@@ -293,5 +293,5 @@ def check_names(
             if checkpoint.elsewhere is None
             else (checkpoint.elsewhere, "of the model's folder", "Use weights that were made for this model")
         )
-        told = ". ".join([*problems, advice])
-        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. {told}")
+        text = ". ".join([*problems, advice])
+        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. {text}")
