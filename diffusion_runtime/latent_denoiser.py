@@ -223,21 +223,29 @@ class LatentDenoiser:
             )
             return held(guided)
 
+        length = math.prod(geometry.sample_shape(inputs.size))
+
         def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            clip, more = settings.without_noised_frames(latents, inputs.size)
-            parts = geometry.parts(clip, inputs.size)
+            parts, frames = geometry.parts(latents[:, :length], inputs.size), latents[:, length:]
             assert parts.audio is not None, "guides_parts is of models that make sound"
-            return parts.video if more is None else torch.cat([parts.video.flatten(1), more], 1), parts.audio
+            has_frames = frames.shape[1] > 0
+            return torch.cat([parts.video.flatten(1), frames], 1) if has_frames else parts.video, parts.audio
 
         def join(video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
-            if not settings.num_noised_frames:
-                return geometry.join(video, audio)
-            length = math.prod(geometry.sample_shape(inputs.size)) - audio[0].numel()
-            return torch.cat([geometry.join(video[:, :length], audio), video[:, length:]], dim=1)
+            video, end = video.flatten(1), length - audio[0].numel()
+            return torch.cat([geometry.join(video[:, :end], audio), video[:, end:]], dim=1)
 
         with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance_mode, exchange, wrappers)
-        # What rescaling is measured by contains the image as it is.
-        return held(lambda latents, step: with_terms(self.transformer.settle(latents, inputs), step))
+        # Rescaling is measured with the images as they are, those beside the clip among them.
+        whole = self.transformer.complete if terms.video.rescale > 0 else self.transformer.settle
+
+        def of_clip(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            measured = whole(latents, inputs)
+            velocity, num_kept = with_terms(measured, step), measured.shape[1] - latents.shape[1]
+            kept = slice(length, length + num_kept)
+            return torch.cat([velocity[:, : kept.start], velocity[:, kept.stop :]], dim=1) if num_kept else velocity
+
+        return held(of_clip)
 
     def context_of(
         self,

@@ -25,7 +25,7 @@ from diffusion_runtime.diffusers_bridge.explicit_choices import check_choices, i
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, token_order
 from diffusion_runtime.diffusers_bridge.interception import is_taken
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
-from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attention_modules
+from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_in_models
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.diffusers_bridge.unserved import CallCount
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
@@ -106,7 +106,7 @@ def plan_attachment(
         denoisers = dict(zip((component,), denoisers.values(), strict=True))
     if scheduler is None:
         scheduler = getattr(model_or_pipeline, "scheduler", None)
-    found = {name: find_attention_modules(model) for name, model in denoisers.items()}
+    found = find_in_models(denoisers)
     everything = [(name, module) for name, modules in found.items() for module in modules]
     if not everything:
         raise ConfigError(f"attach: {type(model_or_pipeline).__name__} has no attention module")
@@ -172,8 +172,9 @@ class AttachedAttention:
         self._calls = CallCount()
         self._logged: frozenset[tuple[str, str]] = frozenset()
         self._is_chosen = any(map(is_chosen, policies.values()))
+        now = threading.local()
         self._denoisers = [
-            AttachedModel(name, model, index, found[name], policies[name], self)
+            AttachedModel(name, model, index, found[name], policies[name], self, now)
             for index, (name, model) in enumerate(denoisers.items())
         ]
 

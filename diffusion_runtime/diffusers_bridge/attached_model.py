@@ -49,7 +49,8 @@ class Attachment(Protocol):
 
 
 class AttachedModel:
-    """One attached model, and the forward pass that it is in."""
+    """One attached model, and the forward pass that it is in. now: of the models attached together, by thread: the
+    pass that runs, which may call modules that another of them holds too."""
 
     def __init__(
         self,
@@ -59,14 +60,16 @@ class AttachedModel:
         found: list[FoundModule],
         policy: AttentionPolicy,
         owner: Attachment,
+        now: threading.local,
     ) -> None:
         self.model: Any = uncompiled(model)
         self.index = index
         self.order = token_order(self.model)
         self._name = name
         self._owner = owner
-        # Per thread that runs the model.
-        self._now = threading.local()
+        self._now = now
+        # The pass, by thread, that the model's own is within.
+        self._outer = threading.local()
         self._taken: dict[ModuleAttention, TakenModule] = {}
         # Modules that were reached at first and are left alone now, with the reason.
         self._left: dict[ModuleAttention, str] = {}
@@ -130,6 +133,7 @@ class AttachedModel:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = dict(self._parameters.bind_partial(model, *args, **kwargs).arguments)
+        self._outer.forward_pass = self._running()
         self._now.forward_pass = self._owner.begin_pass(self, arguments)
         for module, taken in self._taken.items():
             try:
@@ -145,7 +149,11 @@ class AttachedModel:
 
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         # The results of reading masks live for one pass.
-        self._now.forward_pass = ForwardPass()
+        self._now.forward_pass = getattr(self._outer, "forward_pass", ForwardPass())
+
+    def _running(self) -> ForwardPass:
+        running: ForwardPass = getattr(self._now, "forward_pass", ForwardPass())
+        return running
 
     def _succeed(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         self._owner.end_pass()
@@ -160,7 +168,7 @@ class AttachedModel:
             # Such as guidance that skips attention scores: its mode replaces the call.
             self._add_unserved(module, f"{other} replaces torch's attention here", 1)
             return call.run_own()
-        return self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
+        return self._owner.attend(module, self._running(), call, number, masks)
 
     def _ran(self, module: ModuleAttention, num_calls: int) -> None:
         reason = self._left.get(module) or ("" if num_calls else unserved_reason(module.found))
@@ -168,7 +176,7 @@ class AttachedModel:
             self._add_unserved(module, reason, num_calls)
 
     def _ran_linear(self, module: FoundModule, *_: Any) -> None:
-        self._owner.record_linear(module, getattr(self._now, "forward_pass", ForwardPass()).step or StepInfo())
+        self._owner.record_linear(module, self._running().step or StepInfo())
 
     def _add_unserved(self, module: ModuleAttention, reason: str, num_calls: int) -> None:
         self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, num_calls)

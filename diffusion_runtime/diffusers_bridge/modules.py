@@ -7,7 +7,7 @@ Others compute attention by hand, such as linear attention, and have no call to 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -85,6 +85,17 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
             FoundModule(path, module, layer, computer_of(module).__name__, unreached_reason(module), kind_of(module))
         )
     return listed
+
+
+def find_in_models(models: Mapping[str, nn.Module]) -> dict[str, list[FoundModule]]:
+    """Those of several models, by their names. A module that two of them hold, such as the refiners that a ControlNet
+    of Z-Image has from the transformer, is the first one's."""
+    found: dict[str, list[FoundModule]] = {}
+    seen: set[nn.Module] = set()
+    for name, model in models.items():
+        found[name] = [each for each in find_attention_modules(model) if each.module not in seen]
+        seen.update(each.module for each in found[name])
+    return found
 
 
 def processor_of(module: nn.Module) -> Any:

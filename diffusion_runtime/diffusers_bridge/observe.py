@@ -21,7 +21,7 @@ from diffusion_runtime.diffusers_bridge.interception import (
     take_again_before_each_pass,
 )
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
-from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_attention_modules, processor_of
+from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_in_models, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import CallCount, unserved_reason
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.step_info import StepInfo
@@ -45,9 +45,8 @@ class ObservedAttention:
         self._recorder = AttentionRecorder()
         self._calls = CallCount()
         self._models = denoisers_of(pipeline)
-        self._found = [
-            (component, module) for component, model in self._models.items() for module in find_attention_modules(model)
-        ]
+        found = find_in_models(self._models)
+        self._found = [(component, module) for component, modules in found.items() for module in modules]
         self.others = tuple(
             UnreachedModule(component, module.path, module.processor, _NO_DISPATCHER)
             for component, module in self._found

@@ -22,7 +22,7 @@ import numpy
 import numpy.typing
 
 from diffusion_runtime.errors import RequestError, first_line
-from diffusion_runtime.media.images import FORMATS, MAX_PIXELS, UnfitPicture, frame_in_srgb
+from diffusion_runtime.media.images import FORMATS, MAX_PIXELS, WHITE, UnfitPicture, frame_in_srgb
 from diffusion_runtime.untrusted.files import check_file, named
 
 MAX_CLIP_BYTES = 16 * 1024**3
@@ -86,6 +86,18 @@ def read_pictures(path: str, field: str, most: int) -> list[Any]:
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
         return list(pictures)
+
+
+def is_black(path: str, field: str, most: int) -> bool:
+    """Whether no pixel of the first frames, at most `most`, is white. Raises what `inspect_clip` raises."""
+    facts, state = inspect_clip(path, field, most), os.stat(path)
+    return _is_black(path, field, facts, most, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_black(path: str, field: str, facts: ClipFacts, most: int, _state: tuple[int, ...]) -> bool:
+    with contextlib.closing(_frames(path, field, facts, most)) as pictures:
+        return all(picture.convert("L").getextrema()[1] < WHITE for picture in pictures)
 
 
 # A dry run, the checks of every prompt and the report ask again and again; a changed file is another entry.

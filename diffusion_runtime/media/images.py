@@ -20,7 +20,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # By how many of 256 levels colours of sRGB may differ after a conversion to sRGB.
 _ROUNDING = 2
 # Greys of a mask from this on are white.
-_WHITE = 128
+WHITE = 128
+# Fewer pixels a side than one latent of a video model's autoencoder stands for.
+_SMALL = 16
 # How far the ratio of the sides may be from the clip's: a smaller difference is not visible as stretching.
 MAX_STRETCH = 0.1
 
@@ -52,20 +54,28 @@ def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
             warnings.simplefilter("always", UserWarning)
             with Image.open(source, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
-                    raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+                    raise UnfitPicture(
+                        f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; scale it down"
+                    )
                 is_animated = bool(getattr(image, "is_animated", False))
                 image.seek(0)
                 converted, remarks = frame_in_srgb(image)
     except UnfitPicture as error:
         raise RequestError(f"{field}: {source} {error}") from error
     except Exception as error:  # any exception: a decoder may raise anything on untrusted bytes
-        advice = "; save it as PNG" if isinstance(error, UnidentifiedImageError) else ""
+        is_other = isinstance(error, UnidentifiedImageError)
+        advice = "save it, or a frame of it, as PNG" if is_other else "copy it again, or save it as PNG"
+        if isinstance(error, Image.DecompressionBombError):
+            advice = "scale it down"
         raise RequestError(
-            f"{field}: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}{advice}"
+            f"{field}: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}; {advice}"
         ) from error
     # Such as damaged EXIF data, whose orientation is then not known.
     warned = dict.fromkeys(f"Pillow warns: {first_line(UserWarning(str(each.message)))}" for each in caught)
-    return converted, (*remarks, *warned, *(("it is animated: its first frame is used",) if is_animated else ()))
+    first = ("it is animated: its first frame is used",) if is_animated else ()
+    sides = f"{converted.width} x {converted.height} pixels (width x height)"
+    small = (f"it has {sides}, and is scaled up",) if min(converted.size) < _SMALL else ()
+    return converted, (*remarks, *warned, *first, *small)
 
 
 class UnfitPicture(ValueError):
@@ -125,10 +135,19 @@ def check_image(path: str, height: int, width: int, field: str = "image_path", *
         check_recompression(columns, rows, path, field)
     stretch = (columns / rows) / (width / height)
     if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
+        turned = ", turned upright by its EXIF orientation" if _is_turned(path) else ""
         raise RequestError(
-            f"{field}: {path} is {columns} x {rows} (width x height), the clip {width} x {height}: the ratio of "
-            "the sides must agree within 10 %. Crop the image, or set --height and --width to fit it"
+            f"{field}: {path} is {columns} x {rows} (width x height{turned}), the clip {width} x {height}: the ratio "
+            "of the sides must agree within 10 %. Crop the image, or set --height and --width to fit it"
         )
+
+
+def _is_turned(path: str) -> bool:
+    """Whether upright, an image that `open_picture` read has rows for the columns of its file."""
+    from PIL import ExifTags, Image
+
+    with Image.open(path, formats=FORMATS) as image:
+        return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
 
 
 def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typing.NDArray[numpy.uint8]:
@@ -152,7 +171,7 @@ def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
             f"{field}: {path} is {mask.width} x {mask.height} (width x height), and its image {image_path} "
             f"{image.width} x {image.height}; expected a mask of the image's size"
         )
-    if mask.convert("L").getextrema()[1] < _WHITE:
+    if mask.convert("L").getextrema()[1] < WHITE:
         raise RequestError(f"{field}: {path} is black, so that nothing would be repainted; white is what is repainted")
 
 
@@ -162,7 +181,7 @@ def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> n
     from PIL import Image
 
     scaled = open_picture(path, field).resize((width, height), Image.Resampling.LANCZOS).convert("L")
-    return numpy.asarray(scaled) >= _WHITE
+    return numpy.asarray(scaled) >= WHITE
 
 
 def _is_transparent(image: Any) -> bool:

@@ -26,7 +26,8 @@ def with_controlnet(folder: ModelFolder, path: str | None, expected: str | None,
     if expected is None:
         raise ConfigError(
             f"{_KEY}: {family} models run without a ControlNet in this version, qwen_image models with one; leave out "
-            f"{_FLAG}"
+            f"{_FLAG}, or put the ControlNet into the model's folder as {COMPONENT}/, name it and diffusers' pipeline "
+            f"for it in {INDEX_FILE}, and say --backend diffusers --image-path FILE"
         )
     place = check_place(Path(expand_home(path)), _KEY)
     if (place / INDEX_FILE).exists():

@@ -171,6 +171,11 @@ class DiffusionTransformer(nn.Module, ABC):
         """The clean latents after the last step; models that keep a part of them from an image put it back here."""
         return latents
 
+    def complete(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """The latents as guidance of clean predictions measures them, flat: with the images that are given in full put
+        back, and those at frames of their own behind the clip, for which `forward` then predicts as well."""
+        return self.settle(latents, inputs)
+
 
 @dataclass(frozen=True)
 class FrameStream:

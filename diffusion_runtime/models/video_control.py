@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.clips import ClipFacts, inspect_clip
+from diffusion_runtime.media.clips import ClipFacts, inspect_clip, is_black
 from diffusion_runtime.media.images import MAX_STRETCH, open_picture
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.request import GenerationRequest, image_paths
@@ -71,6 +71,11 @@ class VideoControl:
             )
         if not mask.is_still:
             self._check_length("mask_path", request.mask_path, mask, size)
+        if is_black(request.mask_path, "mask_path", size.num_frames):
+            raise RequestError(
+                f"mask_path: {request.mask_path} is black, so that nothing would be made anew; white is what is made "
+                "anew"
+            )
 
     def scaled_sizes(self, sides: Sides, path: str, size: ClipSize) -> tuple[Sides, Sides]:
         """Of a reference image, (width, height) in whole latents, and (height, width) inside of the clip's. Raises

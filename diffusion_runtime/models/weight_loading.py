@@ -288,9 +288,10 @@ def check_names(
     if reshaped:
         problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
     if problems:
-        place, whose = (
-            (checkpoint.folder, "beside them")
+        place, whose, advice = (
+            (checkpoint.folder, "beside them", "Download the folder again")
             if checkpoint.elsewhere is None
-            else (checkpoint.elsewhere, "of the model's folder")
+            else (checkpoint.elsewhere, "of the model's folder", "Use weights that were made for this model")
         )
-        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. " + ". ".join(problems))
+        text = ". ".join([*problems, advice])
+        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. {text}")

@@ -156,7 +156,7 @@ def test_a_control_video_is_checked_told_of_and_known_again(tmp_path: Path, comm
     assert recipe["inputs"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     assert recipe["request"]["conditioning_scale"] == [0.5, 1.0]
     assert command(*given, "--conditioning-scale", "0.5,1", "-o", "made/", "--resume").out == ""
-    Image.new("L", (96, 64), 0).save("m.png")
+    Image.new("L", (96, 64), 254).save("m.png")
     again = command("generate", "--from", made.out.strip())
     assert again.code == 0, again.err
     assert "m.png has changed since the file of --from was made; the result will differ" in again.said

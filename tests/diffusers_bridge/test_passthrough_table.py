@@ -63,7 +63,17 @@ def test_every_family_of_tiny_components_is_built(script: Any) -> None:
         assert {"transformer", "vae", "scheduler", "text_encoder"} <= set(family_components(name)), name
 
 
-# With a UNet, with a transformer whose grid is known, of a control video, and one that no request can run.
-@table("name", ["StableDiffusionPipeline", "LTXPipeline", "CogVideoXFunControlPipeline", "CycleDiffusionPipeline"])
+# With a UNet, with a transformer whose grid is known, of a control video, one that no request can run, and one whose
+# ControlNet holds modules of the transformer.
+@table(
+    "name",
+    [
+        "StableDiffusionPipeline",
+        "LTXPipeline",
+        "CogVideoXFunControlPipeline",
+        "CycleDiffusionPipeline",
+        "ZImageControlNetPipeline",
+    ],
+)
 def test_a_row_is_what_the_passthrough_does(name: str, script: Any, rows: dict[str, Any]) -> None:
     assert script.make_row(name) == rows[name], AGAIN

@@ -42,12 +42,18 @@ def test_sides_of_another_ratio_are_refused(tmp_path: Path, height: int, width: 
 def test_files_that_are_no_images_are_refused(tmp_path: Path) -> None:
     text = tmp_path / "a.png"
     text.write_text("no picture")
-    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP, GIF image"):
+    with pytest.raises(RequestError, match=r"not a readable PNG, JPEG, WEBP, GIF image: .*; save it, or a frame of it"):
         check_image(str(text), 32, 32)
     with pytest.raises(RequestError, match="no such file"):
         check_image(str(tmp_path / "missing.png"), 32, 32)
     with pytest.raises(RequestError, match="this is a folder"):
         check_image(str(tmp_path), 32, 32)
+
+
+def test_a_picture_smaller_than_a_latent_is_told_of(tmp_path: Path) -> None:
+    for sides, remarks in (((1, 1), ("it has 1 x 1 pixels (width x height), and is scaled up",)), ((16, 16), ())):
+        path = write(tmp_path / "a.png", *sides)
+        assert picture_remarks(path, "image_path") == tuple(f"image_path: {path}: {remark}" for remark in remarks)
 
 
 def test_a_picture_too_large_to_unpack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +91,8 @@ def test_a_photo_is_turned_as_its_exif_says(tmp_path: Path, orientation: int, su
     path = tmp_path / f"photo.{suffix}"
     stored.save(path, exif=exif, **({"quality": 95} if suffix == "jpg" else {"lossless": True}))
     check_image(str(path), 32, 48)
-    with pytest.raises(RequestError, match=r"is 48 x 32 \(width x height\)"):
+    turned = ", turned upright by its EXIF orientation" if orientation >= 5 else ""
+    with pytest.raises(RequestError, match=rf"is 48 x 32 \(width x height{turned}\)"):
         check_image(str(path), 48, 32)
     pixels = read_image(str(path), 32, 48)
     assert pixels[4, 4].argmax() == 0

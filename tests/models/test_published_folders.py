@@ -30,6 +30,8 @@ def dry_run(folder: Path) -> str:
 NUM_PARAMETERS = {
     "Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
     "Wan2.1-T2V-14B-Diffusers": 14_288_491_584,
+    "AnyFlow-Wan2.1-T2V-1.3B-Diffusers": 1_421_752_384,
+    "AnyFlow-Wan2.1-T2V-14B-Diffusers": 14_316_026_944,
     "AnyFlow-FAR-Wan2.1-1.3B-Diffusers": 1_422_147_136,
     "AnyFlow-FAR-Wan2.1-14B-Diffusers": 14_317_342_784,
     "Wan2.1-VACE-1.3B-diffusers": 2_153_972_032,
@@ -64,7 +66,7 @@ NUM_PARAMETERS = {
     "FLUX.2-klein-base-9B": 9_078_581_248,
     "LTX-2": 18_876_174_592,
     **dict.fromkeys(("LTX-2.3-Diffusers", "LTX-2.3-Distilled-Diffusers"), 18_988_838_144),
-    "LTX-Video-0.9.1": 1_923_385_472,
+    **dict.fromkeys(("LTX-Video", "LTX-Video-0.9.1"), 1_923_385_472),
     **dict.fromkeys(
         ("LTX-Video-0.9.7-dev", "LTX-Video-0.9.7-distilled", "LTX-Video-0.9.8-13B-distilled"), 13_042_569_344
     ),

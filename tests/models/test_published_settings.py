@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 # A folder whose settings are of the published one's kind; the others' are as their family's first.
 KINDS: dict[str, Callable[[Path], Path]] = {
+    **dict.fromkeys(("anyflow-1.3b", "anyflow-14b"), write_tiny_flow_map),
     **dict.fromkeys(("anyflow-far-1.3b", "anyflow-far-14b"), partial(write_tiny_flow_map, is_far=True)),
     "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
     "wan2.1-vace-1.3b": partial(write_tiny_wan, condition="control"),
@@ -54,6 +55,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "hunyuan-video-i2v-33ch": partial(write_tiny_hunyuan_video, image_condition="latent_concat", has_guidance=False),
     "qwen-image-edit": partial(write_tiny_qwen_image, edits="QwenImageEditPipeline"),
     "qwen-image-edit-2509": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
+    "ltx-video-0.9.0": partial(write_tiny_ltx_video, decodes_at_a_timestep=False),
     **dict.fromkeys(
         ("ltx-video-0.9.7-dev", "ltx-video-0.9.7-distilled", "ltx-video-0.9.8-distilled"),
         partial(write_tiny_ltx_video, takes_conditions=True),
@@ -72,6 +74,7 @@ OTHER = {
     "wan2.2-t2v-a14b": {"height", "width"},
     "wan2.1-i2v-14b-720p": {"height", "width"},
     "wan2.1-flf2v-14b-720p": {"height", "width"},
+    "ltx-video-0.9.0": {"height", "width"},
     # Its folder says nothing that FLUX.1 Canny's does not.
     "flux.1-depth-dev": {"num_inference_steps", "guidance_scale"},
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},

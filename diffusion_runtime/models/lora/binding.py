@@ -136,10 +136,11 @@ class _Binding:
                 "diffusers knows; or save the file without them"
             )
         if file.unknown or not file.modules:
+            whole = "" if file.modules else "; the weights of a whole transformer are given by --transformer-path"
             raise ModelLoadError(
                 f"{file.path}: expected keys of LoRA files, such as 'transformer.blocks.0.attn1.to_q.lora_A.weight' or "
                 f"'lora_unet_blocks_0_self_attn_q.lora_down.weight'; {len(file.unknown)} of {file.num_keys} keys are "
-                f"others: {listed(file.unknown) or 'there are none'}. docs/lora.md lists the formats"
+                f"others: {listed(file.unknown) or 'there are none'}. docs/lora.md lists the formats{whole}"
             )
 
     def _components(self, module: ModuleChange) -> Sequence[str]:

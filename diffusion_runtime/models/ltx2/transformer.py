@@ -126,7 +126,8 @@ class LTX2Transformer(DiffusionTransformer):
         sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
         image = inputs.image
         keyframes, places = ((), ()) if image is None else (image.further, image.places)
-        clean = [latents for latents, (_, strength) in zip(keyframes, places, strict=True) if strength == 1]
+        # Those in full come first, and stand before the others whether the latents hold them or not.
+        clean = keyframes[: len(keyframes) - len(noised)]
         if not has_image and not keyframes:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
@@ -231,6 +232,13 @@ class LTX2Transformer(DiffusionTransformer):
             place.mul_(1 - strength).add_(away, alpha=strength / sigma)
         return held
 
+    def complete(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """See DiffusionTransformer.complete: keyframes in full behind the clip, before those that are denoised."""
+        clip, _ = self._apart(latents, inputs)
+        kept = [latents for latents, (_, strength) in _keyframes(inputs) if strength == 1]
+        behind = [latents.flatten(1).to(clip.device, clip.dtype) for latents in kept]
+        return self.settle(torch.cat([clip, *behind, latents[:, clip.shape[1] :]], dim=1), inputs)
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if inputs.image is None:
             return latents
@@ -275,14 +283,12 @@ class LTX2Transformer(DiffusionTransformer):
             start = end
 
     def _apart(self, latents: torch.Tensor, inputs: DenoiserInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Views of the clip's flat latents, and of the keyframes that are denoised with it, [B, channels, 1, height,
-        width]."""
-        image = inputs.image
-        noised = [] if image is None else [strength for _, strength in image.places if strength < 1]
-        if image is None or not noised:
-            return latents, ()
+        """Views of the clip's flat latents, and of the keyframes behind it, [B, channels, 1, height, width]: those that
+        are denoised with it, or all (`complete`)."""
         length = math.prod(self.geometry.sample_shape(inputs.size))
-        frames = torch.unflatten(latents[:, length:], 1, (len(noised), *image.further[0].shape[1:]))
+        if inputs.image is None or not inputs.image.further or latents.shape[1] == length:
+            return latents, ()
+        frames = torch.unflatten(latents[:, length:], 1, (-1, *inputs.image.further[0].shape[1:]))
         return latents[:, :length], frames.unbind(1)
 
     def _noised_places(self, latents: torch.Tensor, inputs: DenoiserInputs) -> list[torch.Tensor]:
@@ -340,8 +346,13 @@ def _noised_images(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, float]]:
     if image is None:
         return []
     first = [(image.latents, image.first_strength)] if _noises_first(inputs) else []
-    keyframes = zip(image.further, image.places, strict=True)
-    return [*first, *((latents, strength) for latents, (_, strength) in keyframes if strength < 1)]
+    return [*first, *((latents, strength) for latents, (_, strength) in _keyframes(inputs) if strength < 1)]
+
+
+def _keyframes(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, tuple[int, float]]]:
+    """The latents of each with its place."""
+    image = inputs.image
+    return [] if image is None else list(zip(image.further, image.places, strict=True))
 
 
 def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:

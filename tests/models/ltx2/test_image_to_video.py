@@ -190,6 +190,8 @@ def test_an_image_to_end_with_equals_diffusers(
     [
         # In full and in part, at frames that are no beginning of a latent too; the first in part, with every term.
         ({1: 1.0, 12: 0.5}, {"guidance_scale": 3.0}),
+        # Rescaling measures the images that stay as they are, too.
+        ({1: 1.0, 12: 0.5}, {"guidance_scale": 3.0, "guidance_rescale": 0.7}),
         ({0: 0.6, 9: 0.3, 1: 0.3}, {"guidance_scale": 3.0, "modality_scale": 2.0, "guidance_rescale": 0.7}),
         ({0: 0.7}, {"guidance_scale": 1.0}),
     ],

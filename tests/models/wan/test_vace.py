@@ -326,11 +326,13 @@ def test_what_cannot_control_a_clip_is_said_before_the_weights_load(
     small, thin = tmp_path / "small.png", tmp_path / "thin.png"
     Image.new("L", (24, 16)).save(small)
     Image.new("RGB", (7, 64)).save(thin)
-    short = tmp_path / "short.npy"
+    short, black = tmp_path / "short.npy", tmp_path / "black.npy"
     numpy.save(short, numpy.zeros((7, HEIGHT, WIDTH, 3), numpy.uint8))
+    numpy.save(black, numpy.full((FRAMES, HEIGHT, WIDTH, 3), 100, numpy.uint8))
     rules = inspect_pipeline(RuntimeConfig(str(folder_of(QUICK)), device="cpu")).rules
     for given, told in (
         (mask, "mask_path: a mask says what of a control video is made anew; give the video: --video-path FILE"),
+        ({**video, "mask_path": str(black)}, "mask_path: .*black.npy is black, so that nothing would be made anew"),
         ({"video_path": str(short)}, r"short.npy has 7 frames, the clip 9; give a longer one, or --num-frames 5"),
         (
             {**video, "mask_path": str(small)},
