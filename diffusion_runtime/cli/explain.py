@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime explain --model-path wan2.1-t2v-14b --attention-backend video_sparse_attn
+diffusion-runtime explain --model-path wan2.1-14b --attention-backend video_sparse_attn
 
 diffusion-runtime explain --attention-config attention.yaml --html plan.html
 

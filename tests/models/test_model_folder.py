@@ -124,7 +124,7 @@ def test_a_missing_folder_names_the_nearest_ones_beside_it(tmp_path: Path, monke
         ("WAN2.1-14B", "'wan2.1-14b'"),
         ("hunyuanvideo-1.5", "'hunyuan-video-1.5-"),
         ("flux-dev", "'flux\\.2-dev' or 'flux\\.1-dev'"),
-        ("qwen-image-e", "'qwen-image-edit'"),
+        ("qwen-image-e", "'qwen-image' or 'qwen-image-edit'"),
         ("qwen", "'qwen-image' or 'qwen-image-2.1'"),
         ("shape", "'shapes'"),
     ):
