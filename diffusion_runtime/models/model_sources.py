@@ -71,9 +71,9 @@ def resolve_model_folder(
         return _download(named.model_path, weights, elsewhere, revision, offline, variant)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
-            f"there is no model folder {model_path}.{_siblings(path, model_path)} Give `{EMBEDDED}` or `{EMBEDDED_CAUSAL}` "
-            "(the embedded models), a diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such "
-            "as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            f"there is no model folder {model_path}.{_siblings(path, model_path)} Give `{EMBEDDED}` or "
+            f"`{EMBEDDED_CAUSAL}` (the embedded models), a diffusers folder, a name that `diffusion-runtime models` "
+            "lists, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights, elsewhere, revision, offline, variant)
 
