@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -256,3 +256,9 @@ def steps_at_the_same_time(reference: Row, row: Row) -> int | None:
     others = sum(its.values()) - its["denoise"]
     count = max(1, round((total - others) / per_step))
     return count if count < reference.num_steps else None
+
+
+def filled_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Names and cells of a table without the columns that say `-` in every row."""
+    kept = [number for number in range(len(columns)) if any(row[number] != "-" for row in rows)]
+    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]
