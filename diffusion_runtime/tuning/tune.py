@@ -223,6 +223,6 @@ class _Run:
             def done() -> None:
                 nonlocal finished
                 finished += 1
-                view.update(Progress("denoise", finished, count, time.perf_counter() - started))
+                view.update(Progress("clips", finished, count, time.perf_counter() - started))
 
             yield done
