@@ -227,6 +227,13 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Attention by layer and step" in shown
     assert "What would compute it" in shown
     assert max(map(len, shown.splitlines())) <= 100
+    # A config needs no prompt either; one that it has is taken.
+    config = tmp_path / "config.yaml"
+    for text, prompt in (("", "a prompt"), (", prompt: a star", "a star")):
+        config.write_text(f"request: {{num_inference_steps: 2{text}}}")
+        assert run(["explain", *size[:-2], "--config", str(config), "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert (values["num_steps"], values["request"]["prompt"]) == (2, prompt)
     assert run(["explain", *size, "--html", str(tmp_path)]) == 1
     assert "cannot be written" in capsys.readouterr().err
 

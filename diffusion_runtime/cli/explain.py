@@ -69,9 +69,7 @@ def _explain(flags: Any, terminal: Terminal) -> tuple[Explanation, int]:
     from diffusion_runtime.explanation.explanation import explain as explain_request
     from diffusion_runtime.loading import prepare
 
-    if not flags.prompts and not flags.repeat and not flags.config:
-        flags = dataclasses.replace(flags, prompts=(_ANY_PROMPT,))
-    settings = resolve_settings(flags)
+    settings = resolve_settings(flags, _ANY_PROMPT)
     for note in settings.notes:
         terminal.warn(note)
     prepared = prepare(settings.runtime, is_dry_run=True)
