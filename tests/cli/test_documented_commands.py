@@ -136,7 +136,9 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
         width, height = width // 16 * 2, height // 16 * 2
     # Without the frame and the strength of --condition-at.
     words = [re.sub(r"^\d+:|@[\d.]+$", "", word) for word in arguments]
-    for name in [word for word in words if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word)]:
+    # A file that is named twice is one file.
+    named = dict.fromkeys(word for word in words if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word))
+    for name in named:
         if name.endswith(".png"):
             Image.new("RGB", (width, height), "white").save(name)
         elif name.endswith(".mp4") and "--video-path" in arguments:
