@@ -162,7 +162,10 @@ def _siblings(path: Path, typed: str = "") -> str:
 
 
 def _named_alike(typed: str) -> str:
-    """` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one."""
+    """` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one; a path
+    is none."""
+    if "/" in typed:
+        return ""
     known = [EMBEDDED, EMBEDDED_CAUSAL, *(model.name for model in published_models())]
     spelled = typed.lower()
     close = nearest(spelled, known)

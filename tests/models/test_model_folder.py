@@ -113,8 +113,9 @@ def test_a_missing_folder_names_the_nearest_ones_beside_it(tmp_path: Path, monke
     for text in ("./wan-1.3", str(tmp_path / "wan-1.3"), "wan-1.3"):
         with pytest.raises(ModelLoadError, match=r"no model folder .*wan-1\.3\. Did you mean 'wan-1\.3b'\?"):
             resolve_model_folder(text)
-    with pytest.raises(ModelLoadError, match=r"there is: other, wan-1\.3b\."):
-        resolve_model_folder("./zzzzzz")
+    for text in ("./zzzzzz", "./flux.1-dev"):
+        with pytest.raises(ModelLoadError, match=r"there is: other, wan-1\.3b\."):
+            resolve_model_folder(text)
     with pytest.raises(ModelLoadError, match=r"parent .*nowhere does not exist either"):
         resolve_model_folder("./nowhere/model")
     with pytest.raises(ModelLoadError, match=r"there is: no folder\."):
