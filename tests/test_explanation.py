@@ -56,6 +56,8 @@ def test_operations_are_those_of_the_layers() -> None:
     products = 4 * 2 * 6 * tokens * per_token
     assert by_name["linear layers"].operations == pytest.approx(products, rel=0.12)
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+    assert repr(found).startswith("<Explanation: shapes, passes 4 in 4 steps, each of both guidance branches; expected")
+    assert len(repr(found)) < 300
 
 
 @table(

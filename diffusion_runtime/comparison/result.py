@@ -153,6 +153,11 @@ class Comparison:
     latents_dtype: str | None
     remarks: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """One line: its clips hold whole videos."""
+        others = ", ".join(row.name for row in self.rows[1:])
+        return f"<Comparison: {others} beside {self.reference.name}, on {self.device}>"
+
     @property
     def reference(self) -> Row:
         return self.rows[0]

@@ -75,6 +75,11 @@ class TuneResult:
     config_sha256: str
     seconds: float
 
+    def __repr__(self) -> str:
+        """One line: every measurement is in `record()`."""
+        state = "within" if self.setting.is_met else "not within"
+        return f"<TuneResult: {self.chosen}, {self.setting.point.kept:.3f} kept, {state} {' '.join(self.budgets)}>"
+
     @property
     def setting(self) -> Outcome:
         """What the file holds: the sparsest setting within the budget, tuned or uniform; else the nearest."""

@@ -172,6 +172,7 @@ def test_a_budget_that_no_setting_meets_gives_the_nearest(
     [rule] = other.config()["runtime"]["attention"]["schedule"]
     assert set(rule) == {"role", "backend", "extra"}
     assert other.record()["setting"] == "uniform video_sparse_attn"
+    assert repr(other) == "<TuneResult: uniform video_sparse_attn, 0.500 kept, not within latent<=1e-06>"
 
 
 def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder: Path) -> None:

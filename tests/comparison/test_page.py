@@ -183,6 +183,7 @@ def test_texts_of_strangers_are_text(tmp_path: Path) -> None:
     assert "<th>SSIM</th>" not in text
     assert [row.first_step_text(0.5) for row in comparison().rows] == ["-", "none", "none", "-"]
     assert [row.first_step_text(0.3) for row in comparison().rows] == ["-", "none", "1", "-"]
+    assert repr(comparison()) == "<Comparison: sparse, dense, 1 steps, broken beside dense, on cpu>"
     # Images need no clock.
     still = render(comparison(num_frames=1))
     assert "<script" not in still
