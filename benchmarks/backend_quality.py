@@ -35,6 +35,11 @@ from diffusion_runtime.hardware import resolve_device
 
 FIRST = "torch_sdpa"
 RESULTS = Path(__file__).parent / "results" / "backend_quality.json"
+# What a page says without rows of a GPU.
+NO_GPU_RUN = (
+    "On a GPU there is no run yet: `python -m benchmarks.backend_quality --device cuda --dtype bfloat16 "
+    "--num-prompts 64 --output gpu.json`."
+)
 # Around the tables of a page.
 BEGIN, END = "<!-- python -m benchmarks.backend_quality --write: begin -->", "<!-- end -->"
 VMOBA_SMALL = {**VMOBA, "spatial_chunk_size": [2, 2], "st_chunk_size": [2, 4, 4]}
@@ -161,6 +166,9 @@ def tables(document: Mapping[str, Any]) -> str:
         listed = ["", "Refused there, with the first reason:", "", *refused] if refused else []
         figures = [line(row) for row in own if is_measured(row)]
         blocks.append("\n".join([title, "", header, "|---|---|---|---|---|---|---|", *figures, *listed]))
+    # On a CPU it runs in float32.
+    if all(row["dtype"] == "float32" for row in rows):
+        blocks.append(NO_GPU_RUN)
     return "\n\n".join(blocks)
 
 

@@ -226,6 +226,9 @@ class AttentionReport:
             "notes": list(self.notes),
         }
 
+    def __repr__(self) -> str:
+        return f"<AttentionReport: {self.num_calls} calls>" + f"\n{self}" * bool(str(self))
+
     def _repr_html_(self) -> str:
         """For notebooks."""
         return report_html(self.to_dict())

@@ -137,6 +137,11 @@ class Pipeline:
         """As GenerationPipeline says."""
         self._load_timings |= timings
 
+    def __repr__(self) -> str:
+        model = self.recipe.get("model", {})
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<Pipeline: {model.get('path', 'a model')}, {self.device}, {dtype}>"
+
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`RequestRules.resolve` of this model."""
         return self.rules.resolve(request, preset)

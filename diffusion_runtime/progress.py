@@ -12,7 +12,8 @@ import torch
 
 from diffusion_runtime.errors import Cancelled
 
-Stage: TypeAlias = Literal["text", "denoise", "decode"]
+# `clips`: whole clips that are made one after the other, as a tuning counts them.
+Stage: TypeAlias = Literal["text", "denoise", "decode", "clips"]
 
 
 @dataclass(frozen=True)

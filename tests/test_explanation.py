@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from headless_browser import browser_page, find_browser
 from tables import table
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +22,7 @@ from diffusion_runtime.cli.app import run
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.explanation import Explanation, explain
-from diffusion_runtime.explanation.page import render
+from diffusion_runtime.explanation.page import in_tera, render, write_page
 from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.published_folders import packaged_folder
@@ -55,6 +56,8 @@ def test_operations_are_those_of_the_layers() -> None:
     products = 4 * 2 * 6 * tokens * per_token
     assert by_name["linear layers"].operations == pytest.approx(products, rel=0.12)
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+    assert repr(found).startswith("<Explanation: shapes, passes 4 in 4 steps, each of both guidance branches; expected")
+    assert len(repr(found)) < 300
 
 
 @table(
@@ -189,7 +192,12 @@ def test_schedules_are_drawn_by_layer_and_step() -> None:
     assert own == {"0-2": "AABB", "3-5": "BBBB"}
     assert drawn.legend["A"] == "torch_sdpa"
     page = render(found)
-    assert page.count("<rect") == 4 * len(found.schedule)
+    # Two runs of steps in each of the first three layers of self-attention, one in any other.
+    assert page.count("<rect") == 3 + len(found.schedule)
+    assert "<title>layer 2, steps 2-3: video_sparse_attn" in page
+    assert 'width="24" height="12"' in page
+    for text in drawn.legend.values():
+        assert f"</span> {text}</li>" in page
     assert "<script" not in page
     assert "http" not in page
 
@@ -221,8 +229,35 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Attention by layer and step" in shown
     assert "What would compute it" in shown
     assert max(map(len, shown.splitlines())) <= 100
+    # A config needs no prompt either; one that it has is taken.
+    config = tmp_path / "config.yaml"
+    for text, prompt in (("", "a prompt"), (", prompt: a star", "a star")):
+        config.write_text(f"request: {{num_inference_steps: 2{text}}}")
+        assert run(["explain", *size[:-2], "--config", str(config), "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert (values["num_steps"], values["request"]["prompt"]) == (2, prompt)
     assert run(["explain", *size, "--html", str(tmp_path)]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_large_numbers_are_written_out() -> None:
+    assert [in_tera(value * 1e12) for value in (78_334.6, 1374.2, 275.44, 0.053891, 0)] == [
+        *("78,330", "1,374", "275.4", "0.05389", "-"),
+    ]
+
+
+def test_the_page_fits_a_small_screen(tmp_path: Path) -> None:
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("no chromium was found on PATH")
+    write_page(explained(SPARSE), tmp_path / "page.html")
+    (tmp_path / "profile").mkdir()
+    with browser_page(browser, tmp_path / "profile") as page:
+        page.open(tmp_path / "page.html", 360, 800)
+        assert page.read("document.documentElement.scrollWidth") <= 360
+        assert page.read("Math.min(...[...document.querySelectorAll('.why')].map(each => each.offsetWidth))") >= 240
+        assert page.errors == []
+        assert all(url.startswith(("data:", "file:")) for url in page.urls)
 
 
 def test_expected_times_are_those_of_recorded_runs() -> None:

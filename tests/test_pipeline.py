@@ -72,6 +72,10 @@ class KernelCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_it_names_its_model(pipeline: Pipeline, tiny_wan_folder: Path) -> None:
+    assert repr(pipeline) == f"<Pipeline: {tiny_wan_folder}, cpu, float32>"
+
+
 def test_autocast_and_a_default_device_change_no_frame(pipeline: Pipeline) -> None:
     expected = pipeline(request()).frames
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -147,6 +147,9 @@ def _parser_message(error: Any) -> str:
     command = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
     # What the parser quotes is a whole argument.
     message = error.format_message()
+    option = getattr(error, "option_name", None)
+    if options.is_of_clips(option):
+        message = f"No such option: {option} is of `generate`, which writes clips; leave it out"
     if len(message) > _MAX_PARSER_CHARACTERS:
         message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
     return f"{message}\n  see: {command} --help"

@@ -90,6 +90,7 @@ def show(result: Comparison) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from diffusion_runtime.comparison.result import filled_columns
     from diffusion_runtime.memory_size import size_text
 
     console = Console(highlight=False, file=sys.stdout)
@@ -112,10 +113,11 @@ def show(result: Comparison) -> None:
         times += [_figure(row.seconds_per_step, 3), _figure(row.total_seconds, 2)]
         times += [_figure(row.attention_seconds, 2), _figure(row.density, 2)]
         cost.append((name, *times, memory))
-    console.print(Text(f"{len(result.reference.clips)} clips each, beside {result.reference.name}", style="bold"))
+    num_clips = _counted(len(result.reference.clips), "clip")
+    console.print(Text(f"{num_clips} each, beside {result.reference.name}", style="bold"))
     over_name = f"first step\nover {result.threshold:g}"
-    columns: tuple[str, ...] = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
-    console.print(figures_table(columns, quality), soft_wrap=True)
+    columns: Sequence[str] = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
+    console.print(figures_table(*filled_columns(columns, quality)), soft_wrap=True)
     console.print()
     columns = (
         "seconds of one clip",
@@ -128,7 +130,7 @@ def show(result: Comparison) -> None:
         "density",
         "memory",
     )
-    console.print(figures_table(columns, cost), soft_wrap=True)
+    console.print(figures_table(*filled_columns(columns, cost)), soft_wrap=True)
     console.print()
     for names, rows in _prompt_tables(result):
         console.print(figures_table(names, rows), soft_wrap=True)
@@ -158,7 +160,7 @@ def _prompt_tables(result: Comparison) -> Iterator[tuple[Sequence[str], list[tup
             interval = f"{joint.low:.2f} to {joint.high:.2f}"
             rows.append((_indented(row), f"{joint.rate:.2f}", interval, *rates, *test))
         names = ("all", "95 %", *ATTRIBUTES, "beside\nreference", "p")
-        yield (f"right of\n{result.reference.accuracy.joint.total} prompts", *names), rows
+        yield (f"right of\n{_counted(result.reference.accuracy.joint.total, 'prompt')}", *names), rows
     if result.reference.clip_score is not None:
         rows = [(_indented(row), _figure(row.clip_score, 2)) for row in result.rows if row.clip_score is not None]
         yield ("", "CLIP score"), rows
@@ -166,6 +168,10 @@ def _prompt_tables(result: Comparison) -> Iterator[tuple[Sequence[str], list[tup
 
 def _indented(row: Row) -> str:
     return f"  in its time: {row.num_steps or 'fewer'} steps" if row.kind == "fewer_steps" else row.name
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -93,6 +93,9 @@ class _named:
             raise type(error)(f"--setting {self._name}: {error}") from error
         if error is not None and isinstance(error, _ParserError):
             message = cast(typer.BadParameter, error).format_message()
+            option = getattr(error, "option_name", None)
+            if options.is_of_clips(option):
+                message = f"No such option: {option} is no part of how a clip is made; leave it out"
             raise ConfigError(
                 f"--setting {self._name}: {message[:400]}\n  see: diffusion-runtime generate --help"
             ) from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,14 +18,13 @@ from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
-    from diffusion_runtime.cli.settings import Settings
     from diffusion_runtime.explanation.explanation import Explanation
     from diffusion_runtime.loading.interface import Prepared
     from diffusion_runtime.request import GenerationRequest
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime explain --model-path wan2.1-t2v-14b --attention-backend video_sparse_attn
+diffusion-runtime explain --model-path wan2.1-14b --attention-backend video_sparse_attn
 
 diffusion-runtime explain --attention-config attention.yaml --html plan.html
 
@@ -68,19 +69,41 @@ def _explain(flags: Any, terminal: Terminal) -> tuple[Explanation, int]:
     from diffusion_runtime.explanation.explanation import explain as explain_request
     from diffusion_runtime.loading import prepare
 
-    if not flags.prompts and not flags.repeat and not flags.config:
-        flags = dataclasses.replace(flags, prompts=(_ANY_PROMPT,))
-    settings = resolve_settings(flags)
+    settings = resolve_settings(flags, _ANY_PROMPT)
     for note in settings.notes:
         terminal.warn(note)
     prepared = prepare(settings.runtime, is_dry_run=True)
-    request = _resolved(prepared, settings)
-    prepared = prepared.planned_for([request])
-    return explain_request(prepared, request), len(settings.requests) - 1
+    preset = settings.preset_for(prepared.rules.presets)
+    with _needed_images(prepared, settings.requests[0], preset, terminal) as images:
+        request = prepared.rules.resolve(dataclasses.replace(settings.requests[0], **images), preset)
+        prepared = prepared.planned_for([request])
+        explanation = explain_request(prepared, request)
+    not_given: dict[str, Any] = dict.fromkeys(images)
+    request = dataclasses.replace(request, **not_given)
+    return dataclasses.replace(explanation, request=request), len(settings.requests) - 1
 
 
-def _resolved(prepared: Prepared, settings: Settings) -> GenerationRequest:
-    return prepared.rules.resolve(settings.requests[0], settings.preset_for(prepared.rules.presets))
+@contextmanager
+def _needed_images(
+    prepared: Prepared, request: GenerationRequest, preset: str | None, terminal: Terminal
+) -> Iterator[dict[str, Any]]:
+    """Generated images for those that the model needs and that were not given, by their field: as with the prompt, what
+    they show costs nothing."""
+    from diffusion_runtime.request_rules import RequestRules
+
+    needed: frozenset[str] = prepared.rules.needed_images if isinstance(prepared.rules, RequestRules) else frozenset()
+    missing = {name for name in needed if getattr(request, name) is None}
+    if not missing:
+        yield {}
+        return
+    from diffusion_runtime.benchmark.sample_images import sample_images
+
+    with tempfile.TemporaryDirectory() as folder:
+        values = {name: value for name, value in request.to_dict().items() if value is not None}
+        made = sample_images(prepared.rules, values, preset, Path(folder))
+        for name in sorted(missing):
+            terminal.say(f"{name}: none was given; counted with one of the size of what is made")
+        yield {name: path for name, path in made.items() if name in missing}
 
 
 def show(explanation: Explanation, terminal: Terminal) -> None:

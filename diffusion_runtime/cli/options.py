@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 import typer
 
@@ -427,6 +427,14 @@ OUTPUT_FLAGS = (
     "interactive",
     "attention_plot",
 )
+
+
+def is_of_clips(option: str | None) -> bool:
+    """Whether `generate` alone has this option, as it alone writes clips: -o, --resume, --attention-plot, ..."""
+    hints = get_type_hints(RunFlags, include_extras=True)
+    # In an annotation typer keeps the first name of an option in the place of a default.
+    declared = (get_args(hints[name])[1] for name in OUTPUT_FLAGS)
+    return any(option in (each.default, *each.param_decls) for each in declared)
 
 
 def parameters_of(flags: type) -> list[inspect.Parameter]:

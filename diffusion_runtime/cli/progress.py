@@ -41,15 +41,17 @@ def show_progress(title: str, say: Callable[[str], None], live: Console | None) 
 
 
 def step_text(progress: Progress) -> str:
-    """`step 3/12, 0.35 s per step, about 3 s left`; nothing for a stage of one step."""
+    """`step 3/12, 0.35 s per step, about 3 s left`, of clips without the word; nothing for a stage of one step."""
     if progress.num_steps <= 1:
         return ""
-    text = f"step {progress.step}/{progress.num_steps}"
+    is_of_clips = progress.stage == "clips"
+    text = ("" if is_of_clips else "step ") + f"{progress.step}/{progress.num_steps}"
     if progress.step < 1:
         return text
     each = progress.seconds / progress.step
     left = each * (progress.num_steps - progress.step)
-    return f"{text}, {each:.2f} s per step" + (f", about {_duration(left)} left" if left > 0 else "")
+    unit = "each" if is_of_clips else "per step"
+    return f"{text}, {each:.2f} s {unit}" + (f", about {_duration(left)} left" if left > 0 else "")
 
 
 def _duration(seconds: float) -> str:

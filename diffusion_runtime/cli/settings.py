@@ -78,8 +78,11 @@ class Settings:
         return self.preset
 
 
-def resolve_settings(flags: Flags) -> Settings:
-    """Raises ConfigError, RequestError, OutputError (a --from file without a recipe)."""
+def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
+    """any_prompt: that stands where there is none, for verbs to which prompts are alike.
+
+    Raises ConfigError, RequestError, OutputError (a --from file without a recipe).
+    """
     config = read_config(flags.config, flags.settings)
     recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
     runtime = _build_runtime(flags, config, recipe)
@@ -89,7 +92,7 @@ def resolve_settings(flags: Flags) -> Settings:
         for name in ("second_stage_sigmas", "adain_factor", "tone_map_compression_ratio"):
             recipe_request.pop(name, None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
-    requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values))
+    requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
@@ -110,16 +113,19 @@ def resolve_settings(flags: Flags) -> Settings:
 
 
 def _build_requests(
-    flags: Flags, config: FileConfig, files: tuple[Mapping[str, Any], ...]
+    flags: Flags, config: FileConfig, files: tuple[Mapping[str, Any], ...], any_prompt: str | None
 ) -> tuple[tuple[GenerationRequest, ...], list[str]]:
     """One request per prompt and seed, and remarks. files: request values of the recipe and of the config file, where
-    later ones win; the values of a prompt's row stand between them and what is typed."""
+    later ones win; the values of a prompt's row stand between them and what is typed. any_prompt: see
+    resolve_settings."""
     typed = (config.settings, _without_none(flags.request))
     values = layered(*files, *typed)
     configured = {**config.request, **config.settings}
     prompts = list(flags.prompts) or configured.get("prompt") or _as_list(files[0].get("prompt"))
     typed_seeds = parse_seeds(flags.seeds) or config.settings.get("seed") or []
     seeds = typed_seeds or configured.get("seed") or _as_list(files[0].get("seed")) or [0]
+    if not prompts and any_prompt is not None:
+        prompts = [any_prompt]
     if not prompts:
         raise RequestError(
             'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '

@@ -98,11 +98,16 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
     for note in settings.notes:
         terminal.warn(note)
     requests = requests_of_set(settings.requests, own["prompt_set"])
+    if len(requests) < 2:
+        raise RequestError(
+            f"tune: expected two prompts or seeds or more, as some measure and the others verify, got {len(requests)}; "
+            "e.g. --prompt-set shapes:24 or --prompt-file FILE"
+        )
     num_measured = own["measure_prompts"] if own["measure_prompts"] is not None else len(requests) // 2
     if not 1 <= num_measured < len(requests):
         raise RequestError(
-            f"--measure-prompts: expected 1 to one less than the {len(requests)} generations (prompts and seeds), as "
-            f"the others verify, got {num_measured}; give two prompts or more"
+            f"--measure-prompts: expected 1 to {len(requests) - 1} of the {len(requests)} prompts and seeds, as the "
+            f"others verify, got {num_measured}"
         )
     from diffusion_runtime.comparison.prompt_attributes import known_attributes
     from diffusion_runtime.tuning.ladders import method_names
@@ -133,26 +138,42 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
 
 def show(result: TuneResult, terminal: Terminal) -> None:
     """A table of at most 100 columns: the tuned setting, the uniform ones, dense, fewer steps."""
+    from diffusion_runtime.tuning.result import by_name
+
     rows: list[tuple[str, ...]] = [_row("dense", 1.0, result.dense_verified, "-")]
-    rows.append(_row("tuned", result.tuned.point.kept, result.tuned.verified, _met(result.tuned.is_met)))
-    for method, outcome in result.uniform.items():
-        rows.append(_row(f"uniform {method}", outcome.point.kept, outcome.verified, _met(outcome.is_met)))
+    for name, outcome in by_name(result.tuned, result.uniform).items():
+        rows.append(_row(name, outcome.point.kept, outcome.verified, _met(outcome.is_met)))
     fewer = result.fewer_steps
     if fewer is not None:
         rows.append(_row("dense, fewer steps", 1.0, fewer, "-"))
     terminal.say(f"\nOn {len(result.verified_prompts)} prompts that were not measured; {' '.join(result.budgets)}")
     columns = ("setting", "kept", "budget", "accuracy", "PSNR", "latents", "steps", "time, s")
     terminal.show(figures_table(columns, rows))
-    best = result.best_uniform
-    if result.tuned.is_met:
-        than = "no uniform setting is within the budget"
-        if best is not None:
-            than = f"the best uniform setting, of {best[0]}, keeps {best[1].point.kept:.3f}"
-        terminal.say(f"The tuned setting keeps {result.tuned.point.kept:.3f} of self-attention's pairs; {than}.")
+    setting = result.setting
+    if setting.is_met:
+        terminal.say(
+            f"The file holds {result.chosen}: {setting.point.kept:.3f} of self-attention's pairs; {_beside(result)}."
+        )
     else:
-        terminal.warn("no sparse setting meets the budget; the file holds the nearest")
+        values = {} if setting.verified is None else setting.verified.values
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        terminal.warn(
+            f"no sparse setting meets the budget; the file holds the nearest, {result.chosen}"
+            + f": {figures}" * bool(values)
+        )
     if fewer is None:
-        terminal.say("Fewer dense steps: the tuned setting takes as long here as all of them.")
+        terminal.say("Fewer dense steps: the setting in the file takes as long here as all of them.")
+
+
+def _beside(result: TuneResult) -> str:
+    """The other kind of setting, beside the one in the file."""
+    best = result.best_uniform
+    if result.setting is not result.tuned:
+        tuned = result.tuned
+        return f"the tuned one keeps {tuned.point.kept:.3f}" if tuned.is_met else "the tuned one misses the budget"
+    if best is None:
+        return "no uniform setting is within the budget"
+    return f"the best uniform setting, of {best[0]}, keeps {best[1].point.kept:.3f}"
 
 
 def _met(is_met: bool) -> str:

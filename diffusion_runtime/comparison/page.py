@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
-from diffusion_runtime.comparison.result import Comparison, Row
+from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.memory_size import size_text
@@ -63,7 +63,14 @@ def _values(result: Comparison) -> dict[str, Any]:
             }
             for index, clip in enumerate(result.reference.clips)
         ],
-        "rows": [_row(result, row, letters[position], colours[position]) for position, row in enumerate(rows)],
+        "names": [
+            {"letter": letters[position], "colour": colours[position], "name": _name(row)}
+            for position, row in enumerate(rows)
+        ],
+        "tables": [
+            _table("Quality", [_quality(result, row) for row in rows]),
+            _table("Time and memory", [_cost(row) for row in rows]),
+        ],
         "divergence": divergence_plot(result, letters),
         "quality": quality_plot(result, letters),
         "remarks": [
@@ -94,27 +101,42 @@ def _clip(row: Row, letter: str, colour: str, index: int) -> Mapping[str, Any]:
     }
 
 
-def _row(result: Comparison, row: Row, letter: str, colour: str) -> Mapping[str, Any]:
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, Any]:
+    """rows: figures by column. Columns that no row has a figure in are left out, so that those which say something
+    fit beside each other."""
+    columns, cells = filled_columns(list(rows[0]), [list(row.values()) for row in rows])
+    return {"title": title, "columns": columns, "rows": cells}
+
+
+def _name(row: Row) -> str:
+    return row.name + (f", in the time of {row.beside}" if row.kind == "fewer_steps" else "")
+
+
+def _quality(result: Comparison, row: Row) -> Mapping[str, str]:
     speedup = result.speedup(row)
+    return {
+        "steps": "-" if row.num_steps is None else str(row.num_steps),
+        "latent L2": _figure(row.final_latent_l2, 3),
+        f"first step over {result.threshold:g}": row.first_step_text(result.threshold),
+        "PSNR, dB": _figure(row.metric("psnr_db"), 1),
+        "SSIM": _figure(row.metric("ssim"), 3),
+        "LPIPS": _figure(row.metric("lpips"), 3),
+        "all right (95 %)": _accuracy(row),
+        "CLIP": _figure(row.clip_score, 1),
+        "speed": "-" if speedup is None else f"{speedup:.2f}x",
+    }
+
+
+def _cost(row: Row) -> Mapping[str, str]:
     peak = row.peak_memory.get("device", row.peak_memory.get("machine"))
-    values = [
-        "-" if row.num_steps is None else str(row.num_steps),
-        _figure(row.final_latent_l2, 3),
-        row.first_step_text(result.threshold),
-        _figure(row.metric("psnr_db"), 1),
-        _figure(row.metric("ssim"), 3),
-        _figure(row.metric("lpips"), 3),
-        _accuracy(row),
-        _figure(row.clip_score, 1),
-        *(_figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")),
-        _figure(row.total_seconds, 2),
-        _figure(row.attention_seconds, 2),
-        "-" if speedup is None else f"{speedup:.2f}x",
-        _figure(row.density, 2),
-        "-" if peak is None else size_text(peak),
-    ]
-    beside = f", in the time of {row.beside}" if row.kind == "fewer_steps" else ""
-    return {"letter": letter, "colour": colour, "name": row.name + beside, "values": values}
+    return {
+        **{f"{stage}, s": _figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")},
+        "per step, s": _figure(row.seconds_per_step, 3),
+        "total, s": _figure(row.total_seconds, 2),
+        "attention, s": _figure(row.attention_seconds, 2),
+        "density": _figure(row.density, 2),
+        "memory": "-" if peak is None else size_text(peak),
+    }
 
 
 def _accuracy(row: Row) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -153,6 +153,11 @@ class Comparison:
     latents_dtype: str | None
     remarks: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """One line: its clips hold whole videos."""
+        others = ", ".join(row.name for row in self.rows[1:])
+        return f"<Comparison: {others} beside {self.reference.name}, on {self.device}>"
+
     @property
     def reference(self) -> Row:
         return self.rows[0]
@@ -256,3 +261,9 @@ def steps_at_the_same_time(reference: Row, row: Row) -> int | None:
     others = sum(its.values()) - its["denoise"]
     count = max(1, round((total - others) / per_step))
     return count if count < reference.num_steps else None
+
+
+def filled_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Names and cells of a table without the columns that say `-` in every row."""
+    kept = [number for number in range(len(columns)) if any(row[number] != "-" for row in rows)]
+    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]

@@ -104,6 +104,11 @@ class Explanation:
     parts: tuple[PartCost, ...]
     is_bound: bool
 
+    def __repr__(self) -> str:
+        """One line: `schedule` has every layer and step."""
+        model, shares = self.description.config.model_path, (f"{part.name} {part.share:.0%}" for part in self.parts)
+        return f"<Explanation: {model}, passes {self.passes_text}; expected time: {', '.join(shares)}>"
+
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the report of the generation will say of values that it does not use, and of attention that would be

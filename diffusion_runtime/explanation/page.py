@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ def render(explanation: Explanation) -> str:
 def _values(explanation: Explanation) -> dict[str, Any]:
     description, request = explanation.description, explanation.request
     frames, height, width = explanation.grid
+    text = f" and {explanation.num_text_tokens} of text" if explanation.num_text_tokens else ""
     return {
         "title": f"{description.config.model_path}: what would run",
         "facts": [
             ("device", f"{description.device}, {description.dtype}"),
             ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
-            ("tokens", f"{frames} x {height} x {width} and {explanation.num_text_tokens} of text"),
+            ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
             ("forward passes", explanation.passes_text),
             *([("quantization", description.quantization)] if description.quantization else []),
         ],
@@ -72,11 +74,11 @@ def _values(explanation: Explanation) -> dict[str, Any]:
         "remarks": explanation.remarks,
         "maps": [_map(role, rows) for role, rows in layer_map(explanation.schedule).items()],
         "num_steps": explanation.num_steps,
-        "legend": [
-            (_SCALE[0], "few pairs"),
-            (_SCALE[-1], "all pairs"),
-            (_BY_CONTENT, "the content decides"),
-        ],
+        "legend": {
+            describe(backend, density): _colour(density)
+            for row in explanation.schedule
+            for backend, density in zip(row.backends, row.density, strict=True)
+        },
         "parts": [
             {
                 "name": part.name,
@@ -92,8 +94,9 @@ def _values(explanation: Explanation) -> dict[str, Any]:
 
 
 def in_tera(operations: float) -> str:
-    """`-` for a part that is counted by its time alone."""
-    return f"{operations / 1e12:.4g}" if operations else "-"
+    """Four digits, `78,330` and `0.05389`; `-` for a part that is counted by its time alone."""
+    tera = float(f"{operations / 1e12:.4g}")
+    return "-" if not operations else f"{tera:,.0f}" if tera >= 1000 else f"{tera:g}"
 
 
 def _dense_calls(decision: Decision) -> list[str]:
@@ -101,26 +104,30 @@ def _dense_calls(decision: Decision) -> list[str]:
     return [] if dense is None else [f"dense calls: {dense.backend} ({dense.source}: {dense.reason})"]
 
 
-def _map(role: str, rows: Any) -> Mapping[str, Any]:
-    cells = [
-        {
-            "x": step * _CELL,
-            "y": line * _CELL,
-            "fill": _colour(row.density[step]),
-            "text": f"layer {row.index}, step {step}: {describe(row.backends[step], row.density[step])}",
-        }
-        for line, row in enumerate(rows)
-        for step in range(len(row.backends))
-    ]
-    first: LayerSchedule = rows[0]
+def _map(role: str, rows: Sequence[LayerSchedule]) -> Mapping[str, Any]:
+    first = rows[0]
     return {
         "role": role,
         "cell": _CELL,
         "width": _CELL * len(first.backends),
         "height": _CELL * len(rows),
         "num_layers": len(rows),
-        "cells": cells,
+        "runs": [run for line, row in enumerate(rows) for run in _runs(row, line)],
     }
+
+
+def _runs(row: LayerSchedule, line: int) -> Iterator[Mapping[str, Any]]:
+    """Consecutive steps of a layer that are alike, as one rectangle: a page of 40 layers and 50 steps stays small."""
+    ways = list(zip(row.backends, row.density, strict=True))
+    for (backend, density), steps in groupby(range(len(ways)), key=ways.__getitem__):
+        found = list(steps)
+        yield {
+            "x": found[0] * _CELL,
+            "y": line * _CELL,
+            "width": len(found) * _CELL,
+            "fill": _colour(density),
+            "text": f"layer {row.index}, steps {index_ranges(found)}: {describe(backend, density)}",
+        }
 
 
 def _colour(density: float | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from diffusion_runtime.attention_report import AttentionReport
-from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import FrameChunks, encode
 from diffusion_runtime.media.file_writer import ClipHeader, FileWriter, cannot_write
@@ -139,6 +139,14 @@ class GeneratedMedia:
                 return media_file.read_bytes()
         except OSError as error:
             raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
+
+    def __repr__(self) -> str:
+        """One line: pixels and recipe are in the fields."""
+        request = self.recipe.get("request") or {}
+        made = f"{self.num_frames} frames at {self.fps} per second, " if self.num_frames > 1 else ""
+        height, width = self.frames.shape[1:3]
+        of = "".join(f", {name} {shown(request[name])}" for name in ("prompt", "seed") if request.get(name) is not None)
+        return f"<GeneratedMedia: {made}{width} x {height}{of}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: the video inline up to 12 MB, else its first frame."""

@@ -11,7 +11,7 @@ from diffusion_runtime.config import split_revision
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.models import hub
-from diffusion_runtime.models.published import model_of_name, published_model_of
+from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
 from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, listed
@@ -71,9 +71,9 @@ def resolve_model_folder(
         return _download(named.model_path, weights, elsewhere, revision, offline, variant)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
-            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` or `{EMBEDDED_CAUSAL}` "
-            "(the embedded models), a diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such "
-            "as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            f"there is no model folder {model_path}.{_siblings(path, model_path)} Give `{EMBEDDED}` or "
+            f"`{EMBEDDED_CAUSAL}` (the embedded models), a diffusers folder, a name that `diffusion-runtime models` "
+            "lists, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights, elsewhere, revision, offline, variant)
 
@@ -149,14 +149,30 @@ def fetch_weights(
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
 
 
-def _siblings(path: Path) -> str:
-    """What is beside a missing path: the names most like it, else all of them."""
+def _siblings(path: Path, typed: str = "") -> str:
+    """What is beside a missing path: the names most like it; else the models whose names are like `typed`; else all."""
     parent = path.absolute().parent
     if not parent.is_dir():
         return f" Its parent {parent} does not exist either."
     names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
     close = nearest(path.name, names)
-    return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
+    if "Did you mean" in close:
+        return close
+    return _named_alike(typed) or f" In {parent} there is: {listed(names) or 'no folder'}."
+
+
+def _named_alike(typed: str) -> str:
+    """` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one; a path
+    is none."""
+    if "/" in typed:
+        return ""
+    known = [EMBEDDED, EMBEDDED_CAUSAL, *(model.name for model in published_models())]
+    spelled = typed.lower()
+    close = nearest(spelled, known)
+    if "Did you mean" in close:
+        return close
+    begun = [name for name in known if len(spelled) > 2 and name.startswith(spelled)]
+    return f" Did you mean {' or '.join(map(repr, begun[:3]))}?" if begun else ""
 
 
 def _download(

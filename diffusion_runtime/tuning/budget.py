@@ -83,3 +83,8 @@ def parse_budgets(texts: Sequence[str]) -> tuple[Budget, ...]:
 
 def all_met(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> bool:
     return all(budget.is_met(figures, dense) for budget in budgets)
+
+
+def least_slack(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> float:
+    """Of the budget that is missed by most, or met by least: its slack over its bound's size, as units differ."""
+    return min(budget.slack(figures, dense) / (abs(budget.bound(dense)) or 1.0) for budget in budgets)

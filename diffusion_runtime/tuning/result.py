@@ -21,6 +21,7 @@ from diffusion_runtime.tuning.search import Outcome
 from diffusion_runtime.untrusted.yaml_text import yaml_document
 
 SCHEMA = "diffusion_runtime.tune/1"
+TUNED = "tuned"
 # Of a RuntimeConfig, what belongs to the machine or is said in another way.
 _NOT_WRITTEN = ("attention", "attention_override", "device", "parallel", "memory_limit", "offload", "self_check")
 
@@ -46,9 +47,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """uniform: by method, the sparsest one choice for all layers and steps under the same budget. fewer_steps: dense
-    attention with as many steps as take the tuned setting's time here, None where that is all of them. num_frontier:
-    settings that none beats in both pairs and predicted loss. config_sha256: of the model folder's config files."""
+    """uniform: by method, the sparsest one choice for all layers and steps under the same budget. chosen: the name (see
+    by_name) of the setting that the file holds. fewer_steps: dense attention with as many steps as take that setting's
+    time here, None where that is all of them. num_frontier: settings that none beats in both pairs and predicted loss.
+    config_sha256: of the model folder's config files."""
 
     budgets: tuple[str, ...]
     methods: tuple[str, ...]
@@ -65,12 +67,23 @@ class TuneResult:
     dense_verified: Figures
     tuned: Outcome
     uniform: Mapping[str, Outcome]
+    chosen: str
     fewer_steps: Figures | None
     versions: Mapping[str, str]
     device: str
     dtype: str
     config_sha256: str
     seconds: float
+
+    def __repr__(self) -> str:
+        """One line: every measurement is in `record()`."""
+        state = "within" if self.setting.is_met else "not within"
+        return f"<TuneResult: {self.chosen}, {self.setting.point.kept:.3f} kept, {state} {' '.join(self.budgets)}>"
+
+    @property
+    def setting(self) -> Outcome:
+        """What the file holds: the sparsest setting within the budget, tuned or uniform; else the nearest."""
+        return by_name(self.tuned, self.uniform)[self.chosen]
 
     @property
     def best_uniform(self) -> tuple[str, Outcome] | None:
@@ -80,11 +93,11 @@ class TuneResult:
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.tuned.is_met else BUDGET_NOT_MET
+        return 0 if self.setting.is_met else BUDGET_NOT_MET
 
     @property
     def attention(self) -> dict[str, Any]:
-        rules = AttentionConfig(self.dense.default, self.dense.per_role, tuple(self.tuned.point.rules))  # type: ignore[arg-type]
+        rules = AttentionConfig(self.dense.default, self.dense.per_role, tuple(self.setting.point.rules))  # type: ignore[arg-type]
         return rules.to_dict()
 
     def record(self) -> dict[str, Any]:
@@ -96,7 +109,8 @@ class TuneResult:
         best = self.best_uniform
         return {
             "budget": list(self.budgets),
-            "budget_met": self.tuned.is_met,
+            "budget_met": self.setting.is_met,
+            "setting": self.chosen,
             "methods": list(self.methods),
             "model": self.runtime.model_path,
             "config_sha256": self.config_sha256,
@@ -141,9 +155,10 @@ class TuneResult:
     def write(self, path: Path, first_line: str = "") -> None:
         """The whole file or none, over one that is there. first_line: a comment before all others. Raises
         OutputError."""
-        state = "within" if self.tuned.is_met else "NOT within"
+        state = "within" if self.setting.is_met else "NOT within"
+        name = ", ".join(self.methods) if self.chosen == TUNED else self.chosen
         head = (
-            f"# {', '.join(self.methods)}: {self.tuned.point.kept:.3f} of self-attention's pairs, {state} the budget "
+            f"# {name}: {self.setting.point.kept:.3f} of self-attention's pairs, {state} the budget "
             f"{' '.join(self.budgets)} on {len(self.verified_prompts)} prompts that were not measured.\n"
             "# `tuning` says what was measured and is not read by generate.\n"
         )
@@ -153,6 +168,11 @@ class TuneResult:
                 os.replace(partial, path)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def by_name(tuned: Outcome, uniform: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """`tuned`, and `uniform METHOD` of each method."""
+    return {TUNED: tuned, **{f"uniform {method}": outcome for method, outcome in uniform.items()}}
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class Outcome:
 
 Evaluate = Callable[[Point], Figures]
 IsMet = Callable[[Figures], bool]
+# How far within a budget figures are; below 0 where they miss it.
+Slack = Callable[[Figures], float]
 
 
 def search(
@@ -54,12 +56,13 @@ def search(
     is_met: IsMet,
     verify: Evaluate,
     is_verified: IsMet,
+    slack: Slack,
 ) -> Outcome:
     """points: the dense one first, each sparser than the one before.
 
     The sparsest point within the budget by bisection on the prompts that were measured, as quality falls from point to
     point; then from there back towards dense until it holds on the prompts for verification. Where only dense does, the
-    outcome is the densest sparse point, with its figures, not met.
+    outcome is the sparse point that was nearest on the prompts for verification, with its figures, not met.
     """
     measured: dict[int, Figures] = {}
     low, high = 0, len(points) - 1
@@ -70,17 +73,29 @@ def search(
             low = middle
         else:
             high = middle - 1
-    stepped_back = 0
-    verified: Figures | None = None
-    for index in range(low, 0, -1):
-        verified = verify(points[index])
-        if is_verified(verified):
-            return Outcome(points[index], measured.get(index), verified, True, stepped_back)
-        stepped_back += 1
     if len(points) == 1:
         return Outcome(points[0], None, None, False)
-    nearest = verify(points[1]) if verified is None else verified
-    return Outcome(points[1], measured.get(1), nearest, is_verified(nearest), stepped_back)
+    verified: dict[int, Figures] = {}
+    # Where the measured prompts allow no sparse point, the densest has figures all the same.
+    for stepped_back, index in enumerate(range(low, 0, -1) if low else [1]):
+        verified[index] = verify(points[index])
+        if is_verified(verified[index]):
+            return Outcome(points[index], measured.get(index), verified[index], True, stepped_back)
+    nearest = max(verified, key=lambda index: slack(verified[index]))
+    return Outcome(points[nearest], measured.get(nearest), verified[nearest], False, low)
+
+
+def best_of(outcomes: Mapping[str, Outcome], slack: Slack) -> str:
+    """The name of the sparsest within the budget; where none is, of the nearest. Of equal ones the first."""
+    met = [name for name, outcome in outcomes.items() if outcome.is_met]
+    if met:
+        return min(met, key=lambda name: outcomes[name].point.kept)
+
+    def nearness(name: str) -> float:
+        verified = outcomes[name].verified
+        return float("-inf") if verified is None else slack(verified)
+
+    return max(outcomes, key=nearness)
 
 
 def thinned(points: Sequence[Point], count: int) -> list[Point]:

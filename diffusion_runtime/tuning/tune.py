@@ -19,14 +19,14 @@ from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
-from diffusion_runtime.tuning.budget import all_met
+from diffusion_runtime.tuning.budget import all_met, least_slack
 from diffusion_runtime.tuning.cells import schedule_rules
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
 from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules, TunedPrompt
 from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
-from diffusion_runtime.tuning.result import Sensitivity, TuneResult
-from diffusion_runtime.tuning.search import IsMet, Outcome, Point, search, thinned
+from diffusion_runtime.tuning.result import Sensitivity, TuneResult, by_name
+from diffusion_runtime.tuning.search import IsMet, Outcome, Point, best_of, search, thinned
 
 # Of the frontier, between which the search bisects.
 MAX_POINTS = 16
@@ -102,6 +102,8 @@ class _Run:
         for method, specs in self.plan.uniform.items():
             line = [Point([], 1.0), *self._uniform_points(specs)]
             uniform[method] = self._search(f"uniform {method}", line, dense_measured, dense_verified)
+        outcomes = by_name(tuned, uniform)
+        chosen = best_of(outcomes, lambda figures: self._slack(figures, dense_verified))
         description = self.plan.prepared.description
         return TuneResult(
             budgets=tuple(map(str, self.tuning.budgets)),
@@ -119,7 +121,8 @@ class _Run:
             dense_verified=dense_verified,
             tuned=tuned,
             uniform=uniform,
-            fewer_steps=self._fewer_steps(tuned, dense_verified),
+            chosen=chosen,
+            fewer_steps=self._fewer_steps(outcomes[chosen], dense_verified),
             versions=self._versions(),
             device=description.device,
             dtype=description.dtype,
@@ -183,7 +186,11 @@ class _Run:
             is_within(measured),
             lambda point: self._figures(f"{name}, {point.kept:.3f} kept, verification", point.rules, self.verified),
             is_within(verified),
+            lambda figures: self._slack(figures, verified),
         )
+
+    def _slack(self, figures: Figures, dense: Figures) -> float:
+        return least_slack(self.tuning.budgets, figures.values, dense.values)
 
     def _figures(self, name: str, rules: Rules, prompts: Sequence[TunedPrompt]) -> Figures:
         with self._counted(name, len(prompts)) as done:
@@ -192,11 +199,11 @@ class _Run:
                 done()
         return self.measurement.figures(rules, prompts)
 
-    def _fewer_steps(self, tuned: Outcome, dense: Figures) -> Figures | None:
-        """Dense attention with as many steps as take the tuned setting's time; None where that saves none."""
-        if tuned.verified is None or dense.seconds <= 0:
+    def _fewer_steps(self, chosen: Outcome, dense: Figures) -> Figures | None:
+        """Dense attention with as many steps as take the chosen setting's time; None where that saves none."""
+        if chosen.verified is None or dense.seconds <= 0:
             return None
-        count = max(1, round(tuned.verified.seconds / (dense.seconds / dense.num_steps)))
+        count = max(1, round(chosen.verified.seconds / (dense.seconds / dense.num_steps)))
         if count >= dense.num_steps:
             return None
         levels: Mapping[str, Any] = {"sigmas": None, "sigmas_before_shift": None}
@@ -216,6 +223,6 @@ class _Run:
             def done() -> None:
                 nonlocal finished
                 finished += 1
-                view.update(Progress("denoise", finished, count, time.perf_counter() - started))
+                view.update(Progress("clips", finished, count, time.perf_counter() - started))
 
             yield done

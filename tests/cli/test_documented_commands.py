@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import re
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -135,7 +136,9 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
         width, height = width // 16 * 2, height // 16 * 2
     # Without the frame and the strength of --condition-at.
     words = [re.sub(r"^\d+:|@[\d.]+$", "", word) for word in arguments]
-    for name in [word for word in words if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word)]:
+    # A file that is named twice is one file.
+    named = dict.fromkeys(word for word in words if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word))
+    for name in named:
         if name.endswith(".png"):
             Image.new("RGB", (width, height), "white").save(name)
         elif name.endswith(".mp4") and "--video-path" in arguments:
@@ -194,6 +197,22 @@ def test_commands_resolve(resolved: Command, monkeypatch: pytest.MonkeyPatch) ->
     assert done["generate"] > 40
     assert done["compare"] == len(reached) > 2
     assert done["explain"] > 0
+
+
+def test_examples_of_help_are_read() -> None:
+    """What every `--help` ends with: read by the parser, and the models by their names."""
+    found = 0
+    for module in sorted((ROOT / "diffusion_runtime" / "cli").glob("*.py")):
+        for line in module.read_text(encoding="utf-8").splitlines():
+            # `models` alone, and with a flag, is a group without a verb.
+            if not line.startswith("diffusion-runtime ") or re.fullmatch(r"diffusion-runtime models( -.*)?", line):
+                continue
+            arguments = shlex.split(line)[1:]
+            parse(arguments[: arguments.index(">")] if ">" in arguments else arguments)
+            if "--model-path" in arguments:
+                assert find_configs(arguments[arguments.index("--model-path") + 1]).path.is_dir(), line
+            found += 1
+    assert found > 30
 
 
 def test_blocks_that_are_not_run_say_why() -> None:

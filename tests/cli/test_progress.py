@@ -23,6 +23,7 @@ from diffusion_runtime.progress import Progress
         (Progress("denoise", 12, 12, 4.2), "step 12/12, 0.35 s per step"),
         (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s per step, about 8 min 10 s left"),
         (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s per step, about 1 h 21 min left"),
+        (Progress("clips", 3, 16, 1.5), "3/16, 0.50 s each, about 6 s left"),
         (Progress("decode", 1, 1, 2.0), ""),
     ],
 )

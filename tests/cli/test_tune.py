@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -20,6 +21,7 @@ from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.tuning.measurement import Measurement
+from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.tune import tune
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
@@ -80,6 +82,7 @@ def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
     [part] = [part for part in explain(prepared, request).parts if part.name == "attention, self"]
     assert tuned["kept"] == pytest.approx(part.kept / part.operations, abs=1e-4)
     assert tuned["kept"] < 1.0
+    assert record["setting"] == "tuned"
     # The figures are those of generations with the written schedule, and within the budget.
     dense = load_pipeline(str(tiny_wan_folder), device="cpu")
     sparse = load_pipeline(str(tiny_wan_folder), device="cpu", attention=attention)
@@ -143,19 +146,33 @@ def _config(folder: Path, attention: object) -> Any:
 
 
 def test_a_budget_that_no_setting_meets_gives_the_nearest(
-    command: Command, tiny_wan_folder: Path, tmp_path: Path
+    command: Command, tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    results: list[TuneResult] = []
+
+    def kept(*given: Any) -> TuneResult:
+        results.append(tune(*given))
+        return results[-1]
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "tune", kept)
     path = tmp_path / "tuned.yaml"
     flags = ("--methods", "vsa", "--budget", "latent<=0.000001", "--layer-ranges", "1", "--step-ranges", "1")
     made = command(*words(tiny_wan_folder, *flags, "--levels", "1", "-o", str(path), num_prompts=2))
     assert made.code == 6, made.err
-    assert "no sparse setting meets the budget" in made.said
+    assert "no sparse setting meets the budget; the file holds the nearest, tuned: latent 0.0" in made.said
     assert max(map(len, made.err.splitlines()[-12:])) <= 240
     record = read_yaml_file(path)["tuning"]
     assert not record["budget_met"]
     assert record["tuned"]["verified"]["latent"] > 0.000001
     assert record["tuned"]["kept"] == 0.5
     assert made.out.strip() == str(path)
+    # The file holds a uniform setting where that is the best.
+    other = dataclasses.replace(results[0], chosen="uniform video_sparse_attn")
+    assert other.setting is other.uniform["video_sparse_attn"]
+    [rule] = other.config()["runtime"]["attention"]["schedule"]
+    assert set(rule) == {"role", "backend", "extra"}
+    assert other.record()["setting"] == "uniform video_sparse_attn"
+    assert repr(other) == "<TuneResult: uniform video_sparse_attn, 0.500 kept, not within latent<=1e-06>"
 
 
 def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder: Path) -> None:
@@ -178,7 +195,7 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
         (("--budget", "psnr>=30", "--methods", "svg2"), "no ladder of densities"),
         (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of the embedded"),
         (("--budget", "clip>=dense-1", "--methods", "vsa"), "give --clip-path FOLDER"),
-        (("--budget", "psnr>=30", "--methods", "vsa", "--measure-prompts", "3"), "--measure-prompts: expected 1 to"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--measure-prompts", "3"), "expected 1 to 2 of the 3 prompts"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--prompt-set", "shapes:4"), "leave out prompts"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--step-cache", "easycache"), "step_cache"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--attention-config", _SPARSE), "sparse already"),
@@ -214,6 +231,10 @@ def test_the_place_of_the_file_is_checked_first(command: Command, tiny_wan_folde
         answer = command("tune", *tiny_arguments(tiny_wan_folder), "--budget", "psnr>=30", "--methods", "vsa", *flags)
         assert answer.code == code
         assert message in answer.said
+    flags = ("--budget", "psnr>=30", "--methods", "vsa", "-o", str(tmp_path / "tuned.yaml"))
+    answer = command(*words(tiny_wan_folder, *flags, num_prompts=1))
+    assert answer.code == 2
+    assert "expected two prompts or seeds or more, as some measure and the others verify, got 1" in answer.said
 
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()

@@ -178,8 +178,12 @@ def test_texts_of_strangers_are_text(tmp_path: Path) -> None:
     assert "<script>alert" not in text
     assert "http" not in text.replace("http-equiv", "")
     assert "broken: failed: it cannot run" in text
+    # Columns of which no row has a figure are left out.
+    assert "<th>PSNR, dB</th>" in text
+    assert "<th>SSIM</th>" not in text
     assert [row.first_step_text(0.5) for row in comparison().rows] == ["-", "none", "none", "-"]
     assert [row.first_step_text(0.3) for row in comparison().rows] == ["-", "none", "1", "-"]
+    assert repr(comparison()) == "<Comparison: sparse, dense, 1 steps, broken beside dense, on cpu>"
     # Images need no clock.
     still = render(comparison(num_frames=1))
     assert "<script" not in still

@@ -204,3 +204,16 @@ def test_html_is_self_contained_and_escaped(made: GeneratedMedia, monkeypatch: p
     assert "script" not in {tag for tag, _ in Tags(report._repr_html_()).found}
     assert "<svg" not in AttentionReport()._repr_html_()
     assert numpy.array_equal(clip.frames, made.frames)
+
+
+def test_what_is_shown_without_html_is_short(made: GeneratedMedia) -> None:
+    """In a terminal or an assertion: no pixels, no whole recipe; the report as it is printed."""
+    frames, height, width = made.frames.shape[:3]
+    request = made.recipe["request"]
+    size = f"{frames} frames at {made.fps} per second, {width} x {height}"
+    assert repr(made) == f"<GeneratedMedia: {size}, prompt {request['prompt']!r}, seed {request['seed']}>"
+    image = dataclasses.replace(made, frames=made.frames[:1], recipe={})
+    assert repr(image) == f"<GeneratedMedia: {width} x {height}>"
+    report = made.attention_report
+    assert repr(report) == f"<AttentionReport: {report.num_calls} calls>\n{report}"
+    assert repr(AttentionReport()) == "<AttentionReport: 0 calls>"

@@ -113,12 +113,24 @@ def test_a_missing_folder_names_the_nearest_ones_beside_it(tmp_path: Path, monke
     for text in ("./wan-1.3", str(tmp_path / "wan-1.3"), "wan-1.3"):
         with pytest.raises(ModelLoadError, match=r"no model folder .*wan-1\.3\. Did you mean 'wan-1\.3b'\?"):
             resolve_model_folder(text)
-    with pytest.raises(ModelLoadError, match=r"there is: other, wan-1\.3b\."):
-        resolve_model_folder("./zzzzzz")
+    for text in ("./zzzzzz", "./flux.1-dev"):
+        with pytest.raises(ModelLoadError, match=r"there is: other, wan-1\.3b\."):
+            resolve_model_folder(text)
     with pytest.raises(ModelLoadError, match=r"parent .*nowhere does not exist either"):
         resolve_model_folder("./nowhere/model")
     with pytest.raises(ModelLoadError, match=r"there is: no folder\."):
         resolve_model_folder("./other/model")
+    # A name that is nearly a published model's, or the beginning of one.
+    for text, expected in (
+        ("WAN2.1-14B", "'wan2.1-14b'"),
+        ("hunyuanvideo-1.5", "'hunyuan-video-1.5-"),
+        ("flux-dev", "'flux\\.2-dev' or 'flux\\.1-dev'"),
+        ("qwen-image-e", "'qwen-image' or 'qwen-image-edit'"),
+        ("qwen", "'qwen-image' or 'qwen-image-2.1'"),
+        ("shape", "'shapes'"),
+    ):
+        with pytest.raises(ModelLoadError, match=rf"no model folder {text}\. Did you mean {expected}"):
+            resolve_model_folder(text)
 
 
 @pytest.mark.parametrize("text", ["/abs/owner/model", "../model", "a/b/c", "owner/mo del", "https://hub/owner/model"])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.backend_quality import RESULTS, merged, tables, with_tables
+from benchmarks.backend_quality import NO_GPU_RUN, RESULTS, merged, tables, with_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "backend_quality.md"
 RATES = {"joint": {"rate": 1.0, "low": 0.7, "high": 1.0}}
@@ -39,6 +39,8 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
     assert "EPYC, float32, 8 prompts of each kind:" in text
     assert "- `fa`: FlashAttention is not installed\n" in text
     assert "| `fa` | 1.00 | 0.100 s |" in text
+    assert NO_GPU_RUN not in text
+    assert tables(merged([cpu, times])).endswith(NO_GPU_RUN)
 
 
 def test_the_page_shows_the_committed_results() -> None:

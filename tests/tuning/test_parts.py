@@ -13,12 +13,12 @@ from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
-from diffusion_runtime.tuning.budget import Budget, all_met, parse_budgets
+from diffusion_runtime.tuning.budget import Budget, all_met, least_slack, parse_budgets
 from diffusion_runtime.tuning.cells import even_ranges, make_cells, schedule_rules
 from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
 from diffusion_runtime.tuning.ladders import METHODS, density_of, ladder, method_names
 from diffusion_runtime.tuning.measurement import Figures
-from diffusion_runtime.tuning.search import Point, search, thinned
+from diffusion_runtime.tuning.search import Outcome, Point, best_of, search, thinned
 
 
 def test_the_frontier_is_that_of_brute_force() -> None:
@@ -85,6 +85,9 @@ def test_a_budget_is_met_on_its_bound() -> None:
     assert not all_met(budgets, {"accuracy": 13 / 16, "latent": 0.1}, dense)
     assert not all_met(budgets, {"accuracy": 1.0, "latent": 0.11}, dense)
     assert budgets[1].slack({"latent": 0.04}, dense) == pytest.approx(0.06)
+    # Of several, the one that is missed by most of its bound: half of 0.1, and 0.125 of 0.875.
+    assert least_slack(budgets, {"accuracy": 12 / 16, "latent": 0.15}, dense) == pytest.approx(-0.5)
+    assert least_slack(budgets, {"accuracy": 12 / 16, "latent": 0.1}, dense) == pytest.approx(-0.125 / 0.875)
 
 
 def test_rules_hold_exactly_where_their_cells_are() -> None:
@@ -191,12 +194,53 @@ def test_the_search_bisects_and_steps_back(
     def within(found: Figures) -> bool:
         return found.values["psnr"] >= bound
 
-    outcome = search(line(10), measure, within, figures(lambda share: 100 * share - lost), within)
+    def slack(found: Figures) -> float:
+        return found.values["psnr"] - bound
+
+    outcome = search(line(10), measure, within, figures(lambda share: 100 * share - lost), within, slack)
     assert outcome.point.kept == pytest.approx(kept)
     assert (outcome.is_met, outcome.stepped_back) == (is_met, stepped_back)
     assert outcome.verified is not None
     assert outcome.verified.values["psnr"] == pytest.approx(100 * kept - lost)
     assert len(measured) <= 4
+
+
+def test_where_none_is_within_the_nearest_is_found() -> None:
+    """Quality need not fall from point to point: a sparser one may be nearer on the prompts for verification."""
+
+    def slack(found: Figures) -> float:
+        return found.values["psnr"] - 55
+
+    verify = figures(lambda share: 50.0 if share == pytest.approx(0.8) else 40.0)
+    outcome = search(
+        line(10), figures(lambda share: 100 * share), lambda found: slack(found) >= 0, verify, lambda _: False, slack
+    )
+    assert outcome.point.kept == pytest.approx(0.8)
+    assert (outcome.is_met, outcome.stepped_back) == (False, 4)
+    assert outcome.verified is not None
+    assert outcome.verified.values["psnr"] == 50.0
+
+
+@table(
+    ("tuned", "uniform", "expected"),
+    [
+        # kept, is_met, PSNR of either.
+        ((0.6, True, 30.0), (0.7, True, 35.0), "tuned"),
+        ((0.7, True, 35.0), (0.6, True, 30.0), "uniform vsa"),
+        ((0.9, False, 29.0), (0.7, True, 30.0), "uniform vsa"),
+        ((0.7, True, 30.0), (0.7, True, 30.0), "tuned"),
+        ((0.9, False, 20.0), (0.7, False, 25.0), "uniform vsa"),
+        ((0.9, False, 20.0), (0.7, False, None), "tuned"),
+    ],
+)
+def test_the_best_setting_is_the_sparsest_within_the_budget(
+    tuned: tuple[float, bool, float], uniform: tuple[float, bool, float | None], expected: str
+) -> None:
+    outcomes = {
+        name: Outcome(Point([], kept), None, None if psnr is None else Figures({"psnr": psnr}, (), 1.0, 2), is_met)
+        for name, (kept, is_met, psnr) in (("tuned", tuned), ("uniform vsa", uniform))
+    }
+    assert best_of(outcomes, lambda found: found.values["psnr"]) == expected
 
 
 def test_a_long_line_is_thinned_evenly() -> None:

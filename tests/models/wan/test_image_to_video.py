@@ -4,6 +4,7 @@ condition beside the latents), Wan 2.1 I2V (with the tokens of an image encoder)
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from tiny_models import IMAGE_DIM, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.cli.app import run
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
@@ -336,3 +338,17 @@ def test_a_lora_of_the_text_model_says_what_applied(
     media = ours(request(image_path=pictures["image_path"]))
     (remark,) = [note for note in media.attention_report.notes if "text.safetensors" in note]
     assert "2 of its 4 keys were not applied: they are for the patch embedding of a model with other inputs" in remark
+
+
+def test_explain_needs_no_image(folder_of: FolderOf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images of the clip's size stand for those that are missing; one that is given is taken, or refused."""
+    words = ["explain", "--model-path", str(folder_of(TWO_IMAGES)), "--device", "cpu", "--num-inference-steps", "1"]
+    words += ["--height", "32", "--width", "32", "--num-frames", "5"]
+    assert run([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    request = json.loads(out)["request"]
+    assert (request["image_path"], request["last_image_path"]) == (None, None)
+    for name in ("image_path", "last_image_path"):
+        assert f"{name}: none was given; counted with one of the size of what is made" in err
+    assert run([*words, "--image-path", "missing.png"]) == 2
+    assert "missing.png" in capsys.readouterr().err
