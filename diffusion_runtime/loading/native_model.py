@@ -32,6 +32,7 @@ from diffusion_runtime.loading.memory_planning import (
     plan_memory,
     planned_batch,
 )
+from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
@@ -143,16 +144,16 @@ class PreparedModel:
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
-            say("loading the text encoder")
-            text_encoder = self._load_text_encoder(offloading)
-            say("loading the transformer")
-            transformer, rewrite = checked._load_transformer(offloading)
-            say("loading the decoder")
-            decoder = self._load_decoder()
+            with ReadProgress(say, "text encoder"):
+                text_encoder = self._load_text_encoder(offloading)
+            with ReadProgress(say, "transformer", checked._transformer_bytes()):
+                transformer, rewrite = checked._load_transformer(offloading)
+            with ReadProgress(say, "decoder"):
+                decoder = self._load_decoder()
             upsampler = None
             if self.upsampler is not None:
-                say("loading the upsampler")
-                upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
+                with ReadProgress(say, "upsampler"):
+                    upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -189,6 +190,12 @@ class PreparedModel:
                 *(() if world is None else (world.run_alike,)),
             ),
         )
+
+    def _transformer_bytes(self) -> int | None:
+        """Of the files that this process reads for its transformers; None where it reads some of their bytes."""
+        if self.description.degrees.tensor > 1:
+            return None
+        return transformer_bytes(self.model, list(self.model.modules(self.transformer)))
 
     def _load_transformer(self, offloading: Offloading | None) -> tuple[DiffusionTransformer, Rewrite]:
         """The transformer, and what gives it other LoRA files."""
