@@ -18,11 +18,13 @@ from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_dev
 from diffusion_runtime.memory.plan import (
     ACCELERATOR,
     MACHINE,
+    NO_REMEDIES,
     OFFLOADS,
     DeviceKind,
     MemoryDemand,
     MemoryPlan,
     Offload,
+    Remedies,
     as_offload,
     make_plan,
     plans_of,
@@ -67,11 +69,11 @@ def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class PlannedDemand:
-    """What the largest of some requests takes. request: that one; advice: what would need less."""
+    """What the largest of some requests takes. request: that one; remedies: what would need less."""
 
     demand: MemoryDemand
-    advice: tuple[str, ...]
     request: PlannedRequest | None = None
+    remedies: Remedies = NO_REMEDIES
 
 
 def largest_demand(
@@ -140,7 +142,7 @@ def demand_of(
         _logger.warning("memory is not planned: %s", first_line(error))
         return None
     demand = dataclasses.replace(demand, notes=(*demand.notes, *notes))
-    return PlannedDemand(demand, tuple(_advice(config, planned, model)), planned)
+    return PlannedDemand(demand, planned)
 
 
 def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
@@ -158,9 +160,14 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
     choices = possible if config.offload == "auto" else [as_offload(config.offload)]
     if device.type in ("cpu", "mps"):
         # Without a limit nothing is refused: there is more than what is free now, such as mapped files.
-        return make_plan(planned.demand, choices, limit, advice=planned.advice, possible=possible, kind=kind)
-    limit = min((each for each in (limit, free_on_device(device)) if each is not None), default=None)
-    return make_plan(planned.demand, choices, limit, free_in_machine(), planned.advice, possible=possible, kind=kind)
+        free = free_in_machine()
+        return make_plan(
+            planned.demand, choices, limit, remedies=planned.remedies, possible=possible, kind=kind, free=free
+        )
+    free = free_on_device(device)
+    limit = min((each for each in (limit, free) if each is not None), default=None)
+    host_limit, remedies = free_in_machine(), planned.remedies
+    return make_plan(planned.demand, choices, limit, host_limit, remedies, possible=possible, kind=kind, free=free)
 
 
 def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, device: torch.device) -> MemoryPlan:
@@ -169,7 +176,7 @@ def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, de
         planned.demand,
         [before.offload],
         before.limit,
-        advice=planned.advice,
+        remedies=planned.remedies,
         possible=_possible(config, device),
         kind=_kind_of(device),
     )
@@ -252,19 +259,3 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
 
 def _num_images(planned: PlannedRequest) -> int:
     return sum(len(image_paths(planned.request, name)) for name in IMAGE_FIELDS)
-
-
-def _advice(config: RuntimeConfig, planned: PlannedRequest, model: Model[Any, Any]) -> list[str]:
-    ways = []
-    if config.quantization == "none":
-        ways.append("--quantization fp8")
-    if model.family.has_tiles and config.vae_tiling != "on":
-        ways.append("--vae-tiling on")
-    return [*ways, *_request_advice(planned)]
-
-
-def _request_advice(planned: PlannedRequest) -> list[str]:
-    size = planned.size
-    frames = f", fewer frames than {size.num_frames}" if size.num_frames > 1 else ""
-    batched = ["--guidance-mode two_pass"] if planned.is_batched and planned.is_guided else []
-    return [*batched, f"a smaller height and width than {size.height} x {size.width}{frames}"]

@@ -32,6 +32,7 @@ from diffusion_runtime.loading.memory_planning import (
     plan_memory,
     planned_batch,
 )
+from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
@@ -40,6 +41,7 @@ from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
 from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.checkpoint import WeightChange
@@ -253,16 +255,37 @@ class PreparedModel:
         return LaterRequests(config, device, self.rules, self._demand_of, plan, self.planned, offloading)
 
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
-        empty = build_transformer(self.model, self.policy, self.quantization)
-        config, degrees = self.description.config, self.description.degrees
-        return self._of_processes(demand_of(config, self.model, empty, planned, self.dtype, degrees, self.device))
+        given = Alternative(self.description.config, self.dtype, planned)
+        return self._with_remedies(self._alternative(given))
+
+    def _alternative(self, each: Alternative) -> PlannedDemand | None:
+        """What another config, dtype and request would take. Raises what building such a transformer raises."""
+        quantization = self.quantization
+        if each.config.quantization != self.description.config.quantization:
+            ignored = each.config.quantization_ignored_layers
+            quantization = Quantization.of(self.model.family.name, each.config.quantization, ignored)
+        empty = build_transformer(self.model, self.policy, quantization)
+        degrees = self.description.degrees
+        found = demand_of(each.config, self.model, empty, each.planned, each.dtype, degrees, self.device)
+        return self._of_processes(found)
+
+    def _with_remedies(self, planned: PlannedDemand | None) -> PlannedDemand | None:
+        if planned is None or planned.request is None:
+            return planned
+
+        def demand(each: Alternative) -> MemoryDemand | None:
+            found = self._alternative(each)
+            return None if found is None else found.demand
+
+        given = Alternative(self.description.config, self.dtype, planned.request)
+        return dataclasses.replace(planned, remedies=remedies_of(given, self.model, demand))
 
     def _largest_demand(
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
         found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees, self.device)
-        return self._of_processes(found)
+        return self._with_remedies(self._of_processes(found))
 
     def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
         """With the processes of this machine, and the upsampler of a second stage, which stays on the device as the
