@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -101,6 +102,38 @@ def test_of_requests_of_one_size_the_one_with_most_images_is_planned_for(monkeyp
     monkeypatch.setattr(memory_planning, "demand_of", lambda *arguments: planned.append(arguments[3]))
     prepared.planned_for([request, dataclasses.replace(request, image_path="first.png")])
     assert [each.request.image_path for each in planned] == ["first.png"]
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        (90, "takes 99 MB at once, and 90 MB of the machine are free; --memory-limit 87MB fits, and reads blocks from"),
+        (60, "too few even with --memory-limit, .* What would fit beside it: 76 MB of memory, --dtype bfloat16 "),
+        (80_000, ""),
+    ],
+)
+def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
+    free: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free * 10**6)
+    # Of these sizes, what is above that of the weights' files.
+    monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 6)
+    prepared = prepare(RuntimeConfig(device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    # What comes after the plan.
+    monkeypatch.setattr(PreparedModel, "_offloading", fail)
+    with pytest.raises(InterruptedError):
+        prepared.load()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(said)
+    assert all(re.search(said, warning) for warning in warnings)
+    memory = prepared.planned_for([]).description.memory
+    assert memory is not None
+    assert dict(memory.rows())["device, at most"] == f"99 MB of {size_text(free * 10**6)} that are free"
 
 
 def test_what_is_named_where_nothing_fits_does_fit_and_takes_what_is_said() -> None:

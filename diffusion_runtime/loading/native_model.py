@@ -29,6 +29,7 @@ from diffusion_runtime.loading.memory_planning import (
     fitting_offloads,
     is_planned,
     largest_demand,
+    may_exceed_the_machine,
     plan_memory,
     planned_batch,
 )
@@ -246,9 +247,12 @@ class PreparedModel:
 
     def _with_plan(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """The same with a plan where loading needs one and there is none."""
-        if self.description.memory is not None or not is_planned(self.description.config, self.device):
+        if self.description.memory is not None:
             return self
-        return self.planned_for(requests)
+        needed = is_planned(self.description.config, self.device) or (
+            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model.folder / "")
+        )
+        return self.planned_for(requests) if needed else self
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device

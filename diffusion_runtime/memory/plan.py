@@ -136,14 +136,19 @@ class MemoryPlan:
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
+        free = None if self.host_limit is None else f" of {size_text(self.host_limit)} that are free"
         limit = ", no limit known" if self.limit is None else f" of {size_text(self.limit)}"
-        waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
-        if self.host and demand.num_local > 1:
-            waiting += f" in {demand.num_local} processes"
-        if self.host_limit is not None:
-            waiting += f" of {size_text(self.host_limit)} that are free"
-        rows += [("device, at most", f"{size_text(self.peak)}{limit}"), ("machine, weights", waiting)]
-        return rows
+        if self.waits_in_files:
+            # The machine's memory is the device's.
+            limit = (free or limit) if self.limit is None else limit
+            waiting = "read from their files" if self.offload != "none" else ""
+        else:
+            waiting = size_text(self.host)
+            if self.host and demand.num_local > 1:
+                waiting += f" in {demand.num_local} processes"
+            waiting += free or ""
+        rows.append(("device, at most", f"{size_text(self.peak)}{limit}"))
+        return [*rows, ("machine, weights", waiting)] if waiting else rows
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, bytes."""
@@ -252,9 +257,8 @@ def make_plan(
             # On a CPU it is the limit that reads blocks from their files, unless --offload forbids it.
             way = f"What would fit: --offload {'auto' if kind.waits_in_files else others[0]}"
         else:
-            short = {phase for phase, num_bytes in plans[-1].phases.items() if num_bytes > limit}
-            place, more = _Place(limit, host_limit, kind), _more_memory(plans[-1].peak, free)
-            way = _ways(remedies.lowering(short), choices, place, plans[-1].peak, more)
+            more = _more_memory(plans[-1].peak, free)
+            way = ways_to_fit(plans[-1], limit, remedies, choices, kind, more, host_limit=host_limit)
         raise _shortage(plans[-1], limit, way)
     if len(choices) == 1 and choices[0] != "none":
         plan = dataclasses.replace(plan, reason="as asked")
@@ -365,6 +369,23 @@ def _shortage(plan: MemoryPlan, limit: int, way: str) -> DeviceMemoryError:
 
 def _more_memory(peak: int, free: int | None) -> str:
     return f"--memory-limit {limit_text(peak)}" if free is not None and peak < free else f"{size_text(peak)} of memory"
+
+
+def ways_to_fit(
+    plan: MemoryPlan,
+    limit: int,
+    remedies: Remedies,
+    choices: Sequence[Offload],
+    kind: DeviceKind,
+    more: str = "",
+    *,
+    host_limit: int | None = None,
+) -> str:
+    """What of the remedies fits where a plan, the last of those for `choices`, does not. more: the memory without
+    any."""
+    short = {phase for phase, num_bytes in plan.phases.items() if num_bytes > limit}
+    place, more = _Place(limit, host_limit, kind), more or f"{size_text(plan.peak)} of memory"
+    return _ways(remedies.lowering(short), choices, place, plan.peak, more)
 
 
 def _ways(remedies: Remedies, choices: Sequence[Offload], place: _Place, taken: int, more: str) -> str:
