@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,7 @@ class PreparedModel:
         """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
+        began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         world, config = self.world, self.description.config
         if world is None and self.mesh.size > 1:
@@ -141,6 +143,7 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.transformer_files]
         not_downloaded = [*elsewhere, *(part.component for part in part_files(config))]
+        read_began = time.perf_counter()
         fetch_weights(config.model_path, opened.folder, not_downloaded, offline=config.offline, variant=config.variant)
         check_component_files(opened.folder, elsewhere)
         if opened.check_weights(checked.transformer):
@@ -165,7 +168,7 @@ class PreparedModel:
             keep_artefacts(self.device, description.model_folder.digest)
             compiled = CompiledBlocks() if world is None else CompiledBlocks(compiling=world.compiling)
             compiled.compile(transformer)
-        return Pipeline(
+        pipeline = Pipeline(
             text_encoder=text_encoder,
             transformer=transformer,
             decoder=decoder,
@@ -193,6 +196,8 @@ class PreparedModel:
                 *(() if world is None else (world.run_alike,)),
             ),
         )
+        pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
+        return pipeline
 
     def _transformer_bytes(self) -> int | None:
         """Of the files that this process reads for its transformers; None where it reads some of their bytes."""

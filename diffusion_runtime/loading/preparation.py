@@ -107,9 +107,11 @@ def load_pipeline(
         "revision": revision,
         "offline": offline,
     }
-    prepared, started = prepare(_runtime_config(model, keywords), world), time.perf_counter()
+    started = time.perf_counter()
+    prepared = prepare(_runtime_config(model, keywords), world)
+    prepare_seconds = time.perf_counter() - started
     pipeline = prepared.load(on_stage)
-    pipeline.note_load({"read": time.perf_counter() - started})
+    pipeline.note_load({"prepare": prepare_seconds})
     return pipeline
 
 
