@@ -50,6 +50,14 @@ def test_lines_have_bytes_rate_and_what_is_left() -> None:
     assert said == ["loading the transformer", "loaded the transformer: 120 MB read in 20.0 s, 6 MB/s"]
 
 
+def test_a_part_that_a_library_reads_has_its_seconds_alone() -> None:
+    reading, said = Reading(), list[str]()
+    with progress_of(reading, said, None) as progress:
+        reading.go_on(0, 8)
+        assert progress.line() == "loading the transformer: 8 s so far"
+    assert said[1:] == ["loaded the transformer in 8.0 s"]
+
+
 def test_a_part_that_is_soon_there_or_fails_has_no_last_line() -> None:
     reading, said = Reading(), list[str]()
     with progress_of(reading, said, None):

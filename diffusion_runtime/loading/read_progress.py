@@ -32,7 +32,7 @@ class ReadProgress:
 
     say: called from a thread of its own but for the first and the last phrase; what it raises there is raised where
     this is left. part: `transformer`. total: bytes of the part's files, None where nobody knows. num_read: bytes that
-    the process has read of weights so far.
+    the process has read of weights so far; none of them are those of files that a library maps.
     """
 
     def __init__(
@@ -70,13 +70,20 @@ class ReadProgress:
         if self._failure is not None:
             raise self._failure
         num_bytes, seconds = self._so_far()
-        if seconds >= FIRST_LINE and num_bytes:
+        if seconds < FIRST_LINE:
+            return
+        if num_bytes:
             rate = size_text(num_bytes / seconds)
             self._say(f"loaded the {self._part}: {size_text(num_bytes)} read in {seconds:.1f} s, {rate}/s")
+        else:
+            self._say(f"loaded the {self._part} in {seconds:.1f} s")
 
     def line(self) -> str:
         """How far it is now."""
         num_bytes, seconds = self._so_far()
+        if not num_bytes and self._total is None:
+            # A text encoder of transformers' own maps its files, whose pages nobody counts.
+            return f"loading the {self._part}: {seconds:.0f} s so far"
         whole = f" of {size_text(self._total)}" if self._total is not None and num_bytes <= self._total else ""
         text = f"loading the {self._part}: {size_text(num_bytes)}{whole} read"
         if num_bytes == self._before:
