@@ -50,7 +50,12 @@ class GenerationPipeline(Protocol):
     def rules(self) -> GenerationRules: ...
 
     def note_load(self, timings: Mapping[str, float]) -> None:
-        """Seconds of what came before the first generation (`import`, `read`), among whose timings they are then."""
+        """Add seconds of what comes before the first generation, among whose timings they are then: `import`,
+        `prepare` (the folder, the choice of attention and its checks, the memory plan), `read` (the weights)."""
+
+    @property
+    def load_timings(self) -> dict[str, float]:
+        """What was noted since the last generation."""
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`rules.resolve`."""

@@ -35,3 +35,10 @@ def size_text(num_bytes: float) -> str:
     if abs(num_bytes) >= 1e9:
         return f"{num_bytes / 1e9:.2f} GB"
     return f"{num_bytes / 1e6:.0f} MB" if abs(num_bytes) >= 1e6 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def limit_text(num_bytes: int) -> str:
+    """`77MB`, `12.4GB`: what to give --memory-limit so that as many bytes fit."""
+    if num_bytes >= 10**9:
+        return f"{-(-num_bytes // 10**8) / 10:.1f}GB"
+    return f"{-(-num_bytes // 10**6)}MB"

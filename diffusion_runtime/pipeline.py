@@ -135,7 +135,13 @@ class Pipeline:
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """As GenerationPipeline says."""
-        self._load_timings |= timings
+        for name, seconds in timings.items():
+            self._load_timings[name] = self._load_timings.get(name, 0.0) + seconds
+
+    @property
+    def load_timings(self) -> dict[str, float]:
+        """As GenerationPipeline says."""
+        return dict(self._load_timings)
 
     def __repr__(self) -> str:
         model = self.recipe.get("model", {})

@@ -23,7 +23,7 @@ from diffusion_runtime.errors import (
     ModelLoadError,
     RequestError,
 )
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
 
 # A backend that no CPU has.
 UNAVAILABLE = "fa"
@@ -137,6 +137,18 @@ def test_stages_are_said_in_order(tiny_wan_folder: Path) -> None:
     stages: list[str] = []
     load_pipeline(str(tiny_wan_folder), device="cpu", on_stage=stages.append)
     assert [stage.rpartition(" ")[2] for stage in stages] == ["attention", "encoder", "transformer", "decoder"]
+
+
+def test_what_a_load_took_is_noted_in_parts_and_goes_with_the_first_generation(tiny_wan_folder: Path) -> None:
+    pipeline = prepare(RuntimeConfig(str(tiny_wan_folder), device="cpu")).load()
+    of_load = pipeline.load_timings
+    assert set(of_load) == {"prepare", "read"}
+    pipeline.note_load({"import": 1.0, "prepare": 2.0})
+    request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=1, seed=1)
+    first, second = pipeline(request).timings, pipeline(request).timings
+    assert (first["import"], first["prepare"]) == (1.0, of_load["prepare"] + 2.0)
+    assert not pipeline.load_timings
+    assert second.keys() == first.keys() - {"import", "prepare", "read"}
 
 
 def test_a_runtime_config_stands_alone(tiny_wan_folder: Path) -> None:

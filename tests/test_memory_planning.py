@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.loading import memory_planning, prepare
 from diffusion_runtime.loading.memory_planning import PlannedDemand, fitting_offloads, plan_memory
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.memory.plan import MemoryDemand, PartSize
+from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize
+from diffusion_runtime.memory_size import size_text
 
 GB = 10**9
 DEMAND = PlannedDemand(
@@ -24,7 +27,6 @@ DEMAND = PlannedDemand(
         3 * GB,
         4 * GB,
     ),
-    ("--vae-tiling on",),
 )
 CUDA = torch.device("cuda")
 
@@ -52,7 +54,7 @@ def test_the_smaller_of_the_limit_and_what_is_free_decides(machine: dict[str, in
     machine["device"] = 24 * GB
     assert chosen() == "layers"
     assert chosen(memory_limit="40GB") == "layers"
-    with pytest.raises(DeviceMemoryError, match="--offload layers, which fits"):
+    with pytest.raises(DeviceMemoryError, match=r"What would fit: --offload layers$"):
         chosen(offload="none")
     machine["machine"] = 30 * GB
     with pytest.raises(DeviceMemoryError, match=r"take 39.00 GB of the machine's memory, and 30.00 GB are free"):
@@ -100,3 +102,58 @@ def test_of_requests_of_one_size_the_one_with_most_images_is_planned_for(monkeyp
     monkeypatch.setattr(memory_planning, "demand_of", lambda *arguments: planned.append(arguments[3]))
     prepared.planned_for([request, dataclasses.replace(request, image_path="first.png")])
     assert [each.request.image_path for each in planned] == ["first.png"]
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        (90, "takes 99 MB at once, and 90 MB of the machine are free; --memory-limit 87MB fits, and reads blocks from"),
+        (60, "too few even with --memory-limit, .* What would fit beside it: 76 MB of memory, --dtype bfloat16 "),
+        (80_000, ""),
+    ],
+)
+def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
+    free: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free * 10**6)
+    # Of these sizes, what is above that of the weights' files.
+    monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 6)
+    prepared = prepare(RuntimeConfig(device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    # What comes after the plan.
+    monkeypatch.setattr(PreparedModel, "_offloading", fail)
+    with pytest.raises(InterruptedError):
+        prepared.load()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(said)
+    assert all(re.search(said, warning) for warning in warnings)
+    memory = prepared.planned_for([]).description.memory
+    assert memory is not None
+    assert dict(memory.rows())["device, at most"] == f"99 MB of {size_text(free * 10**6)} that are free"
+
+
+def test_what_is_named_where_nothing_fits_does_fit_and_takes_what_is_said() -> None:
+    def plan(limit: str, **values: Any) -> MemoryPlan:
+        request = {
+            name: values.pop(name) for name in ("guidance_mode", "height", "width", "num_frames") if name in values
+        }
+        prepared = prepare(RuntimeConfig(device="cpu", memory_limit=limit, **values))
+        found = prepared.planned_for([prepared.rules.resolve(GenerationRequest("a star", seed=1, **request))])
+        assert found.description.memory is not None
+        return found.description.memory
+
+    with pytest.raises(DeviceMemoryError) as caught:
+        plan("60MB")
+    more, *ways = str(caught.value).partition("What would fit: ")[2].split(", ")
+    assert plan(more.removeprefix("--memory-limit ")).offload == "layers"
+    assert [way.split()[0] for way in ways] == ["--dtype", "--guidance-mode", "--height", "--num-frames"]
+    for way in ways[1:3]:
+        flags, _, size = way.rstrip(")").partition(" (")
+        words = flags.split()
+        values = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        sizes = {name: int(value) for name, value in values.items() if value.isdecimal()}
+        assert size_text(plan("60MB", **{**values, **sizes}).peak) == size, way

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from diffusion_runtime.description import PipelineDescription
 
 SCHEMA = "diffusion_runtime.generate/1"
-# Timings that `load` includes: of the libraries, and from the choice of attention to the last weight.
-_PARTS_OF_LOAD = ("import", "read")
+# Timings that `load` is the sum of: of the libraries, from the folder to the memory plan, of the weights.
+_PARTS_OF_LOAD = ("import", "prepare", "read")
 
 
 def run_generate(
@@ -133,10 +133,10 @@ def _generate(
         if not items:
             return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
     requests = [item.request for item in items if item.failure is None]
-    read_started = time.perf_counter()
+    prepare_seconds = time.perf_counter() - load_started - import_seconds
     pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"), requests)
-    parts = {"import": import_seconds, "read": time.perf_counter() - read_started}
-    pipeline.note_load(parts)
+    pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})
+    parts = {name: pipeline.load_timings[name] for name in _PARTS_OF_LOAD}
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     on_file = put_path_on_stdout if prints_paths else None
@@ -249,7 +249,12 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
         peak = result.finished[-1].peak_memory
         if peak:
             terminal.say("peak memory: " + ", ".join(f"{place} {size_text(peak[place])}" for place in sorted(peak)))
-        terminal.say(f"{count}: {seconds_text(whole)}")
+        parts = {name: timings[name] for name in _PARTS_OF_LOAD if name in timings}
+        text = seconds_text(whole)
+        if parts and "load" in whole:
+            load = seconds_text({"load": whole["load"]})
+            text = text.replace(load, f"{load} ({seconds_text(parts)})", 1)
+        terminal.say(f"{count}: {text}")
 
 
 def _finished_paths(result: BatchResult) -> str:

@@ -87,6 +87,7 @@ def run_stream(
     from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
     tune_cpu_allocator()
+    load_started = time.perf_counter()
     import_seconds = import_libraries()
     terminal.say(f"loading {settings.runtime.model_path}")
     prepared, items = prepare_items(settings, outputs, coordinator.world)
@@ -101,9 +102,9 @@ def run_stream(
     from diffusion_runtime.streaming import check_streamable
 
     check_streamable(rules, BatchSettings.of([request], rules), endless=is_endless)
-    read_started = time.perf_counter()
+    prepare_seconds = time.perf_counter() - load_started - import_seconds
     pipeline: Any = prepared.load(lambda stage: terminal.say(f"  {stage}"), [request])
-    pipeline.note_load({"import": import_seconds, "read": time.perf_counter() - read_started})
+    pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})
     load_seconds = time.perf_counter() - started
     terminal.say(title_of(request))
     with contextlib.ExitStack() as stack:

@@ -91,7 +91,13 @@ class DiffusersPipeline:
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """As GenerationPipeline says."""
-        self._load_timings |= timings
+        for name, seconds in timings.items():
+            self._load_timings[name] = self._load_timings.get(name, 0.0) + seconds
+
+    @property
+    def load_timings(self) -> dict[str, float]:
+        """As GenerationPipeline says."""
+        return dict(self._load_timings)
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`PassthroughRules.resolve` of this pipeline."""

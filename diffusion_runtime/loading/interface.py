@@ -36,8 +36,9 @@ class Prepared(Protocol):
         """
 
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> GenerationPipeline:
-        """Read the weights. on_stage: called with a phrase before each part is loaded. requests: those that will come,
-        resolved, for which memory is planned where it decides what is offloaded; none for the model's default one.
+        """Read the weights. on_stage: called with a phrase before each part is loaded, and with how far it is, from
+        a thread of its own, where that takes long. requests: those that will come, resolved, for which memory is
+        planned where it decides what is offloaded; none for the model's default one.
 
         Raises BackendUnavailableError for an attention choice whose self-check fails here, before any weight is read;
         then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +19,19 @@ from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_dev
 from diffusion_runtime.memory.plan import (
     ACCELERATOR,
     MACHINE,
+    NO_REMEDIES,
     OFFLOADS,
     DeviceKind,
     MemoryDemand,
     MemoryPlan,
     Offload,
+    Remedies,
     as_offload,
     make_plan,
     plans_of,
+    ways_to_fit,
 )
-from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.memory_size import limit_text, size_text
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
@@ -37,6 +41,8 @@ from diffusion_runtime.request_rules import RequestRules
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024
+# Weights in 16 bits are twice as large in float32, a CPU's dtype; and then there are activations.
+_LARGE_FACTOR = 3
 
 _logger = logging.getLogger("diffusion_runtime")
 
@@ -65,13 +71,21 @@ def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
     return device.type not in ("cpu", "mps") and free_on_device(device) is not None
 
 
+def may_exceed_the_machine(folder: Path) -> bool:
+    """Whether the weight files of a model are so large that a plan is worth its time though no limit was given: on a
+    device whose memory is the machine's, the system ends a process that takes more."""
+    free = free_in_machine()
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    return free is not None and num_bytes * _LARGE_FACTOR > free
+
+
 @dataclass(frozen=True)
 class PlannedDemand:
-    """What the largest of some requests takes. request: that one; advice: what would need less."""
+    """What the largest of some requests takes. request: that one; remedies: what would need less."""
 
     demand: MemoryDemand
-    advice: tuple[str, ...]
     request: PlannedRequest | None = None
+    remedies: Remedies = NO_REMEDIES
 
 
 def largest_demand(
@@ -140,7 +154,7 @@ def demand_of(
         _logger.warning("memory is not planned: %s", first_line(error))
         return None
     demand = dataclasses.replace(demand, notes=(*demand.notes, *notes))
-    return PlannedDemand(demand, tuple(_advice(config, planned, model)), planned)
+    return PlannedDemand(demand, planned)
 
 
 def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
@@ -158,9 +172,32 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
     choices = possible if config.offload == "auto" else [as_offload(config.offload)]
     if device.type in ("cpu", "mps"):
         # Without a limit nothing is refused: there is more than what is free now, such as mapped files.
-        return make_plan(planned.demand, choices, limit, advice=planned.advice, possible=possible, kind=kind)
-    limit = min((each for each in (limit, free_on_device(device)) if each is not None), default=None)
-    return make_plan(planned.demand, choices, limit, free_in_machine(), planned.advice, possible=possible, kind=kind)
+        free, of_all = free_in_machine(), planned.remedies
+        plan = make_plan(planned.demand, choices, limit, free, of_all, possible=possible, kind=kind, free=free)
+        if limit is None and free is not None and plan.peak > free:
+            _logger.warning("%s", _beyond_the_machine(planned, plan, free, possible, kind))
+        return plan
+    free = free_on_device(device)
+    limit = min((each for each in (limit, free) if each is not None), default=None)
+    host_limit, remedies = free_in_machine(), planned.remedies
+    return make_plan(planned.demand, choices, limit, host_limit, remedies, possible=possible, kind=kind, free=free)
+
+
+def _beyond_the_machine(
+    planned: PlannedDemand, plan: MemoryPlan, free: int, possible: Sequence[Offload], kind: DeviceKind
+) -> str:
+    """What to say of a plan without a limit that takes more than there is: the system may end the process."""
+    taken = f"memory: this takes {size_text(plan.peak)} at once, and {size_text(free)} of the machine are free"
+    least = plans_of(planned.demand, free, possible, kind)[-1]
+    if least.peak > free:
+        ways = ways_to_fit(least, free, planned.remedies, possible, kind)
+        if "layers" not in possible:
+            return f"{taken}. {ways}"
+        ways = ways.replace("What would fit", "What would fit beside it", 1)
+        return f"{taken}, too few even with --memory-limit, which reads blocks from their files. {ways}"
+    # Some of it is for Python and torch, which no limit counts.
+    limit = limit_text(max(least.peak, free // 10 * 9))
+    return f"{taken}; --memory-limit {limit} fits, and reads blocks from their files while they run"
 
 
 def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, device: torch.device) -> MemoryPlan:
@@ -169,7 +206,7 @@ def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, de
         planned.demand,
         [before.offload],
         before.limit,
-        advice=planned.advice,
+        remedies=planned.remedies,
         possible=_possible(config, device),
         kind=_kind_of(device),
     )
@@ -252,19 +289,3 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
 
 def _num_images(planned: PlannedRequest) -> int:
     return sum(len(image_paths(planned.request, name)) for name in IMAGE_FIELDS)
-
-
-def _advice(config: RuntimeConfig, planned: PlannedRequest, model: Model[Any, Any]) -> list[str]:
-    ways = []
-    if config.quantization == "none":
-        ways.append("--quantization fp8")
-    if model.family.has_tiles and config.vae_tiling != "on":
-        ways.append("--vae-tiling on")
-    return [*ways, *_request_advice(planned)]
-
-
-def _request_advice(planned: PlannedRequest) -> list[str]:
-    size = planned.size
-    frames = f", fewer frames than {size.num_frames}" if size.num_frames > 1 else ""
-    batched = ["--guidance-mode two_pass"] if planned.is_batched and planned.is_guided else []
-    return [*batched, f"a smaller height and width than {size.height} x {size.width}{frames}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,12 @@ from diffusion_runtime.loading.memory_planning import (
     fitting_offloads,
     is_planned,
     largest_demand,
+    may_exceed_the_machine,
     plan_memory,
     planned_batch,
 )
+from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
+from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
@@ -39,6 +43,7 @@ from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
 from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.checkpoint import WeightChange
@@ -120,6 +125,7 @@ class PreparedModel:
         """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
+        began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         world, config = self.world, self.description.config
         if world is None and self.mesh.size > 1:
@@ -137,22 +143,23 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.transformer_files]
         not_downloaded = [*elsewhere, *(part.component for part in part_files(config))]
+        read_began = time.perf_counter()
         fetch_weights(config.model_path, opened.folder, not_downloaded, offline=config.offline, variant=config.variant)
         check_component_files(opened.folder, elsewhere)
         if opened.check_weights(checked.transformer):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
-            say("loading the text encoder")
-            text_encoder = self._load_text_encoder(offloading)
-            say("loading the transformer")
-            transformer, rewrite = checked._load_transformer(offloading)
-            say("loading the decoder")
-            decoder = self._load_decoder()
+            with ReadProgress(say, "text encoder"):
+                text_encoder = self._load_text_encoder(offloading)
+            with ReadProgress(say, "transformer", checked._transformer_bytes()):
+                transformer, rewrite = checked._load_transformer(offloading)
+            with ReadProgress(say, "decoder"):
+                decoder = self._load_decoder()
             upsampler = None
             if self.upsampler is not None:
-                say("loading the upsampler")
-                upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
+                with ReadProgress(say, "upsampler"):
+                    upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -161,7 +168,7 @@ class PreparedModel:
             keep_artefacts(self.device, description.model_folder.digest)
             compiled = CompiledBlocks() if world is None else CompiledBlocks(compiling=world.compiling)
             compiled.compile(transformer)
-        return Pipeline(
+        pipeline = Pipeline(
             text_encoder=text_encoder,
             transformer=transformer,
             decoder=decoder,
@@ -189,6 +196,14 @@ class PreparedModel:
                 *(() if world is None else (world.run_alike,)),
             ),
         )
+        pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
+        return pipeline
+
+    def _transformer_bytes(self) -> int | None:
+        """Of the files that this process reads for its transformers; None where it reads some of their bytes."""
+        if self.description.degrees.tensor > 1:
+            return None
+        return transformer_bytes(self.model, list(self.model.modules(self.transformer)))
 
     def _load_transformer(self, offloading: Offloading | None) -> tuple[DiffusionTransformer, Rewrite]:
         """The transformer, and what gives it other LoRA files."""
@@ -237,25 +252,49 @@ class PreparedModel:
 
     def _with_plan(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """The same with a plan where loading needs one and there is none."""
-        if self.description.memory is not None or not is_planned(self.description.config, self.device):
+        if self.description.memory is not None:
             return self
-        return self.planned_for(requests)
+        needed = is_planned(self.description.config, self.device) or (
+            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model.folder / "")
+        )
+        return self.planned_for(requests) if needed else self
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device
         return LaterRequests(config, device, self.rules, self._demand_of, plan, self.planned, offloading)
 
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
-        empty = build_transformer(self.model, self.policy, self.quantization)
-        config, degrees = self.description.config, self.description.degrees
-        return self._of_processes(demand_of(config, self.model, empty, planned, self.dtype, degrees, self.device))
+        given = Alternative(self.description.config, self.dtype, planned)
+        return self._with_remedies(self._alternative(given))
+
+    def _alternative(self, each: Alternative) -> PlannedDemand | None:
+        """What another config, dtype and request would take. Raises what building such a transformer raises."""
+        quantization = self.quantization
+        if each.config.quantization != self.description.config.quantization:
+            ignored = each.config.quantization_ignored_layers
+            quantization = Quantization.of(self.model.family.name, each.config.quantization, ignored)
+        empty = build_transformer(self.model, self.policy, quantization)
+        degrees = self.description.degrees
+        found = demand_of(each.config, self.model, empty, each.planned, each.dtype, degrees, self.device)
+        return self._of_processes(found)
+
+    def _with_remedies(self, planned: PlannedDemand | None) -> PlannedDemand | None:
+        if planned is None or planned.request is None:
+            return planned
+
+        def demand(each: Alternative) -> MemoryDemand | None:
+            found = self._alternative(each)
+            return None if found is None else found.demand
+
+        given = Alternative(self.description.config, self.dtype, planned.request)
+        return dataclasses.replace(planned, remedies=remedies_of(given, self.model, demand))
 
     def _largest_demand(
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
         found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees, self.device)
-        return self._of_processes(found)
+        return self._with_remedies(self._of_processes(found))
 
     def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
         """With the processes of this machine, and the upsampler of a second stage, which stays on the device as the

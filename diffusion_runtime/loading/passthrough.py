@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class PreparedPassthrough:
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> DiffusersPipeline:
         """As `Prepared.load`. requests: not read, as nothing is planned."""
         del requests
+        began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         config = self.description.config
         bound_primitive_cache()
@@ -66,13 +68,16 @@ class PreparedPassthrough:
         plan = dataclasses.replace(plan, self_checks=self_checks)
         say("loading diffusers' pipeline")
         recipe = _describe_passthrough(config, self.description.model_folder, plan, self.device, self.dtype).to_dict()
+        read_began = time.perf_counter()
         fetch_weights(config.model_path, self.description.model_folder, offline=config.offline, variant=config.variant)
         compiled = None
         if config.compile == "regional":
             keep_artefacts(self.device, self.description.model_folder.digest)
             compiled = CompiledBlocks(copies_views=True)
         folder = with_parts(self.description.model_folder, (), config.variant, ())
-        return load_passthrough(folder, plan, self.device, self.dtype, recipe, compiled)
+        pipeline = load_passthrough(folder, plan, self.device, self.dtype, recipe, compiled)
+        pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
+        return pipeline
 
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:

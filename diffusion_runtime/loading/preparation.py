@@ -69,8 +69,8 @@ def load_pipeline(
     weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
     compile, cuda_graphs, offload, memory_limit, revision, offline, transformer_path, transformer_2_path, vae_path,
     audio_vae_path, vocoder_path, text_encoder_path, text_encoder_2_path, variant, upsampler_path: see RuntimeConfig.
-    on_stage: called with a phrase before each part is loaded. world: the processes that run the model together, each of
-    which must load it alike.
+    on_stage: called with a phrase before each part is loaded, and with its bytes, rate and time left, from a thread of
+    its own, where that takes long. world: the processes that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
@@ -107,9 +107,11 @@ def load_pipeline(
         "revision": revision,
         "offline": offline,
     }
-    prepared, started = prepare(_runtime_config(model, keywords), world), time.perf_counter()
+    started = time.perf_counter()
+    prepared = prepare(_runtime_config(model, keywords), world)
+    prepare_seconds = time.perf_counter() - started
     pipeline = prepared.load(on_stage)
-    pipeline.note_load({"read": time.perf_counter() - started})
+    pipeline.note_load({"prepare": prepare_seconds})
     return pipeline
 
 

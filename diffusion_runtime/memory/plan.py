@@ -14,12 +14,12 @@ On a CPU the device's memory is the machine's, and what is offloaded waits in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from diffusion_runtime.errors import DeviceMemoryError
-from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.memory_size import limit_text, size_text
 
 Offload: TypeAlias = Literal["none", "model", "layers"]
 # By what they cost in time, the cheapest first.
@@ -29,6 +29,8 @@ NUM_SLOTS = 2
 # tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
 WORKSPACE_BYTES = 192 * 2**20
 ROUNDING = 0.02
+# What Remedy.lowers says beside phases.
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,19 @@ class MemoryPlan:
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
+        free = None if self.host_limit is None else f" of {size_text(self.host_limit)} that are free"
         limit = ", no limit known" if self.limit is None else f" of {size_text(self.limit)}"
-        waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
-        if self.host and demand.num_local > 1:
-            waiting += f" in {demand.num_local} processes"
-        if self.host_limit is not None:
-            waiting += f" of {size_text(self.host_limit)} that are free"
-        rows += [("device, at most", f"{size_text(self.peak)}{limit}"), ("machine, weights", waiting)]
-        return rows
+        if self.waits_in_files:
+            # The machine's memory is the device's.
+            limit = (free or limit) if self.limit is None else limit
+            waiting = "read from their files" if self.offload != "none" else ""
+        else:
+            waiting = size_text(self.host)
+            if self.host and demand.num_local > 1:
+                waiting += f" in {demand.num_local} processes"
+            waiting += free or ""
+        rows.append(("device, at most", f"{size_text(self.peak)}{limit}"))
+        return [*rows, ("machine, weights", waiting)] if waiting else rows
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, bytes."""
@@ -168,6 +175,46 @@ class MemoryPlan:
         }
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """Something that takes less. flags: what to type; demand: what is taken then, computed when it is asked for, None
+    where that cannot be known. lowers: the phases that may take less by it, and WEIGHTS where weights do."""
+
+    flags: str
+    demand: Callable[[], MemoryDemand | None]
+    lowers: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """groups: of each the first that fits is named. together: several changes at once, tried where no group helps."""
+
+    groups: tuple[tuple[Remedy, ...], ...] = ()
+    together: tuple[Remedy, ...] = ()
+
+    def lowering(self, what: Set[str]) -> Remedies:
+        """Those that lower all of it: each takes a forward pass on the meta device to be tried."""
+        groups = [tuple(each for each in group if each.lowers >= what) for group in (*self.groups, self.together)]
+        return Remedies(tuple(group for group in groups[:-1] if group), groups[-1])
+
+
+NO_REMEDIES = Remedies()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a plan must fit into. limit: bytes of the device, None where nobody knows; host_limit: of the machine."""
+
+    limit: int | None
+    host_limit: int | None
+    kind: DeviceKind
+
+    def holds(self, plan: MemoryPlan) -> bool:
+        return (self.limit is None or plan.peak <= self.limit) and (
+            self.host_limit is None or plan.host <= self.host_limit
+        )
+
+
 def as_offload(text: str) -> Offload:
     """A choice of RuntimeConfig.offload other than `auto`."""
     return next(each for each in OFFLOADS if each == text)
@@ -188,13 +235,15 @@ def make_plan(
     choices: Sequence[Offload],
     limit: int | None,
     host_limit: int | None = None,
-    advice: Sequence[str] = (),
+    remedies: Remedies = NO_REMEDIES,
     *,
     possible: Sequence[Offload] = OFFLOADS,
     kind: DeviceKind = ACCELERATOR,
+    free: int | None = None,
 ) -> MemoryPlan:
     """The plan for the first of `choices` that fits. limit: bytes of the device, None where nobody knows; host_limit:
-    of the machine. advice: what else would need less, for the message; possible: what could be chosen instead.
+    of the machine. remedies: what else would need less, tried for the message; possible: what could be chosen instead;
+    free: of the device, where `limit` may be raised as far as that.
 
     Raises DeviceMemoryError where nothing fits, with all that is there at once, by how much it is too large, and what
     would fit.
@@ -204,7 +253,13 @@ def make_plan(
     if plan is None:
         assert limit is not None
         others = [each.offload for each in plans_of(demand, limit, possible, kind) if each.peak <= limit]
-        raise _shortage(plans[-1], limit, others, advice)
+        if others:
+            # On a CPU it is the limit that reads blocks from their files, unless --offload forbids it.
+            way = f"What would fit: --offload {'auto' if kind.waits_in_files else others[0]}"
+        else:
+            more = _more_memory(plans[-1].peak, free)
+            way = ways_to_fit(plans[-1], limit, remedies, choices, kind, more, host_limit=host_limit)
+        raise _shortage(plans[-1], limit, way)
     if len(choices) == 1 and choices[0] != "none":
         plan = dataclasses.replace(plan, reason="as asked")
     elif plan is not plans[0]:
@@ -216,7 +271,14 @@ def make_plan(
         each = f" in {demand.num_local} processes" if demand.num_local > 1 else ""
         raise DeviceMemoryError(
             f"offload: {plan.offload}: the weights take {size_text(plan.host)} of the machine's memory{each}, and "
-            f"{size_text(host_limit)} are free. {_listed(advice)}"
+            f"{size_text(host_limit)} are free. "
+            + _ways(
+                remedies.lowering({WEIGHTS}),
+                choices,
+                _Place(limit, host_limit, kind),
+                plan.peak,
+                f"{size_text(plan.host)} free in the machine",
+            )
         )
     return dataclasses.replace(plan, host_limit=host_limit)
 
@@ -294,20 +356,57 @@ def _rounding(activations: int, kind: DeviceKind) -> int:
     return kind.workspace + int(activations * ROUNDING)
 
 
-def _shortage(plan: MemoryPlan, limit: int, others: Sequence[Offload], advice: Sequence[str]) -> DeviceMemoryError:
-    """others: what would fit instead."""
+def _shortage(plan: MemoryPlan, limit: int, way: str) -> DeviceMemoryError:
+    """way: out of it."""
     phase, missing = plan.peak_phase, plan.peak - limit
-    ways = [f"{size_text(plan.peak)} of memory", *advice]
-    if others:
-        # On a CPU it is the limit that reads blocks from their files, unless --offload forbids it.
-        ways = [f"--offload {'auto' if plan.waits_in_files else others[0]}, which fits"]
     parts = sorted(plan.parts[phase].items(), key=lambda each: -each[1])
     held = " + ".join(f"{name.replace('_', ' ')} {size_text(num_bytes)}" for name, num_bytes in parts if num_bytes)
     return DeviceMemoryError(
         f"offload: {plan.offload}: the plan takes {size_text(plan.peak)} on the device in {phase}, "
-        f"{size_text(missing)} more than the {size_text(limit)} there are: {held}. {_listed(ways)}"
+        f"{size_text(missing)} more than the {size_text(limit)} there are: {held}. {way}"
     )
 
 
-def _listed(ways: Sequence[str]) -> str:
-    return f"What would help: {', '.join(ways)}" if ways else ""
+def _more_memory(peak: int, free: int | None) -> str:
+    return f"--memory-limit {limit_text(peak)}" if free is not None and peak < free else f"{size_text(peak)} of memory"
+
+
+def ways_to_fit(
+    plan: MemoryPlan,
+    limit: int,
+    remedies: Remedies,
+    choices: Sequence[Offload],
+    kind: DeviceKind,
+    more: str = "",
+    *,
+    host_limit: int | None = None,
+) -> str:
+    """What of the remedies fits where a plan, the last of those for `choices`, does not. more: the memory without
+    any."""
+    short = {phase for phase, num_bytes in plan.phases.items() if num_bytes > limit}
+    place, more = _Place(limit, host_limit, kind), more or f"{size_text(plan.peak)} of memory"
+    return _ways(remedies.lowering(short), choices, place, plan.peak, more)
+
+
+def _ways(remedies: Remedies, choices: Sequence[Offload], place: _Place, taken: int, more: str) -> str:
+    """What fits of the remedies, else what the least of them takes. taken: of the device, without any; more: the memory
+    that is needed then."""
+    least: list[tuple[int, str]] = []
+
+    def first_that_fits(group: Sequence[Remedy]) -> list[str]:
+        for remedy in group:
+            demand = remedy.demand()
+            plans = [] if demand is None else plans_of(demand, place.limit, choices, place.kind)
+            fits = next((plan for plan in plans if place.holds(plan)), None)
+            if fits is not None:
+                return [f"{remedy.flags} ({size_text(fits.peak)})"]
+            least.extend((plan.peak, remedy.flags) for plan in plans[-1:] if plan.peak < taken)
+        return []
+
+    fitting = [text for group in remedies.groups for text in first_that_fits(group)]
+    fitting = fitting or first_that_fits(remedies.together)
+    answer = f"What would fit: {', '.join([more, *fitting])}"
+    if fitting or not least:
+        return answer
+    peak, flags = min(least)
+    return f"{answer}. Even {flags} takes {size_text(peak)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,26 @@ Finish: TypeAlias = Callable[[], None]
 _Buffer: TypeAlias = tuple[torch.Tensor | None, Any]
 
 
+class _Count:
+    """Of bytes, by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.total = 0
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.total += number
+
+
+_READ = _Count()
+
+
+def num_bytes_read() -> int:
+    """Bytes of weight files that this process has read so far, pages of mapped files not counted."""
+    return _READ.total
+
+
 @dataclass(frozen=True)
 class StoredBytes:
     """Numbers of a file as they are stored there: num_bytes from offset on. descriptor: of the open file."""
@@ -56,6 +77,7 @@ class StoredBytes:
                 if count == 0:
                     raise ModelLoadError(f"{self.path} was cut off while it was read; copy or download it again")
                 view, place = view[count:], place + count
+                _READ.add(count)
         except OSError as error:
             raise ModelLoadError(
                 f"{self.path} cannot be read any more: {error.strerror or error}; is its disk or share still there?"

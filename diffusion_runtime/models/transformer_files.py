@@ -75,7 +75,7 @@ class TransformerFile:
         """
 
         def open_files(stack: contextlib.ExitStack) -> Rows:
-            files = [open_tensor_file(path, self.key, stack) for path in self._files()]
+            files = [open_tensor_file(path, self.key, stack) for path in self.files()]
             rows = stored_rows(files)
             kind = None if any(name in expected.shapes for name in rows) else kind_of(transformer_tensors(tuple(rows)))
             if kind is not None:
@@ -88,7 +88,8 @@ class TransformerFile:
 
         return open_files
 
-    def _files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[Path]:
+        """Those that are opened. Raises what `source` raises for a place without any."""
         place = check_place(self.place, self.key)
         if not place.is_dir():
             return [place]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -70,7 +71,14 @@ def test_json_is_one_object_that_says_everything(command: Command, tiny_flags: F
     assert Path(first["path"]).is_file()
     assert json.loads(Path(first["sidecar"]).read_text())["attention_report"] == first["attention_report"]
     assert first["request"] == read_recipe(first["path"])["request"]
-    assert set(first["timings"]) == {"import", "read", "text", "denoise", "decode", "write"}
+    stages = {"import", "prepare", "read", "text", "denoise", "decode", "write"}
+    assert set(first["timings"]) == stages
+    # Each second is in one stage alone.
+    timings = told["timings"]
+    rounding = 1e-3
+    assert sum(timings[name] for name in ("import", "prepare", "read")) <= timings["load"] + rounding
+    assert sum(timings[name] for name in stages) <= timings["total"] + rounding
+    assert re.search(r"load [\d.]+ s \(import [\d.]+ s, prepare [\d.]+ s, read [\d.]+ s\), text ", result.said)
     assert first["seconds"] >= first["timings"]["denoise"]
 
 

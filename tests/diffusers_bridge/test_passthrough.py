@@ -51,7 +51,7 @@ def test_a_video_is_what_diffusers_makes(video_folder: Path, choice: Any) -> Non
     expected = diffusers_frames(video_folder, VIDEO).astype(int)
     assert media.frames.shape == (9, 16, 16, 3)
     assert numpy.abs(media.frames.astype(int) - expected).max() <= 1
-    assert set(media.timings) == {"read", "text", "denoise", "decode"}
+    assert set(media.timings) == {"prepare", "read", "text", "denoise", "decode"}
     [row] = media.attention_report.rows
     # Two blocks, two steps, guidance in one batch.
     assert (row.role, row.count, row.layers, row.steps) == ("self", 4, "0-1", "0-1")

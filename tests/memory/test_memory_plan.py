@@ -16,10 +16,13 @@ from diffusion_runtime.memory.plan import (
     MACHINE,
     NUM_SLOTS,
     OFFLOADS,
+    WEIGHTS,
     WORKSPACE_BYTES,
     MemoryDemand,
     MemoryPlan,
     PartSize,
+    Remedies,
+    Remedy,
     make_plan,
     spread,
 )
@@ -112,16 +115,55 @@ def test_two_transformers_are_on_the_device_one_at_a_time() -> None:
             4,
             r"layers: the plan takes 6\.\d\d GB on the device in denoise, 2\.\d\d GB more than the 4.00 GB",
         ),
-        ({}, ["none"], 12, "none: the plan takes 43.53 GB .*--offload layers, which fits"),
-        ({"decode_activations": 30 * GB}, OFFLOADS, 12, "in decode, .*activations of decode 30.00 GB.*--vae-tiling on"),
+        ({}, ["none"], 12, "none: the plan takes 43.53 GB .*What would fit: --offload layers$"),
+        (
+            {"decode_activations": 30 * GB},
+            OFFLOADS,
+            12,
+            r"in decode, .*of decode 30.00 GB.*fit: --memory-limit 31\.1GB, --vae-tiling on \(11\.\d\d GB\)$",
+        ),
         ({"text": PartSize("text_encoder", 11 * GB)}, OFFLOADS, 8, "in text, .*: text encoder 11.00 GB"),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_would(
     changes: dict[str, object], choices: list[str], limit: int, message: str
 ) -> None:
+    remedies = Remedies(((Remedy("--vae-tiling on", demand, frozenset({"decode"})),),))
     with pytest.raises(DeviceMemoryError, match=message):
-        make_plan(demand(**changes), choices, limit * GB, advice=("--vae-tiling on",))  # type: ignore[arg-type]
+        make_plan(demand(**changes), choices, limit * GB, remedies=remedies, free=80 * GB)  # type: ignore[arg-type]
+
+
+def test_remedies_are_tried_before_they_are_named() -> None:
+    tried: list[str] = []
+    whole = demand().text
+
+    def remedy(flags: str, step: int, text: PartSize = whole, *, lowers: tuple[str, ...] = ("denoise",)) -> Remedy:
+        def compute() -> MemoryDemand:
+            tried.append(flags)
+            return demand(step_activations=step, text=text)
+
+        return Remedy(flags, compute, frozenset(lowers))
+
+    def said(*groups: tuple[Remedy, ...], limit: int = 12, host: int | None = None, **changes: object) -> str:
+        tried.clear()
+        together = (remedy("--all", GB, PartSize("text_encoder", GB), lowers=("text", "denoise", "decode", WEIGHTS)),)
+        large: dict[str, object] = {"step_activations": 20 * GB, **changes}
+        with pytest.raises(DeviceMemoryError) as caught:
+            make_plan(demand(**large), ["layers"], limit * GB, host, Remedies(groups, together))  # type: ignore[arg-type]
+        return str(caught.value).partition("What would fit: ")[2]
+
+    small, large, smallest = remedy("--small", 6 * GB), remedy("--large", 19 * GB), remedy("--smallest", GB)
+    # Of a group the first that fits; not what lowers another phase; several together where nothing else fits.
+    other = remedy("--other", GB, lowers=("decode",))
+    answer = said((large,), (large, small, smallest), (other,))
+    assert re.fullmatch(r"22\.\d\d GB of memory, --small \(1[01]\.\d\d GB\)", answer)
+    assert tried == ["--large", "--large", "--small"]
+    assert re.fullmatch(r"22\.\d\d GB of memory, --all \([\d.]+ GB\)", said((large,), (other,)))
+    assert re.fullmatch(r"22\.\d\d GB of memory\. Even --all takes [\d.]+ GB", said((large,), limit=2))
+    # Where the machine's memory is short, weights are what counts.
+    light = remedy("--light", 4 * GB, PartSize("text_encoder", GB), lowers=("text", WEIGHTS))
+    answer = said((small,), (light,), limit=12, host=30 * GB, step_activations=4 * GB)
+    assert re.fullmatch(r"39\.00 GB free in the machine, --light \(1[01]\.\d\d GB\)", answer)
 
 
 def test_a_refusal_names_parts_that_sum_to_what_the_plan_takes() -> None:
@@ -144,7 +186,7 @@ def test_on_a_cpu_blocks_wait_in_their_files_one_at_a_time_and_no_library_has_a_
     # Text encoders are whole while they are used.
     assert "text_encoder" not in plan.resident
     assert dict(plan.rows())["machine, weights"] == "read from their files"
-    with pytest.raises(DeviceMemoryError, match="--offload auto, which fits"):
+    with pytest.raises(DeviceMemoryError, match=r"What would fit: --offload auto$"):
         make_plan(demand(), ["none"], 16 * GB, possible=("none", "layers"), kind=MACHINE)
 
 

@@ -389,6 +389,6 @@ def test_what_cannot_be_offloaded_or_does_not_fit_is_refused_before_a_weight_is_
         prepare(RuntimeConfig(device="cpu", backend="diffusers", memory_limit="1GB"))
     prepared = prepare(RuntimeConfig(device="cpu", memory_limit="50MB"))
     stages: list[str] = []
-    with pytest.raises(DeviceMemoryError, match=r"more than the 50 MB there are: .*What would help"):
+    with pytest.raises(DeviceMemoryError, match=r"more than the 50 MB there are: .*What would fit"):
         prepared.load(stages.append)
     assert stages == ["choosing attention"]

@@ -66,7 +66,7 @@ def test_auto_keeps_everything_where_it_fits_and_a_limit_is_kept() -> None:
     prepared = prepare(RuntimeConfig(device=DEVICE)).planned_for(())
     assert prepared.description.memory is not None
     assert prepared.description.memory.offload == "none"
-    with pytest.raises(DeviceMemoryError, match="What would help"):
+    with pytest.raises(DeviceMemoryError, match="What would fit"):
         load_pipeline(device=DEVICE, memory_limit="60MB")
 
 
