@@ -76,7 +76,11 @@ class ChunkedDenoiser:
         no end. on_step: after every denoising step, with the latents of its chunk."""
         denoiser, settings = self.denoiser, self.denoiser.settings
         channels, _, height, width = settings.sample_shape(settings.size)
-        noise = ChunkNoise((channels, height, width), seeds)
+        later = {
+            _chunk_at(frame, chunks, settings.rules.geometry.temporal_factor): seed
+            for frame, seed in settings.shared.seed_switches or ()
+        }
+        noise = ChunkNoise((channels, height, width), seeds, later)
         sampler = settings.build_sampler()
         inputs = denoiser.inputs_of(text, settings.size)
         forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, _experts_of(sampler, denoiser))
@@ -143,9 +147,10 @@ class ChunkStream(Iterator[CleanChunk]):
                 "or give more num_frames (--num-frames, --seconds)"
             )
 
-    def fork(self, recorder: AttentionRecorder) -> ChunkStream:
+    def fork(self, recorder: AttentionRecorder, seed: int | None = None) -> ChunkStream:
         """Another stream with the same chunks so far, that goes on by itself; the chunk that came last is committed.
         Keys in pages are shared until either stream writes to them, others are copied. recorder: of what it computes.
+        seed: of the noise from the next chunk on, None for the same.
 
         Raises what `check_fork` raises, before any work.
         """
@@ -153,6 +158,8 @@ class ChunkStream(Iterator[CleanChunk]):
         self.commit()
         denoiser = dataclasses.replace(self._denoiser, recorder=recorder)
         forward, noise = self._forward.fork(denoiser), self._video.noise
+        if seed is not None:
+            noise = noise.with_seed(self._sampler.next_index, seed)
         commit = self._video.commit.fork(forward, forward.compress, noise)
         video = dataclasses.replace(self._video, forward=forward, commit=commit, noise=noise)
         twin = ChunkStream(denoiser, video, forward, self._sampler.fork(video))
@@ -375,6 +382,11 @@ def _experts_of(sampler: Sampler, denoiser: LatentDenoiser) -> frozenset[int]:
     one = torch.zeros(1, 1, 1, 1, 1)
     sampler.sample(one, predict, draw_noise=lambda: one)
     return frozenset(found)
+
+
+def _chunk_at(frame: int | str, chunks: ChunkPlan, temporal_factor: int) -> int:
+    """The chunk that begins at a frame of the video, in pixels, as request rules put it."""
+    return next(chunk.index for chunk in chunks if first_frame(chunk, temporal_factor) >= int(frame))
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

@@ -124,7 +124,8 @@ class StreamPlace:
     """How far a video has come, and with which prompts.
 
     request: resolved, with the prompt of the first chunk. prompt: of the chunk that was begun last; scheduled: those to
-    come, by frame; typed: those for the next chunk; switches: those that came, by frame. notes: of all. num_frames,
+    come, by frame; typed: those for the next chunk; switches: those that came, by frame. seeds: of the noise from a
+    frame on, came or not. notes: of all prompts. num_frames,
     num_chunks: handed out; num_begun: frames of the chunks that are denoised, handed out or not. ahead: a chunk that is
     begun. kept: the frames handed out, None where they are not kept.
     """
@@ -133,6 +134,7 @@ class StreamPlace:
     prompt: str
     notes: list[str]
     scheduled: deque[tuple[int, str]]
+    seeds: tuple[tuple[int, int], ...] = ()
     kept: list[numpy.ndarray] | None = None
     typed: deque[str] = field(default_factory=deque)
     switches: list[tuple[int, str]] = field(default_factory=list)
@@ -145,12 +147,20 @@ class StreamPlace:
     def start(cls, request: GenerationRequest, notes: Sequence[str], *, keeps_frames: bool) -> StreamPlace:
         """Before the first chunk."""
         scheduled = deque((int(at), prompt) for at, prompt in request.prompt_switches or ())
-        return cls(request, request.prompt, list(notes), scheduled, [] if keeps_frames else None)
+        seeds = tuple((int(at), seed) for at, seed in request.seed_switches or ())
+        return cls(request, request.prompt, list(notes), scheduled, seeds, [] if keeps_frames else None)
 
-    def fork(self) -> StreamPlace:
-        """The same for a video that goes on by itself."""
+    def fork(self, seed: int | None = None) -> StreamPlace:
+        """The same for a video that goes on by itself. seed: from the next chunk on, None for the same."""
+        request, seeds = self.request, dict(self.seeds)
+        if seed is not None and self.num_begun == 0:
+            request = dataclasses.replace(request, seed=seed)
+        elif seed is not None:
+            seeds[self.num_begun] = seed
         return dataclasses.replace(
             self,
+            request=request,
+            seeds=tuple(sorted(seeds.items())),
             notes=list(self.notes),
             scheduled=deque(self.scheduled),
             kept=None if self.kept is None else list(self.kept),
@@ -250,7 +260,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         dataclasses.replace(self.request, prompt=text)
         self._place.typed.append(text)
 
-    def fork(self, prompt: str | None = None) -> GenerationStream:
+    def fork(self, prompt: str | None = None, *, seed: int | None = None) -> GenerationStream:
         """Another stream of the same video, which goes on from here by itself: the frames so far are in both, and
         nothing of them is computed again.
 
@@ -260,17 +270,23 @@ class GenerationStream(Iterator[StreamedFrames]):
                     for one, other in zip(stream, fork):
                         show(one.frames, other.frames)
 
-        prompt: as `prompt` of the fork alone. Both take their chunks in any order, in one thread at a time; each is as
-        it would be without the other. Cached keys in pages (page_size) are shared until either stream writes to them,
-        copy on write; those in a row are copied, as is what the decoder's convolutions have read. Prompts that are to
-        come, and those that wait for the next chunk, come in both. A chunk that was begun ahead is in both.
+        prompt: as `prompt` of the fork alone. seed: of the fork's noise, from the next chunk on that has not been
+        begun; None for the same, with which it makes the same frames. Both are asked for chunks in any order, by one
+        thread at a time; each is as it would be without the other, and its recipe repeats it. Cached keys in pages
+        (page_size) are shared until either stream writes to them, copy on write; those in a row are copied, as is what
+        the decoder's convolutions have read. Prompts and seeds that are to come, and prompts that wait for the next
+        chunk, come in both. A chunk that was begun ahead is in both.
 
-        Raises RequestError for a prompt without words, for a rolling window, and when the stream is closed or its last
-        chunk has been begun; ConfigError where CUDA graphs are used; PipelineBusyError while either computes in another
-        thread.
+        Raises RequestError for a prompt without words, a seed out of range, a rolling window, and when the stream is
+        closed or its last chunk has been begun; ConfigError where CUDA graphs are used; PipelineBusyError while either
+        computes in another thread.
         """
-        if prompt is not None:
-            dataclasses.replace(self.request, prompt=prompt)
+        # Raises for what no request may have.
+        dataclasses.replace(
+            self.request,
+            prompt=self.request.prompt if prompt is None else prompt,
+            seed=self.request.seed if seed is None else seed,
+        )
         if self._is_closed:
             raise RequestError(
                 f"fork: expected an open stream, got one that is closed after {self.num_frames} frames; fork it inside "
@@ -282,7 +298,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             self._chunks.check_fork()
             try:
                 with self._source.guard():
-                    twin = self._fork()
+                    twin = self._fork(seed)
             except BaseException:
                 self.close()
                 raise
@@ -290,13 +306,13 @@ class GenerationStream(Iterator[StreamedFrames]):
             twin.prompt(prompt)
         return twin
 
-    def _fork(self) -> GenerationStream:
+    def _fork(self, seed: int | None) -> GenerationStream:
         if self._place.ahead is not None:
             # What the convolutions have read is that of its frames as well.
             self._place.ahead.decoded()
         self._count_products()
         recorder = self._recorder.fork()
-        chunks = self._chunks.fork(recorder)
+        chunks = self._chunks.fork(recorder, seed)
         recorder.note(
             f"forked at frame {self._place.num_begun}: what was computed before is in the report of the stream it is of"
         )
@@ -304,7 +320,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             recorder.note("forked: its cached keys in a row were copied; pages (page_size) would be shared")
         # Nothing to go on from before the first piece.
         decode_next = None if self._place.num_begun == 0 else self._on_thread(self._decode_next.fork)
-        return GenerationStream(self._source, chunks, recorder, self._place.fork(), decode_next=decode_next)
+        return GenerationStream(self._source, chunks, recorder, self._place.fork(seed), decode_next=decode_next)
 
     def _on_thread(self, function: Callable[[], DecodeNext]) -> DecodeNext:
         """Where the decoder runs."""
@@ -439,10 +455,17 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What repeats the frames made so far: the request with their number, and every prompt with its frame."""
+        """What repeats the frames made so far: the request with their number, and every prompt and seed with its
+        frame."""
         # Without a prompt whose first chunk was never finished.
         shown = tuple(switch for switch in self._place.switches if switch[0] < self.num_frames)
-        request = dataclasses.replace(self.request, num_frames=max(1, self.num_frames), prompt_switches=shown or None)
+        seeds = tuple(switch for switch in self._place.seeds if switch[0] < self.num_frames)
+        request = dataclasses.replace(
+            self.request,
+            num_frames=max(1, self.num_frames),
+            prompt_switches=shown or None,
+            seed_switches=seeds or None,
+        )
         return {**self._source.recipe, "request": request.to_dict(), "notes": list(self._place.notes)}
 
     @property

@@ -22,6 +22,8 @@ from diffusion_runtime.streaming import GenerationStream
 KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
 REQUEST = GenerationRequest("a red circle", height=32, width=32, num_frames=57, fps=12, num_inference_steps=2, seed=4)
 
+REQUEST_OF_NOISE = dataclasses.replace(REQUEST, commit_noise=0.1)
+
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
@@ -76,6 +78,40 @@ def test_forks_that_take_turns_are_what_each_is_alone(pipeline: Pipeline, values
     else:
         assert cache.num_shared_bytes == 0
         assert any("keys in a row were copied; pages (page_size)" in note for note in notes)
+
+
+def test_another_seed_of_the_later_chunks(pipeline: Pipeline) -> None:
+    """Of a fork, of forks of it, and of a request; whatever draws the noise, commits included."""
+    request = dataclasses.replace(REQUEST, page_size=2, commit_noise=0.1, seed_switches=[["3.5s", 6]])
+    with pipeline.stream(request, keeps_frames=True) as stream, stream.fork(seed=2) as early:
+        next(stream)
+        with stream.fork(seed=9) as fork:
+            next(fork), next(early), next(stream)
+            with fork.fork("a blue star", seed=2**63 - 1) as third:
+                list(third), list(stream), list(early), list(fork)
+    switches = [each.recipe["request"]["seed_switches"] for each in (stream, early, fork, third)]
+    assert switches == [[(45, 6)], [(45, 6)], [(9, 9), (45, 6)], [(9, 9), (21, 2**63 - 1), (45, 6)]]
+    assert [early.recipe["request"]["seed"], fork.recipe["request"]["seed"]] == [2, 4]
+    frames = [each.media().frames for each in (stream, early, fork, third)]
+    for each, found in zip((stream, early, fork, third), frames, strict=True):
+        assert numpy.array_equal(found, repeated(pipeline, each))
+    same_until = [[int(numpy.argmin((one == two).all((1, 2, 3)))) for two in frames] for one in frames[:3]]
+    assert same_until == [[0, 0, 9, 9], [0, 0, 0, 0], [9, 0, 0, 21]]
+    # As a video of one seed to its end, and a beginning of it.
+    assert numpy.array_equal(frames[0][:45], pipeline(REQUEST_OF_NOISE).frames[:45])
+    with pytest.raises(RequestError, match="seed: expected a whole number from 0"):
+        pipeline.stream(request).fork(seed=-1)
+    for given, said in (
+        ([["4s", 1], [48, 2]], "--seed-at: '4s' and 48 are the same chunk, which begins at frame 57"),
+        ([["0s", 1]], "is the video's first frame, which is of the seed"),
+        ([["1s", "x"]], r"seed_switches \(--seed-at\), at 1s: expected a whole number from 0"),
+        (["soon 1"], "expected a time"),
+        ([7], "expected pairs of a time and a seed, such as"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            pipeline.resolve(dataclasses.replace(REQUEST, num_frames=81, seed_switches=given))
+    texts = dataclasses.replace(REQUEST, seed_switches=["3.5s 6", "9f 7"])
+    assert pipeline.resolve(texts).seed_switches == ((9, 7), (45, 6))
 
 
 def test_pages_are_shared_until_either_stream_writes_to_them(pipeline: Pipeline) -> None:

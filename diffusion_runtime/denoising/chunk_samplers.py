@@ -145,6 +145,12 @@ class ChunkSampler(ABC):
         self._video.commit(clean)
 
     @property
+    def next_index(self) -> int:
+        """Of the next chunk of the video, which there is."""
+        assert self._upcoming is not None
+        return self._upcoming.index
+
+    @property
     def can_fork(self) -> bool:
         """Whether it keeps nothing between two chunks."""
         return False
@@ -152,8 +158,7 @@ class ChunkSampler(ABC):
     def fork(self, video: ChunkedVideo) -> Self:
         """Of another video, with the same chunks, from the next one on, which there is. Of samplers that `can_fork`."""
         assert self.can_fork
-        assert self._upcoming is not None
-        following = self._upcoming.index
+        following = self.next_index
         twin = copy.copy(self)
         twin._video = video
         twin._chunks = (chunk for chunk in video.chunks if chunk.index > following)
