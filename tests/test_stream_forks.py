@@ -114,6 +114,20 @@ def test_another_seed_of_the_later_chunks(pipeline: Pipeline) -> None:
     assert pipeline.resolve(texts).seed_switches == ((9, 7), (45, 6))
 
 
+def test_products_of_quantised_layers_count_for_the_stream_that_computes_them(pipeline: Pipeline) -> None:
+    folder = pipeline.recipe["model"]["path"]
+    quantised = load_pipeline(folder, device="cpu", quantization="fp8-all")
+    whole = quantised(REQUEST)
+    with quantised.stream(REQUEST, keeps_frames=True) as stream:
+        next(stream), next(stream), next(stream)
+        with stream.fork() as fork:
+            next(fork), next(stream), next(fork)
+        next(stream)
+    assert numpy.array_equal(fork.media().frames, whole.frames)
+    counts = [sum(row.count for row in each.attention_report.products) for each in (whole, stream, fork)]
+    assert counts[0] == counts[1] > 2 * counts[2] > 0
+
+
 def test_pages_are_shared_until_either_stream_writes_to_them(pipeline: Pipeline) -> None:
     """And the pages of a fork that is closed are free for the next one."""
     with pipeline.stream(dataclasses.replace(REQUEST, page_size=2, kv_sink=2, kv_window=7), endless=True) as stream:
