@@ -58,7 +58,8 @@ from diffusion_runtime.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.streaming import GenerationStream, StreamPlace, StreamSource, check_streamable
+from diffusion_runtime.stream_state import StreamPlace, StreamSource
+from diffusion_runtime.streaming import GenerationStream, check_streamable
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")

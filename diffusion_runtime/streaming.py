@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -19,19 +18,17 @@ import torch
 
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.chunk_decoding import DecodedChunk, DecodingThread
+from diffusion_runtime.chunk_decoding import DecodedChunk
 from diffusion_runtime.chunked_denoiser import ChunkStream
-from diffusion_runtime.denoising.chunks import ChunkPlan, frames_needed, window_of
+from diffusion_runtime.denoising.chunks import frames_needed, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.frame_decoding import to_pixels
 from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import peaks
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.one_generation import SharedGeneration
-from diffusion_runtime.prompt_encoding import EncodedPrompts
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.stream_state import BegunChunk, StreamPlace, StreamSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,88 +82,6 @@ class StreamRate:
 # Chunks that are handed out before the one behind them is denoised: the first frames are there as early as can be, and
 # whatever a decoder compiles or captures when it first runs is done.
 _CHUNKS_IN_LINE = 2
-
-
-@dataclass(frozen=True, eq=False)
-class _BegunChunk:
-    """A chunk that is denoised. decoded: waits for its frames, or makes them."""
-
-    first_frame: int
-    prompt: str
-    decoded: Callable[[], DecodedChunk]
-
-
-@dataclass(frozen=True, eq=False)
-class StreamSource:
-    """What a stream and its forks have from their pipeline.
-
-    fps: frames per second. plan: how the video is cut; temporal_factor: frames of a latent frame. encoder: makes what
-    encodes another prompt, whose attention a recorder counts; count_products: the same of quantised layers. recipe: but
-    for the request. guard: around every computation, on any thread. thread: decodes beside denoising, None for decoding
-    in line. generation: the pipeline's, ended with the last stream.
-    """
-
-    decoder: LatentDecoder
-    device: torch.device
-    fps: int
-    plan: ChunkPlan
-    temporal_factor: int
-    encoder: Callable[[AttentionRecorder], Callable[[str | None], EncodedPrompts]]
-    count_products: Callable[[AttentionRecorder], None]
-    recipe: Mapping[str, Any]
-    guard: Callable[[], AbstractContextManager[None]]
-    thread: DecodingThread | None
-    generation: SharedGeneration
-
-
-@dataclass
-class StreamPlace:
-    """How far a video has come, and with which prompts.
-
-    request: resolved, with the prompt of the first chunk. prompt: of the chunk that was begun last; scheduled: those to
-    come, by frame; typed: those for the next chunk; switches: those that came, by frame. seeds: of the noise from a
-    frame on, came or not. notes: of all prompts. num_frames,
-    num_chunks: handed out; num_begun: frames of the chunks that are denoised, handed out or not. ahead: a chunk that is
-    begun. kept: the frames handed out, None where they are not kept.
-    """
-
-    request: GenerationRequest
-    prompt: str
-    notes: list[str]
-    scheduled: deque[tuple[int, str]]
-    seeds: tuple[tuple[int, int], ...] = ()
-    kept: list[numpy.ndarray] | None = None
-    typed: deque[str] = field(default_factory=deque)
-    switches: list[tuple[int, str]] = field(default_factory=list)
-    num_frames: int = 0
-    num_chunks: int = 0
-    num_begun: int = 0
-    ahead: _BegunChunk | None = None
-
-    @classmethod
-    def start(cls, request: GenerationRequest, notes: Sequence[str], *, keeps_frames: bool) -> StreamPlace:
-        """Before the first chunk."""
-        scheduled = deque((int(at), prompt) for at, prompt in request.prompt_switches or ())
-        seeds = tuple((int(at), seed) for at, seed in request.seed_switches or ())
-        return cls(request, request.prompt, list(notes), scheduled, seeds, [] if keeps_frames else None)
-
-    def fork(self, seed: int | None = None) -> StreamPlace:
-        """The same for a video that goes on by itself. seed: from the next chunk on, None for the same."""
-        request, seeds = self.request, dict(self.seeds)
-        if seed is not None and self.num_begun == 0:
-            request = dataclasses.replace(request, seed=seed)
-        elif seed is not None:
-            seeds[self.num_begun] = seed
-        return dataclasses.replace(
-            self,
-            request=request,
-            seeds=tuple(sorted(seeds.items())),
-            notes=list(self.notes),
-            scheduled=deque(self.scheduled),
-            kept=None if self.kept is None else list(self.kept),
-            typed=deque(self.typed),
-            switches=list(self.switches),
-        )
 
 
 class GenerationStream(Iterator[StreamedFrames]):
@@ -373,7 +288,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         except Exception as error:
             self._failed_ahead = error
 
-    def _begin_chunk(self) -> _BegunChunk:
+    def _begin_chunk(self) -> BegunChunk:
         """Denoise the next chunk and, on the thread, begin to decode it. Raises StopIteration behind the last one."""
         self._switch_prompt()
         place, started = self._place, self._clock()
@@ -384,8 +299,8 @@ class GenerationStream(Iterator[StreamedFrames]):
         if self._source.thread is not None:
             future = self._source.thread.start(self._frames_of, clean.latents, first_frame)
             self._decoding[:] = [*(chunk for chunk in self._decoding if not chunk.done()), future]
-            return _BegunChunk(first_frame, place.prompt, future.result)
-        return _BegunChunk(first_frame, place.prompt, functools.partial(self._decoded_here, clean.latents, first_frame))
+            return BegunChunk(first_frame, place.prompt, future.result)
+        return BegunChunk(first_frame, place.prompt, functools.partial(self._decoded_here, clean.latents, first_frame))
 
     def _decoded_here(self, latents: torch.Tensor, first_frame: int) -> DecodedChunk:
         started = self._clock()
