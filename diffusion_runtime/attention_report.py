@@ -141,7 +141,8 @@ class CacheRow:
     num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
     dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in fewer bits, the numbers
     that were too large. page_size: tokens of a page, None for keys in a row. compressed_frames: of cached_frames, those
-    in larger patches.
+    in larger patches. num_shared_bytes: of the pages that a fork and the stream it is of had in common when the last
+    fork was made; a page that several have counts in parts in num_bytes.
     """
 
     chunk_frames: int
@@ -155,6 +156,7 @@ class CacheRow:
     num_saturated: int = 0
     page_size: int | None = None
     compressed_frames: int = 0
+    num_shared_bytes: int = 0
 
     def __str__(self) -> str:
         window = "all frames" if self.window_frames is None else f"{self.window_frames} latent frames"
@@ -162,10 +164,11 @@ class CacheRow:
         stored = "" if self.dtype == "auto" else f", stored in {self.dtype} ({self.num_saturated} numbers saturated)"
         large = f", {self.compressed_frames} of them in larger patches" if self.compressed_frames else ""
         pages = "" if self.page_size is None else f", in pages of {self.page_size} tokens"
+        shared = f", {size_text(self.num_shared_bytes)} shared at the last fork" if self.num_shared_bytes else ""
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
             f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
-            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{large}{stored}{pages}"
+            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{large}{stored}{pages}{shared}"
         )
 
 
@@ -311,6 +314,13 @@ class AttentionRecorder:
         # Of all calls of a replayed forward pass in one tensor, by their layers: one sum per replay.
         self._skipped_together: dict[tuple[LayerInfo, ...], torch.Tensor] = {}
         self._cache: CacheRow | None = None
+
+    def fork(self) -> AttentionRecorder:
+        """Of a video that goes on from here: it has the notes and libraries so far, and counts from now on."""
+        twin = AttentionRecorder(counts_density=self._density is not None)
+        twin._has_phases = self._has_phases
+        twin._notes, twin._libraries = dict(self._notes), list(self._libraries)
+        return twin
 
     def distinguish_phases(self) -> None:
         """Say that keys and values are computed in passes of their own: each row is of one phase."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.cache.pages import check_page_size
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.chunks import frames_needed, is_rolling
-from diffusion_runtime.denoising.prompt_times import resolve_switches
+from diffusion_runtime.denoising.prompt_times import T, resolve_switches
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import GenerationRequest, is_set
 
@@ -101,20 +102,31 @@ def _check_alike(settings: BatchSettings) -> None:
 
 
 def with_resolved_switches(settings: BatchSettings) -> GenerationRequest:
-    """The request with the first frame of a chunk in place of the times of its prompts. Raises RequestError for
-    one past the end, and for two in one chunk."""
-    request, size = settings.shared, settings.size
-    if request.prompt_switches is None:
-        return request
-    switches = resolve_switches(
-        request.prompt_switches,
+    """The request with the first frame of a chunk in place of the times of its prompts and seeds. Raises RequestError
+    for one past the end, and for two in one chunk."""
+    request = settings.shared
+    if request.prompt_switches is not None:
+        prompts = _resolved(settings, request.prompt_switches, "--at", "prompt")
+        request = dataclasses.replace(request, prompt_switches=prompts)
+    if request.seed_switches is not None:
+        seeds = _resolved(settings, request.seed_switches, "--seed-at", "seed")
+        request = dataclasses.replace(request, seed_switches=seeds)
+    return request
+
+
+def _resolved(
+    settings: BatchSettings, switches: Iterable[tuple[int | str, T]], name: str, what: str
+) -> tuple[tuple[int, T], ...]:
+    size = settings.size
+    return resolve_switches(
+        switches,
         settings.chunks,
         fps=size.fps,
         num_frames=size.num_frames,
         temporal_factor=settings.rules.geometry.temporal_factor,
-        name="--at",
+        name=name,
+        what=what,
     )
-    return dataclasses.replace(request, prompt_switches=switches)
 
 
 def with_guided_chunks(request: GenerationRequest, settings: BatchSettings) -> GenerationRequest:

@@ -18,7 +18,7 @@ from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import VideoPlans
-from diffusion_runtime.attention_report import CacheRow
+from diffusion_runtime.attention_report import AttentionRecorder, CacheRow
 from diffusion_runtime.denoising.chunk_samplers import (
     ChunkedVideo,
     ChunkSampler,
@@ -34,7 +34,9 @@ from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.denoising.prompt_times import first_frame
 from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
+from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -72,41 +74,47 @@ class ChunkedDenoiser:
     ) -> ChunkStream:
         """The chunks one after the other, each made when it is asked for. chunks: how the video is cut, which may have
         no end. on_step: after every denoising step, with the latents of its chunk."""
-        return ChunkStream(self.denoiser, chunks, text, seeds, on_step)
+        denoiser, settings = self.denoiser, self.denoiser.settings
+        channels, _, height, width = settings.sample_shape(settings.size)
+        later = {
+            _chunk_at(frame, chunks, settings.rules.geometry.temporal_factor): seed
+            for frame, seed in settings.shared.seed_switches or ()
+        }
+        noise = ChunkNoise((channels, height, width), seeds, later)
+        sampler = settings.build_sampler()
+        inputs = denoiser.inputs_of(text, settings.size)
+        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, _experts_of(sampler, denoiser))
+        commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
+        if (history := settings.rules.history) is not None:
+            commit = HistoryCommit(commit, forward.compress, history)
+        video = ChunkedVideo(chunks, forward, noise, commit, denoiser.device, on_step)
+        if not is_rolling(settings.shared):
+            return ChunkStream(
+                denoiser, video, forward, PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))
+            )
+        assert isinstance(sampler, DmdSampler), "request rules see to it"
+        return ChunkStream(denoiser, video, forward, RollingWindowSampler(sampler, video))
 
 
 class ChunkStream(Iterator[CleanChunk]):
     """The clean chunks of one video, float32, [batch, channels, frames, height, width]. A chunk is committed when the
     next one is asked for, so that it can be shown before, and the last one is not. A context manager, whose end gives
-    back what CUDA graphs hold of the cache. Raises DiffusionRuntimeError when a
-    chunk is not finite, and what the transformer raises.
+    back what CUDA graphs and forks hold of the cache. Raises DiffusionRuntimeError when a chunk is not finite, and what
+    the transformer raises. ChunkedDenoiser.stream makes one.
     """
 
     def __init__(
-        self,
-        denoiser: LatentDenoiser,
-        chunks: ChunkPlan,
-        text: Mapping[str, Conditions],
-        seeds: Sequence[int],
-        on_step: OnStep | None = None,
+        self, denoiser: LatentDenoiser, video: ChunkedVideo, forward: _FrameForward, sampler: ChunkSampler
     ) -> None:
-        settings = denoiser.settings
+        """forward: that of the video, which the sampler goes through."""
         denoiser.recorder.distinguish_phases()
         self._denoiser = denoiser
-        channels, _, height, width = settings.sample_shape(settings.size)
-        noise = ChunkNoise((channels, height, width), seeds)
-        sampler = settings.build_sampler()
-        experts = _experts_of(sampler, denoiser)
-        self._forward = _FrameForward(denoiser, settings.cache_passes(chunks), text, experts)
-        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
-        if (history := settings.rules.history) is not None:
-            self._commit = HistoryCommit(self._commit, self._forward.compress, history)
-        video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
-        self._sampler: ChunkSampler = PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))
-        if is_rolling(settings.shared):
-            assert isinstance(sampler, DmdSampler), "request rules see to it"
-            self._sampler = RollingWindowSampler(sampler, video)
+        self._forward = forward
+        self._video = video
+        self._sampler = sampler
+        self._num_shared_bytes = 0
         self._uncommitted: CleanChunk | None = None
+        # Clean chunks whose keys are there.
         self._recent: deque[CleanChunk] = deque()
 
     def __enter__(self) -> Self:
@@ -118,6 +126,46 @@ class ChunkStream(Iterator[CleanChunk]):
     def close(self) -> None:
         """No further chunk will be asked for."""
         self._forward.end_graphs()
+        self._forward.release()
+
+    def check_fork(self) -> None:
+        """Raises ConfigError where CUDA graphs hold the cache, RequestError for a rolling window and when the last
+        chunk has been made."""
+        if self._denoiser.graphs is not None:
+            raise ConfigError(
+                "fork: CUDA graphs read the cache of one video where it lies; expected cuda_graphs='off', got graphs; "
+                "load the model with cuda_graphs='off' (--cuda-graphs off)"
+            )
+        if not self._sampler.can_fork:
+            raise RequestError(
+                "fork: a rolling window holds chunks of which some steps are done; expected chunk_schedule "
+                "'sequential', got 'rolling'; use chunk_schedule='sequential' (--chunk-schedule sequential)"
+            )
+        if self._sampler.is_done:
+            raise RequestError(
+                "fork: expected a video with a chunk to come, got one whose last chunk has been made; fork it earlier, "
+                "or give more num_frames (--num-frames, --seconds)"
+            )
+
+    def fork(self, recorder: AttentionRecorder, seed: int | None = None) -> ChunkStream:
+        """Another stream with the same chunks so far, that goes on by itself; the chunk that came last is committed.
+        Keys in pages are shared until either stream writes to them, others are copied. recorder: of what it computes.
+        seed: of the noise from the next chunk on, None for the same.
+
+        Raises what `check_fork` raises, before any work.
+        """
+        self.check_fork()
+        self.commit()
+        denoiser = dataclasses.replace(self._denoiser, recorder=recorder)
+        forward, noise = self._forward.fork(denoiser), self._video.noise
+        if seed is not None:
+            noise = noise.with_seed(self._sampler.next_index, seed)
+        commit = self._video.commit.fork(forward, forward.compress, noise)
+        video = dataclasses.replace(self._video, forward=forward, commit=commit, noise=noise)
+        twin = ChunkStream(denoiser, video, forward, self._sampler.fork(video))
+        twin._recent.extend(self._recent)
+        self._num_shared_bytes = twin._num_shared_bytes = self._forward.num_shared_bytes
+        return twin
 
     def __next__(self) -> CleanChunk:
         if self._sampler.is_done:
@@ -135,6 +183,11 @@ class ChunkStream(Iterator[CleanChunk]):
     def num_bytes(self) -> int:
         """Of the cache on this process, all layers, branches and experts together."""
         return self._forward.num_bytes
+
+    @property
+    def num_shared_bytes(self) -> int:
+        """Of num_bytes what forks have too, whole."""
+        return self._forward.num_shared_bytes
 
     def commit(self) -> None:
         """Leave the final keys of the chunk that came last, where that has not been done."""
@@ -166,7 +219,7 @@ class ChunkStream(Iterator[CleanChunk]):
             whole = torch.cat([clean.latents for clean in in_ring], dim=2)
             in_ring = [CleanChunk(Chunk(in_ring[-1].chunk.index, frames), whole)]
         if in_ring:
-            self._commit.again(in_ring)
+            self._video.commit.again(in_ring)
 
     def report(self) -> None:
         """Tell the recorder what the cache was, and what was replayed."""
@@ -186,6 +239,7 @@ class ChunkStream(Iterator[CleanChunk]):
                 dtype=settings.shared.kv_cache_dtype or "auto",
                 num_saturated=forward.num_saturated,
                 page_size=settings.shared.page_size,
+                num_shared_bytes=self._num_shared_bytes,
             )
         )
 
@@ -193,14 +247,15 @@ class ChunkStream(Iterator[CleanChunk]):
 class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
-    passes: what each reads and writes of it. experts: those that see committed frames.
+    passes: what each reads and writes of it. inputs: by guidance branch, until set_text. experts: those that see
+    committed frames.
     """
 
     def __init__(
         self,
         denoiser: LatentDenoiser,
         passes: CachePasses,
-        text: Mapping[str, Conditions],
+        inputs: dict[str, DenoiserInputs],
         experts: frozenset[int],
     ) -> None:
         settings = denoiser.settings
@@ -209,7 +264,7 @@ class _FrameForward:
         self.num_commits = 0
         self._make_store = StoreKind(settings.shared.kv_cache_dtype == "fp8_e4m3", settings.shared.page_size)
         self._denoiser = denoiser
-        self._inputs = denoiser.inputs_of(text, settings.size)
+        self._inputs = inputs
         self._state = RequestCache()
         self._cache: FrameCache | None = None
         self._placed: tuple[Hashable, FrameCache] | None = None
@@ -233,6 +288,22 @@ class _FrameForward:
     def num_saturated(self) -> int:
         """Of all stores: numbers that were too large for their dtype."""
         return sum(store.num_saturated for store in self._stores())
+
+    @property
+    def num_shared_bytes(self) -> int:
+        """Of all stores: what forks have too."""
+        return sum(store.num_shared_bytes for store in self._stores())
+
+    def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
+        """Of another video that goes on from here. What depends on the prompt alone is computed again."""
+        twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts)
+        twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
+        return twin
+
+    def release(self) -> None:
+        """Give back what forks share of the cache."""
+        for store in self._stores():
+            store.release()
 
     def _stores(self) -> list[KeyStore]:
         return [cast(KeyStore, store) for store in self._state.find_all(CACHED_KEYS)]
@@ -311,6 +382,11 @@ def _experts_of(sampler: Sampler, denoiser: LatentDenoiser) -> frozenset[int]:
     one = torch.zeros(1, 1, 1, 1, 1)
     sampler.sample(one, predict, draw_noise=lambda: one)
     return frozenset(found)
+
+
+def _chunk_at(frame: int | str, chunks: ChunkPlan, temporal_factor: int) -> int:
+    """The chunk that begins at a frame of the video, in pixels, as request rules put it."""
+    return next(chunk.index for chunk in chunks if first_frame(chunk, temporal_factor) >= int(frame))
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

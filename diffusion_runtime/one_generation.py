@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from diffusion_runtime.errors import PipelineBusyError, PipelineClosedError
 
 
 class OneGeneration:
     """The lock of a pipeline while it generates. Its model, including the caches of its decoder, serves one call at a
-    time."""
+    time. busy: the message of a second one."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        busy: str = "this pipeline is generating already, in another thread or around this call (on_progress): a "
+        "pipeline makes one generation at a time. Wait until it has ended, give several requests to one generate(), or "
+        "load a pipeline per thread",
+    ) -> None:
+        self._busy = busy
         # `setdefault` is atomic, and an interruption cannot come between acquiring and a `finally` that releases.
         self._running: dict[str, object] = {}
         self._is_closed = False
@@ -24,11 +30,7 @@ class OneGeneration:
         this = object()
         try:
             if self._running.setdefault("generation", this) is not this:
-                raise PipelineBusyError(
-                    "this pipeline is generating already, in another thread or around this call (on_progress): a "
-                    "pipeline makes one generation at a time. Wait until it has ended, give several requests to one "
-                    "generate(), or load a pipeline per thread"
-                )
+                raise PipelineBusyError(self._busy)
             if self._is_closed:
                 raise PipelineClosedError("this pipeline is closed: load it again with load_pipeline()")
             yield
@@ -40,6 +42,33 @@ class OneGeneration:
         """No generation from here on. Call it within `held`."""
         self._is_closed = True
 
-    def __reduce__(self) -> tuple[type[OneGeneration], tuple[()]]:
+    def __reduce__(self) -> tuple[type[OneGeneration], tuple[str]]:
         # A copy of a pipeline is another pipeline.
-        return OneGeneration, ()
+        return OneGeneration, (self._busy,)
+
+
+class SharedGeneration:
+    """One generation of a pipeline that a stream and its forks have in common: each computes in its turn, and the last
+    one to leave ends it. resources: what is closed then."""
+
+    def __init__(self, resources: ExitStack) -> None:
+        self._resources = resources
+        self._num_inside = 0
+        self._turn = OneGeneration(
+            "this stream, or a fork of the same video, is computing in another thread: one of them computes at a time. "
+            "Ask for their chunks one after the other, in one thread, or load a pipeline per thread"
+        )
+
+    def join(self) -> None:
+        """One more stream."""
+        self._num_inside += 1
+
+    def leave(self) -> None:
+        """One stream less."""
+        self._num_inside -= 1
+        if self._num_inside == 0:
+            self._resources.close()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """While one of them computes. Raises PipelineBusyError while another one does."""
+        return self._turn.held()

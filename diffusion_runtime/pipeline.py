@@ -18,6 +18,7 @@ from diffusion_runtime.attention_clock import AttentionClock, timed_layers
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.chunk_decoding import DecodingThread
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
@@ -50,13 +51,14 @@ from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.models.weight_fingerprint import with_loras
-from diffusion_runtime.one_generation import OneGeneration
+from diffusion_runtime.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
 from diffusion_runtime.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.streaming import GenerationStream, check_streamable
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
@@ -215,38 +217,47 @@ class Pipeline:
             recorder = AttentionRecorder(counts_density=self._counts_density)
             self._note_remarks([request], settings, (), recorder)
             if self._quantization is not None:
-                self._quantization.counter.start(recorder.record_product)
                 resources.callback(self._quantization.counter.stop)
-            encode = self._encoder([request], settings, recorder)
+            self._count_products(recorder)
+            thread = None
+            if self._decodes_beside if decodes_beside is None else decodes_beside:
+                thread = DecodingThread(self.device, lambda: self._streaming(settings))
+                resources.callback(thread.close)
+            source = StreamSource(
+                decoder=self.decoder.for_request(request),
+                device=self.device,
+                fps=settings.size.fps,
+                plan=settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None),
+                temporal_factor=self.rules.geometry.temporal_factor,
+                encoder=functools.partial(self._encoder, [request], settings),
+                count_products=self._count_products,
+                recipe={**self.recipe, **self._sampling_preset(settings)},
+                guard=lambda: self._streaming(settings),
+                thread=thread,
+                generation=SharedGeneration(resources),
+            )
             load_timings, self._load_timings = self._load_timings, {}
             started = time.perf_counter()
             with self._streaming(settings):
-                prompts = encode(None)
-                chunks = settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None)
+                prompts = source.encoder(recorder)(None)
                 denoiser = ChunkedDenoiser(self._denoiser(settings, recorder))
-                frames = denoiser.stream(chunks, prompts.conditions, [request.seed])
+                chunks = denoiser.stream(source.plan, prompts.conditions, [request.seed])
             return GenerationStream(
-                request,
-                frames,
-                self.decoder.for_request(request),
-                fps=settings.size.fps,
-                encode=encode,
-                notes=prompts.notes[0],
+                source,
+                chunks,
+                recorder,
+                StreamPlace.start(request, prompts.notes[0], keeps_frames=keeps_frames),
                 text_seconds=time.perf_counter() - started,
-                recorder=recorder,
-                recipe={**self.recipe, **self._sampling_preset(settings)},
                 load_timings=load_timings,
-                device=self.device,
-                guard=lambda: self._streaming(settings),
-                resources=resources,
-                plan=chunks,
-                temporal_factor=self.rules.geometry.temporal_factor,
-                keeps_frames=keeps_frames,
-                decodes_beside=self._decodes_beside if decodes_beside is None else decodes_beside,
             )
         except BaseException:
             resources.close()
             raise
+
+    def _count_products(self, recorder: AttentionRecorder) -> None:
+        """Products of quantised layers from here on."""
+        if self._quantization is not None:
+            self._quantization.counter.start(recorder.record_product)
 
     @property
     def _decodes_beside(self) -> bool:
@@ -495,8 +506,7 @@ class Pipeline:
         recorder = AttentionRecorder(counts_density=self._counts_density)
         clock = StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
-        if self._quantization is not None:
-            self._quantization.counter.start(recorder.record_product)
+        self._count_products(recorder)
         preset = self._sampling_preset(settings)
         denoiser = self._denoiser(settings, recorder, block_runner)
         encode = self._encoder(batch, settings, recorder)

@@ -12,7 +12,15 @@ from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.frame_conditions import FrameCondition, FrameConditions, parse_conditions
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
-from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, PromptSwitches, parse_switches
+from diffusion_runtime.prompt_switches import (
+    SWITCH_MODES,
+    PromptSwitch,
+    PromptSwitches,
+    SeedSwitch,
+    SeedSwitches,
+    parse_seed_switches,
+    parse_switches,
+)
 from diffusion_runtime.request_fields import (
     ANY_GUIDANCE,
     GUIDANCE,
@@ -501,7 +509,21 @@ class GenerationRequest:
             refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
         ).as_metadata(),
     )
-    # What becomes of the keys in sight then: computed anew under the new prompt by chunks or in one pass, or kept.
+    # The same of seeds: the noise of the chunks from there on, as in a fork of a stream.
+    seed_switches: tuple[SeedSwitch, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Another seed from a time of the video on: --seed-at 5s 7; again for further ones.",
+            check=SeedSwitches(),
+            panel=WHAT,
+            flag="--seed-at",
+            may_stay_none=True,
+            convert=parse_seed_switches,
+            refusal="this model makes a clip at once, of one seed; leave --seed-at out or use --model-path "
+            "shapes-causal",
+        ).as_metadata(),
+    )
+    # What becomes of the keys in sight at a new prompt: computed anew under it by chunks or in one pass, or kept.
     switch_mode: str | None = field(
         default=None,
         metadata=RequestField(

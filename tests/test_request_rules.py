@@ -14,7 +14,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.frame_conditions import FrameConditions
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.options import MethodText
-from diffusion_runtime.prompt_switches import PromptSwitches
+from diffusion_runtime.prompt_switches import PromptSwitches, SeedSwitches
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import Blocks, Levels, Number, OneOf, Scales
 from diffusion_runtime.request_rules import RequestRules
@@ -55,6 +55,8 @@ def another(name: str, value: Any) -> Any:
         return (1, 2)
     if isinstance(check, PromptSwitches):
         return ((9, "a blue star"),)
+    if isinstance(check, SeedSwitches):
+        return ((9, 7),)
     if isinstance(check, FrameConditions):
         return ((9, "star.png", 0.5),)
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
@@ -91,8 +93,9 @@ def test_what_only_some_models_use_is_refused_by_the_others() -> None:
             IMAGES.resolve(request)
         # The one switch: nothing else has to know the field.
         rules = dataclasses.replace(IMAGES, model_fields=frozenset({name}))
-        # Prompts on the way need chunks, which a model has or has not, and images a file.
-        if REQUEST_FIELDS[name].check.kind is not str and name not in ("prompt_switches", "frame_conditions"):
+        # Prompts and seeds on the way need chunks, which a model has or has not, and images a file.
+        apart = ("prompt_switches", "seed_switches", "frame_conditions")
+        if REQUEST_FIELDS[name].check.kind is not str and name not in apart:
             taken.append(getattr(rules.resolve(request), name))
     assert taken
     with pytest.raises(RequestError, match="image_path: this model makes images from text alone; leave it out"):

@@ -51,10 +51,10 @@ class CacheScope:
         """The values whose key is a tuple that begins with `name`."""
         return (value for key, value in self._values.items() if isinstance(key, tuple) and key[0] == name)
 
-    def adopt(self, other: CacheScope, name: str) -> None:
-        """Take over another's values whose key is a tuple that begins with `name`."""
+    def adopt(self, other: CacheScope, name: str, taken: Callable[[object], object] = lambda value: value) -> None:
+        """Take over another's values whose key is a tuple that begins with `name`. taken: what of each."""
         self._values |= {
-            key: value for key, value in other._values.items() if isinstance(key, tuple) and key[0] == name
+            key: taken(value) for key, value in other._values.items() if isinstance(key, tuple) and key[0] == name
         }
 
 
@@ -89,10 +89,11 @@ class RequestCache:
         for scope in self._scopes.values():
             yield from scope.find_all(name)
 
-    def adopt(self, other: RequestCache, name: str) -> None:
-        """Take over the values of another whose key begins with the name of a user, scope by scope."""
+    def adopt(self, other: RequestCache, name: str, taken: Callable[[object], object] = lambda value: value) -> None:
+        """Take over the values of another whose key begins with the name of a user, scope by scope. taken: what of
+        each."""
         for key, scope in other._scopes.items():
-            self._scope(key).adopt(scope, name)
+            self._scope(key).adopt(scope, name, taken)
 
     def keep_expert(self, expert: int) -> None:
         """Drop what belongs to other experts, of a loop that goes from high noise to low and does not come back: the

@@ -21,7 +21,7 @@ from diffusion_runtime.frame_conditions import TEXT as CONDITION_TEXT
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.options import NONE, MethodText
-from diffusion_runtime.prompt_switches import MAX_SWITCHES, TIME, PromptSwitches
+from diffusion_runtime.prompt_switches import MAX_SWITCHES, TIME, PromptSwitches, SeedSwitches
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import (
     MAX_COUNT,
@@ -213,10 +213,16 @@ def _checked(check: object) -> Schema:
         return {"anyOf": [several, text]}
     if isinstance(check, ImageFile):
         return {"anyOf": [_NAME, {"type": "array", "items": _NAME}]} if check.several else _NAME
-    if isinstance(check, PromptSwitches):
+    if isinstance(check, PromptSwitches | SeedSwitches):
         at = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_COUNT}, {"type": "string", "pattern": TIME}]}
-        pair = {"type": "array", "items": [at, {"type": "string", "pattern": r"\S"}], "minItems": 2, "maxItems": 2}
-        text = {"type": "string", "pattern": rf"{TIME.removesuffix('$')}\s+\S"}
+        digits = r"[0-9]{1,19}\s*$"
+        second: dict[str, object] = {"type": "string", "pattern": r"\S"}
+        if isinstance(check, SeedSwitches):
+            number = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+            second = {"anyOf": [number, {"type": "string", "pattern": rf"^\s*{digits}"}]}
+        pair = {"type": "array", "items": [at, second], "minItems": 2, "maxItems": 2}
+        last = digits if isinstance(check, SeedSwitches) else r"\S"
+        text = {"type": "string", "pattern": rf"{TIME.removesuffix('$')}\s+{last}"}
         return {"type": "array", "items": {"anyOf": [pair, text]}, "maxItems": MAX_SWITCHES}
     if isinstance(check, Blocks):
         block = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_COUNT}

@@ -3,9 +3,9 @@ twice.
 
 `--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
 `--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags.
-`--at 5s "a blue star"` becomes `--at "5s a blue star"`. A verb that has no flag of a name takes it for one of
-`spellings.py`, and underscores for dashes. Of a flag that is given twice the last value holds, and every value is
-checked.
+`--at 5s "a blue star"` becomes `--at "5s a blue star"`, and so with `--seed-at 5s 7`. A verb that has no flag of a name
+takes it for one of `spellings.py`, and underscores for dashes. Of a flag that is given twice the last value holds, and
+every value is checked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typer.core import TyperCommand
 from diffusion_runtime.errors import ConfigError, nearest
 from diffusion_runtime.spellings import resolve
 
-# A time and a prompt.
-_AT = "--at"
+# Flags of a time and what comes with it.
+_TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
 # First part of the name -> the flag that takes PATH=VALUE, and whether the first part stays in the path.
 _TARGETS = {
     "request": ("--set", True),
@@ -40,12 +40,13 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
         argument = waiting.pop(0)
         if argument == "--":
             return [*rewritten, argument, *waiting]
-        if argument == _AT and len(waiting) > 1 and not any(character.isspace() for character in waiting[0]):
+        if argument in _TIMED and len(waiting) > 1 and not any(character.isspace() for character in waiting[0]):
             # The parser has no flag of two values that may be given again.
-            at, prompt = waiting.pop(0), waiting.pop(0)
-            if prompt.startswith("--"):
-                raise ConfigError(f"--at {at}: expected a prompt in quotes after the time, got the flag {prompt}")
-            rewritten += [_AT, f"{at} {prompt}"]
+            at, second = waiting.pop(0), waiting.pop(0)
+            if second.startswith("--"):
+                expected = _TIMED[argument]
+                raise ConfigError(f"{argument} {at}: expected {expected} after the time, got the flag {second}")
+            rewritten += [argument, f"{at} {second}"]
             continue
         name, equals, value = argument.partition("=")
         head, dot, path = name.removeprefix("--").partition(".")

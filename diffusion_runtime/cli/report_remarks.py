@@ -14,7 +14,16 @@ from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
 
-_CACHE_COUNTS = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits", "num_saturated")
+_CACHE_COUNTS = (
+    "chunk_frames",
+    "sink_frames",
+    "cached_frames",
+    "compressed_frames",
+    "num_bytes",
+    "num_shared_bytes",
+    "num_commits",
+    "num_saturated",
+)
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,11 +8,12 @@ solver per chunk.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 
@@ -56,6 +57,10 @@ class Commit:
         for clean in chunks:
             self(clean)
 
+    def fork(self, forward: ForwardFrames, compress: ForwardFrames, noise: ChunkNoise) -> Commit:  # noqa: ARG002
+        """Of another video that goes on from here. compress: a pass in large patches."""
+        return Commit(forward, noise, self.noise_level, self.num_steps)
+
     def _encode(self, forward: ForwardFrames, clean: CleanChunk, index: int) -> None:
         """index: of the chunk that has just become clean, whose last step this counts as: its noise level is next to
         it."""
@@ -98,6 +103,12 @@ class HistoryCommit(Commit):
             forward = self._compress if kind == "compress" else self.forward
             self._encode(forward, clean, chunks[-1].chunk.index)
 
+    def fork(self, forward: ForwardFrames, compress: ForwardFrames, noise: ChunkNoise) -> HistoryCommit:
+        """See Commit.fork."""
+        twin = HistoryCommit(super().fork(forward, compress, noise), compress, self._history)
+        twin._recent = self._recent
+        return twin
+
 
 @dataclass(frozen=True)
 class ChunkedVideo:
@@ -117,7 +128,7 @@ class ChunkSampler(ABC):
 
     def __init__(self, video: ChunkedVideo) -> None:
         self._video = video
-        self._chunks = iter(video.chunks)
+        self._chunks: Iterator[Chunk] = iter(video.chunks)
         self._upcoming = next(self._chunks, None)
 
     @property
@@ -132,6 +143,26 @@ class ChunkSampler(ABC):
     def commit(self, clean: CleanChunk) -> None:
         """Leave the final keys of a chunk that next_chunk returned: before the next one, and not after the last."""
         self._video.commit(clean)
+
+    @property
+    def next_index(self) -> int:
+        """Of the next chunk of the video, which there is."""
+        assert self._upcoming is not None
+        return self._upcoming.index
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether it keeps nothing between two chunks."""
+        return False
+
+    def fork(self, video: ChunkedVideo) -> Self:
+        """Of another video, with the same chunks, from the next one on, which there is. Of samplers that `can_fork`."""
+        assert self.can_fork
+        following = self.next_index
+        twin = copy.copy(self)
+        twin._video = video
+        twin._chunks = (chunk for chunk in video.chunks if chunk.index > following)
+        return twin
 
     def _take_upcoming(self) -> Chunk:
         """The next chunk of the video, which there is."""
@@ -149,6 +180,11 @@ class PerChunkSampler(ChunkSampler):
         super().__init__(video)
         self._sampler = sampler
         self._first = sampler if first is None else first
+
+    @property
+    def can_fork(self) -> bool:
+        """See ChunkSampler.can_fork."""
+        return True
 
     def next_chunk(self) -> CleanChunk:
         """See ChunkSampler.next_chunk."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -38,12 +39,27 @@ class ChunkNoise:
     """Standard normal noise of a video that is made chunk by chunk, by (seed, chunk, draw) alone: the chunks of a video
     are the first ones of a longer one, in every batch and on every device.
 
-    frame_shape: (channels, height, width) of a latent frame. seeds: one per sample.
+    frame_shape: (channels, height, width) of a latent frame. seeds: one per sample. later: another seed, of all
+    samples, by the chunk that it applies to first.
     """
 
-    def __init__(self, frame_shape: tuple[int, int, int], seeds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        frame_shape: tuple[int, int, int],
+        seeds: Sequence[int],
+        later: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._frame_shape = frame_shape
         self._seeds = tuple(seeds)
+        self._later = dict(sorted(later.items()))
+
+    def with_seed(self, chunk: int, seed: int) -> ChunkNoise:
+        """The same with another seed from a chunk on, until the next one that is later."""
+        return ChunkNoise(self._frame_shape, self._seeds, {**self._later, chunk: seed})
+
+    def _seeds_of(self, chunk: int) -> tuple[int, ...]:
+        seed = next((seed for first, seed in reversed(self._later.items()) if first <= chunk), None)
+        return self._seeds if seed is None else (seed,) * len(self._seeds)
 
     def draw(self, chunk: int, num_frames: int, draw: int | str) -> torch.Tensor:
         """[len(seeds), channels, num_frames, height, width], float32, on the CPU. draw: 0 for what the chunk starts
@@ -52,7 +68,7 @@ class ChunkNoise:
         return torch.stack(
             [
                 torch.randn((channels, num_frames, height, width), generator=_generator(seed, chunk, draw))
-                for seed in self._seeds
+                for seed in self._seeds_of(chunk)
             ]
         )
 

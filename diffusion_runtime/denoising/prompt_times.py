@@ -1,31 +1,41 @@
-"""When prompts change: a switch applies from the first chunk that begins at its frame or later."""
+"""When prompts and seeds change: a switch applies from the first chunk that begins at its frame or later."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import TypeVar
 
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.prompt_switches import PromptSwitch, seconds_of
+from diffusion_runtime.prompt_switches import seconds_of
+
+T = TypeVar("T", str, int)
 
 
 def resolve_switches(
-    switches: Iterable[PromptSwitch], chunks: ChunkPlan, *, fps: int, num_frames: int, temporal_factor: int, name: str
-) -> tuple[tuple[int, str], ...]:
+    switches: Iterable[tuple[int | str, T]],
+    chunks: ChunkPlan,
+    *,
+    fps: int,
+    num_frames: int,
+    temporal_factor: int,
+    name: str,
+    what: str,
+) -> tuple[tuple[int, T], ...]:
     """The switches in their order, each at the first frame of the chunk that it applies to.
 
     chunks: of the video; fps: frames per second; num_frames: of the video in pixels; temporal_factor: frames of every
-    latent frame but the first. name: of the field. Raises RequestError for one behind the last chunk's first frame or
-    on the video's, and for two that apply to the same chunk.
+    latent frame but the first. name: of the field; what: changes. Raises RequestError for one behind the
+    last chunk's first frame or on the video's, and for two that apply to the same chunk.
     """
     starts = [first_frame(chunk, temporal_factor) for chunk in chunks]
-    resolved: list[tuple[int, str, int | str]] = []
-    for at, prompt in switches:
+    resolved: list[tuple[int, T, int | str]] = []
+    for at, value in switches:
         frame = round(seconds_of(at, name) * fps) if isinstance(at, str) else at
         if frame < 1:
             raise RequestError(
-                f"{name}: {shown(at)} is the video's first frame, which is of the prompt; give a later time"
+                f"{name}: {shown(at)} is the video's first frame, which is of the {what}; give a later time"
             )
         start = next((start for start in starts if start >= frame), None)
         if start is None:
@@ -35,7 +45,7 @@ def resolve_switches(
                 f"{name}: {shown(at)} is past the end: the video has {length}, and {last}; "
                 "give more --seconds or --num-frames"
             )
-        resolved.append((start, prompt, at))
+        resolved.append((start, value, at))
     resolved.sort(key=lambda switch: switch[0])
     for one, other in itertools.pairwise(resolved):
         if one[0] == other[0]:
@@ -43,7 +53,7 @@ def resolve_switches(
                 f"{name}: {shown(one[2])} and {shown(other[2])} are the same chunk, which begins at frame {one[0]}; "
                 "leave one out, or move it by a chunk"
             )
-    return tuple((start, prompt) for start, prompt, _ in resolved)
+    return tuple((start, value) for start, value, _ in resolved)
 
 
 def first_frame(chunk: Chunk, temporal_factor: int) -> int:

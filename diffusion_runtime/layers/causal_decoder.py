@@ -69,9 +69,13 @@ class ModuleDecoder(LatentFrameDecoder):
     @contextmanager
     def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
         """See SampleDecoder.clip."""
-        # What each causal convolution has read, in their order: the module keeps it in this list.
-        kept: list[Any] = [None] * sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
+        num_convolutions = sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
         knows_first = "first_chunk" in inspect.signature(self._network.forward).parameters
+        yield self._clip(ranks, [None] * num_convolutions, knows_first=knows_first)
+
+    def _clip(self, ranks: RankGroup | None, kept: list[Any], *, knows_first: bool) -> DecodeNext:
+        """kept: what each causal convolution has read, in their order: the module keeps it in this list. knows_first:
+        whether the module is to be told that a first frame comes."""
 
         def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
             nonlocal knows_first
@@ -85,7 +89,12 @@ class ModuleDecoder(LatentFrameDecoder):
                     chunk = self._network(latents[:, :, index : index + 1], feat_cache=kept, feat_idx=[0], **first)
                 yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
 
-        yield decode_next
+        def fork() -> DecodeNext:
+            # Some entries are words of the module.
+            read = [each.clone() if isinstance(each, torch.Tensor) else each for each in kept]
+            return self._clip(ranks, read, knows_first=knows_first)
+
+        return DecodeNext(decode_next, fork)
 
 
 class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
@@ -94,8 +103,10 @@ class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
     @contextmanager
     def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
         """See SampleDecoder.clip."""
-        histories: dict[nn.Module, torch.Tensor] = {}
-        is_first = True
+        yield self._clip(ranks, {}, is_first=True)
+
+    def _clip(self, ranks: RankGroup | None, histories: dict[nn.Module, torch.Tensor], *, is_first: bool) -> DecodeNext:
+        """histories: as of LatentFrame. is_first: whether a first latent frame comes."""
 
         def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
             nonlocal is_first
@@ -105,7 +116,11 @@ class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
                 is_first = False
                 yield self.decode_frame(latents[:, :, index : index + 1], frame)
 
-        yield decode_next
+        def fork() -> DecodeNext:
+            read = {conv: history.clone() for conv, history in histories.items()}
+            return self._clip(ranks, read, is_first=is_first)
+
+        return DecodeNext(decode_next, fork)
 
     def prepare(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw latents as the network takes them, all at once."""

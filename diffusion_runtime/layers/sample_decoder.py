@@ -12,14 +12,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
-# The frames of the next latents of a clip, chunk after chunk: as SampleDecoder.decode, after what came before.
-DecodeNext: TypeAlias = Callable[[torch.Tensor], Iterator[torch.Tensor]]
+
+@dataclass(frozen=True, eq=False)
+class DecodeNext:
+    """What decodes a clip in pieces. decode, which a call is: the frames of its next latents, chunk after chunk, as
+    SampleDecoder.decode after what came before. fork: another clip with the same pieces so far, that goes on by itself;
+    what convolutions have read is copied. Behind the first piece, and between two whose frames have all been read."""
+
+    decode: Callable[[torch.Tensor], Iterator[torch.Tensor]]
+    fork: Callable[[], DecodeNext]
+
+    def __call__(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        return self.decode(latents)
 
 
 class SampleDecoder(ABC):

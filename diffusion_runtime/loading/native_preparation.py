@@ -65,6 +65,7 @@ _OF_CHUNKS = (
     "kv_cache_dtype",
     "page_size",
     "prompt_switches",
+    "seed_switches",
     "switch_mode",
 )
 

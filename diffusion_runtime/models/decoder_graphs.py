@@ -24,7 +24,7 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import (
     kernel_switches,
     refusal_after,
 )
-from diffusion_runtime.errors import first_line
+from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, LatentFrame
 from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
@@ -144,10 +144,10 @@ class GraphedDecoder(SampleDecoder):
                 replayed = replayed or begin(raw)
                 return replayed(raw)
 
-            yield decode_next
+            yield DecodeNext(decode_next, _refuse_fork)
 
     def _eager(self, decode_next: DecodeNext, reason: str) -> DecodeNext:
-        return lambda raw: self._counted(decode_next(raw), reason)
+        return DecodeNext(lambda raw: self._counted(decode_next(raw), reason), _refuse_fork)
 
     def _counted(self, chunks: Iterator[torch.Tensor], reason: str) -> Iterator[torch.Tensor]:
         """Chunks that run eagerly."""
@@ -168,7 +168,14 @@ class GraphedDecoder(SampleDecoder):
                 self._graphs.count(reason)
                 yield chunk, reason is None
 
-        return lambda raw: _merged(frames(raw))
+        return DecodeNext(lambda raw: _merged(frames(raw)), _refuse_fork)
+
+
+def _refuse_fork() -> DecodeNext:
+    raise ConfigError(
+        "fork: CUDA graphs of the decoder hold what the convolutions of one clip have read; expected "
+        "cuda_graphs='off', got graphs; load the model with cuda_graphs='off' (--cuda-graphs off)"
+    )
 
 
 def _merged(chunks: Iterator[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:

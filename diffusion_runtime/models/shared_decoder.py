@@ -74,17 +74,21 @@ class SharedDecoder(LatentDecoder):
         if not self._in_bands:
             raise ConfigError(f"stream: several processes cannot decode together ({self.implementation})")
         assert self._decoder is not None
+        with self._decoder.clip(self._world.group) as decode_next:
+            yield self._clip(decode_next)
+
+    def _clip(self, decode_next: DecodeNext) -> DecodeNext:
+        """decode_next: of this process's band."""
         group = self._world.group
-        with self._decoder.clip(group) as decode_next:
 
-            def decode_band_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
-                if not self._splits(latents):
-                    rows = latents.shape[-2]
-                    raise ConfigError(f"stream: {rows} rows of latents make no band for each of {group.size} processes")
-                band = latents[..., band_of(latents.shape[-2], group), :]
-                return (gather_bands(frames, 2, group) for frames in decode_next(band))
+        def decode_band_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
+            if not self._splits(latents):
+                rows = latents.shape[-2]
+                raise ConfigError(f"stream: {rows} rows of latents make no band for each of {group.size} processes")
+            band = latents[..., band_of(latents.shape[-2], group), :]
+            return (gather_bands(frames, 2, group) for frames in decode_next(band))
 
-            yield decode_band_next
+        return DecodeNext(decode_band_next, lambda: self._clip(decode_next.fork()))
 
     def _splits(self, latents: torch.Tensor) -> bool:
         return self._in_bands and latents.shape[-2] >= self._world.size

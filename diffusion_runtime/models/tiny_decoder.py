@@ -157,7 +157,10 @@ class TinyDecoder(LatentDecoder):
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
         """See LatentDecoder.clip."""
         assert bands is None, "it knows no bands"
-        memories: dict[nn.Module, torch.Tensor] = {}
+        yield self._clip({})
+
+    def _clip(self, memories: dict[nn.Module, torch.Tensor]) -> DecodeNext:
+        """memories: as of TinyNetwork.frames, which replaces them and writes to none."""
 
         def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
             with torch.inference_mode():
@@ -165,7 +168,7 @@ class TinyDecoder(LatentDecoder):
                 for part in self._network.frames(piece, memories):
                     yield part.float().permute(0, 2, 3, 1)[None].contiguous()
 
-        yield decode_next
+        return DecodeNext(decode_next, lambda: self._clip(dict(memories)))
 
 
 @dataclass(frozen=True)

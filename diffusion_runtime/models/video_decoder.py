@@ -140,20 +140,34 @@ class VideoDecoder(LatentDecoder):
         if not self._module.keeps_history:
             raise ConfigError(f"stream: {self.implementation} needs all latents of a clip at once; leave out --stream")
         with contextlib.ExitStack() as stack:
-            next_raw: DecodeNext | None = None
 
-            def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
-                nonlocal next_raw
-                if next_raw is None:
-                    # By the first piece: which decoder it is depends on the size.
-                    raw, decoder = self._chosen(latents, bands)
-                    next_raw = stack.enter_context(decoder.clip(bands))
-                else:
-                    with self._decoding(latents):
-                        raw = self._raw(latents)
-                return self._chunks(next_raw(raw), latents)
+            def begin(latents: torch.Tensor) -> tuple[torch.Tensor, DecodeNext]:
+                # By the first piece: which decoder it is depends on the size.
+                raw, decoder = self._chosen(latents, bands)
+                return raw, stack.enter_context(decoder.clip(bands))
 
-            yield decode_next
+            yield self._clip(begin)
+
+    def _clip(
+        self, begin: Callable[[torch.Tensor], tuple[torch.Tensor, DecodeNext]], next_raw: DecodeNext | None = None
+    ) -> DecodeNext:
+        """begin: of the first latents those as the autoencoder takes them, and what decodes them. next_raw: of a clip
+        that has begun."""
+
+        def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
+            nonlocal next_raw
+            if next_raw is None:
+                raw, next_raw = begin(latents)
+            else:
+                with self._decoding(latents):
+                    raw = self._raw(latents)
+            return self._chunks(next_raw(raw), latents)
+
+        def fork() -> DecodeNext:
+            assert next_raw is not None, "a fork comes behind the first piece"
+            return self._clip(begin, next_raw.fork())
+
+        return DecodeNext(decode_next, fork)
 
     def _chosen(self, latents: torch.Tensor, bands: RankGroup | None) -> tuple[torch.Tensor, SampleDecoder]:
         """The latents as the autoencoder takes them, and who decodes those of this size."""

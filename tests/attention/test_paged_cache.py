@@ -84,9 +84,10 @@ def test_a_fork_shares_pages_until_either_is_written_to() -> None:
     before, table = store.num_bytes, store.block_table.nbytes
     fork, pool, last = store.fork(), store.pool, plan_of(range(2, 4), "commit")
     assert_equal(store, fork, last)
-    # Four of five frames are shared, the fifth is room that each has for itself.
+    # Four of five frames are shared, and so is the room for the fifth: together they take what one took.
     assert pool.num_pages == len(pool.free) + 4 * 3 * BATCH == 30
-    assert fork.num_bytes + store.num_bytes - 2 * table == (before - table) * 6 // 5
+    assert fork.num_bytes + store.num_bytes - table == before
+    assert fork.num_shared_bytes == store.num_shared_bytes == (before - table) * 4 // 5
     # Written in the fork: the sink and the first frames of the ring stay shared.
     plan = plan_of(range(4, 6))
     fork.write(plan, *drawn(2, 50))
@@ -95,9 +96,9 @@ def test_a_fork_shares_pages_until_either_is_written_to() -> None:
     assert_equal(fork, alone, plan)
     shared = [pool.num_references(page) for page in store.block_table[:, : 4 * 3].flatten().tolist()]
     assert sorted(shared) == [1] * 3 * BATCH + [2] * 9 * BATCH
-    # Written in the store it was made from, past the pages of the pool, which grows: the fork keeps its own.
+    # Written in the store it was made from: the fork keeps its own. Pools grow by what is missing, here two frames.
     store.write(plan, *drawn(2, 60))
-    assert pool.num_pages == 60
+    assert pool.num_pages == 30 + 2 * 3 * BATCH == sum(each.num_bytes - table for each in (store, fork)) / (2 * 128)
     assert_equal(fork, alone, plan)
     assert not torch.equal(store.read(plan)[0], fork.read(plan)[0])
     in_use = pool.num_pages - len(pool.free)
@@ -106,6 +107,7 @@ def test_a_fork_shares_pages_until_either_is_written_to() -> None:
     kept = store.read(plan)
     store.release()
     assert len(pool.free) == len(set(pool.free)) == pool.num_pages
+    assert store.num_bytes == 0
     assert torch.isfinite(kept[0]).all()
 
 

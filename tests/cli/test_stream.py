@@ -50,7 +50,9 @@ def test_pipelines_without_a_cache_say_what_is_theirs() -> None:
 
 
 def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, causal: tuple[str, ...]) -> None:
-    done = command(*causal, "--seconds", "3.7", "--at", "1.5s", "a blue star", "--stream", "new/x.mp4")
+    done = command(
+        *causal, "--seconds", "3.7", "--at", "1.5s", "a blue star", "--seed-at", "9f", "7", "--stream", "new/x.mp4"
+    )
     assert (done.code, done.out) == (0, "new/x.mp4\n"), done.err
     for said in (
         "9 of 45 frames (0.8 s of video), first frames after",
@@ -61,6 +63,7 @@ def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, 
     sidecar = read_own_sidecar(Path("new/x.mp4"))
     assert sidecar is not None
     assert sidecar["recipe"]["request"]["prompt_switches"] == [[21, "a blue star"]]
+    assert sidecar["recipe"]["request"]["seed_switches"] == [[9, 7]]
     assert set(sidecar["stream"]) == {
         "first_frame_seconds",
         "frames_per_second",

@@ -24,7 +24,7 @@ ROWS = [
     {"request_profile"},
     {"pipeline", "generation_pipeline"},
     {"streaming"},
-    {"chunked_denoiser"},
+    {"chunked_denoiser", "stream_state"},
     {
         "request_rules",
         "forward_ranges",

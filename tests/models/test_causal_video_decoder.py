@@ -193,14 +193,15 @@ def test_frames_come_while_the_next_are_not_yet_decoded() -> None:
 
 @torch.inference_mode()
 def test_a_clip_in_pieces_has_the_frames_of_the_whole() -> None:
-    """To the bit, by diffusers' module, by kernels in both layouts and by graphs; two clips at once keep apart."""
+    """To the bit, by diffusers' module, by kernels in both layouts and by graphs; two clips at once keep apart, and
+    forks of one, which graphs refuse."""
     latents, other = random_latents(4), random_latents(4).flip(2)
     for kind in ("wan 2.1", "wan 2.2"):
         module = autoencoder(kind)
         plain = CausalVideoDecoder(module, by_factor(1.0))
         first = CausalVideoDecoder(module, by_factor(1.0), [to_the_bit(ChannelsFirstDecoder(module), "first")])
         graphed = first.with_graphs(DecoderGraphs(RecordedCapture()))
-        for decoder in (plain.fast(), graphed) if kind == "wan 2.1" else (plain,):
+        for decoder in (plain.fast(), first, graphed) if kind == "wan 2.1" else (plain,):
             whole, whole_other = decoder.decode(latents), decoder.decode(other)
             found: list[list[torch.Tensor]] = [[], []]
             with decoder.clip() as decode_next, decoder.clip() as decode_other:
@@ -209,6 +210,17 @@ def test_a_clip_in_pieces_has_the_frames_of_the_whole() -> None:
                     found[1] += decode_other(pieces[1])
             assert torch.equal(torch.cat(found[0], dim=1), whole), (kind, decoder.implementation)
             assert torch.equal(torch.cat(found[1], dim=1), whole_other), (kind, decoder.implementation)
+            with decoder.clip() as decode_next:
+                begun = list(decode_next(latents[:, :, :2]))
+                if decoder is graphed:
+                    with pytest.raises(ConfigError, match="expected cuda_graphs='off'"):
+                        decode_next.fork()
+                    continue
+                decode_fork = decode_next.fork()
+                # Another continuation in between, and none of the first clip once the fork is made.
+                list(decode_next(other))
+            rest = [*decode_fork(latents[:, :, 2:3]), *decode_fork(latents[:, :, 3:])]
+            assert torch.equal(torch.cat([*begun, *rest], dim=1), whole), (kind, decoder.implementation)
         with pytest.raises(ConfigError, match="leave out --vae-tiling"), plain.in_tiles(True).clip():
             pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -35,8 +36,9 @@ class PagePool:
     """Pages of page_size tokens of one layer, [2 (keys, values), pages, page_size, heads, head_dim], a list of those
     that are free, and how many block tables refer to each of the others.
 
-    Block tables share a page until one of them writes to it. A pool without a free page grows by as many as it began
-    with, which moves the tensor.
+    Block tables share a page until one of them writes to it. A pool with too few free pages grows by those that are
+    missing, which moves the tensor: pages that are shared are not set aside twice. num_stores: those that take pages of
+    it.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class PagePool:
         device: torch.device,
     ) -> None:
         self.page_size = page_size
-        self._grow_by = num_pages
         self.keys_and_values = torch.zeros((2, num_pages, page_size, num_heads, head_dim), dtype=dtype, device=device)
         # The last one is taken first.
         self.free = list(reversed(range(num_pages)))
         self._references = [0] * num_pages
+        self.num_stores = 0
 
     @property
     def num_pages(self) -> int:
@@ -73,11 +75,20 @@ class PagePool:
 
     def take(self) -> int:
         """A page that was free, with one reference."""
-        if not self.free:
-            self._grow()
+        self.reserve(1)
         page = self.free.pop()
         self._references[page] = 1
         return page
+
+    def reserve(self, num_pages: int) -> None:
+        """See to it that so many pages are free."""
+        num_before, more = self.num_pages, num_pages - len(self.free)
+        if more <= 0:
+            return
+        added = self.keys_and_values.new_zeros((2, more, *self.keys_and_values.shape[2:]))
+        self.keys_and_values = torch.cat([self.keys_and_values, added], dim=1)
+        self.free = [*reversed(range(num_before, num_before + more)), *self.free]
+        self._references += [0] * more
 
     def share(self, page: int) -> None:
         """One more reference to a page that is in use."""
@@ -88,13 +99,6 @@ class PagePool:
         self._references[page] -= 1
         if self._references[page] == 0:
             self.free.append(page)
-
-    def _grow(self) -> None:
-        num_before, more = self.num_pages, self._grow_by
-        added = self.keys_and_values.new_zeros((2, more, *self.keys_and_values.shape[2:]))
-        self.keys_and_values = torch.cat([self.keys_and_values, added], dim=1)
-        self.free = list(reversed(range(num_before, num_before + more)))
-        self._references += [0] * more
 
 
 class PagedStore(KeyStore):
@@ -116,6 +120,8 @@ class PagedStore(KeyStore):
             num_pages = size.batch * per_sample
             pool = PagePool(num_pages, page_size, size.num_heads, size.head_dim, size.dtype, size.device)
         self.pool = pool
+        pool.num_stores += 1
+        self._is_released = False
         self._size = size
         # Page of each place of the cache; the host's copy knows those that have none yet, as -1.
         self._pages = [[-1] * per_sample for _ in range(size.batch)]
@@ -123,25 +129,28 @@ class PagedStore(KeyStore):
 
     @property
     def num_bytes(self) -> int:
-        """Of its pages and its block table. A page that several stores share counts in parts, which add up to it; pages
-        of the pool that no store has are not counted."""
+        """Of its pages, its block table and the room of the pool. Pages that several stores share, and free ones, count
+        in parts: those of all stores add up to what there is. None once it is released."""
+        if self._is_released:
+            return 0
         pages = [page for row in self._pages for page in row if page >= 0]
         shares = sum(1 / self.pool.num_references(page) for page in pages)
-        # Room that is set aside for this store counts although nothing has been written there.
-        unwritten = sum(row.count(-1) for row in self._pages)
-        return round((shares + unwritten) * self.pool.bytes_per_page) + self.block_table.nbytes
+        room = len(self.pool.free) / self.pool.num_stores
+        return round((shares + room) * self.pool.bytes_per_page) + self.block_table.nbytes
+
+    @property
+    def num_shared_bytes(self) -> int:
+        pages = {page for row in self._pages for page in row if page >= 0 and self.pool.num_references(page) > 1}
+        return len(pages) * self.pool.bytes_per_page
 
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         size = self.pool.page_size
+        # Also where it is recorded for replays, which run the operators on the device alone.
+        self._own_pages([page for _, run in plan.write_copies for page in range(run.start // size, run.stop // size)])
         if plan.write_index is None:
             places = [cached for _, cached in plan.write_copies]
-            for place in places:
-                self._own_pages(range(place.start // size, place.stop // size))
             table = torch.cat([self.block_table[:, _in_pages(place, size)] for place in places], dim=1)
         else:
-            # Also where it is recorded for replays, which run the operators on the device alone.
-            for _, cached in plan.write_copies:
-                self._own_pages(range(cached.start // size, cached.stop // size))
             table = self.block_table.index_select(1, plan.write_index[::size] // size)
         for pages, x in zip(self.pool.keys_and_values, (k, v), strict=True):
             pages.index_copy_(0, table.flatten().long(), x.reshape(-1, size, *x.shape[2:]))
@@ -177,9 +186,9 @@ class PagedStore(KeyStore):
         keys, values = self.pool.keys_and_values
         return StoredKeys(keys, values, table, StoredForm(PageFormat(size, keys.dtype), pages))
 
-    def fork(self) -> PagedStore:
+    def fork(self) -> Self:
         """Another store with the same keys and values, in the same pages until either writes to them."""
-        twin = PagedStore(self._size, self.pool.page_size, self.pool)
+        twin = type(self)(self._size, self.pool.page_size, self.pool)
         twin._pages = [list(row) for row in self._pages]
         twin.block_table.copy_(self.block_table)
         for page in (page for row in self._pages for page in row if page >= 0):
@@ -187,7 +196,11 @@ class PagedStore(KeyStore):
         return twin
 
     def release(self) -> None:
-        """Give its pages back to the pool; nothing is written to the store or read from it again."""
+        """See KeyStore.release: its pages are the pool's again, but for those that forks have."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self.pool.num_stores -= 1
         for row in self._pages:
             for page in row:
                 if page >= 0:
@@ -196,15 +209,20 @@ class PagedStore(KeyStore):
 
     def _own_pages(self, places: Sequence[int]) -> None:
         """See to it that no other store refers to the pages at some places, which are about to be overwritten."""
-        for sample, row in enumerate(self._pages):
-            for place in places:
-                page = row[place]
-                if page >= 0 and self.pool.num_references(page) == 1:
-                    continue
-                if page >= 0:
-                    self.pool.release(page)
-                row[place] = self.pool.take()
-                self.block_table[sample, place] = row[place]
+        missing = [
+            (sample, place) for sample, row in enumerate(self._pages) for place in places if self._lacks(row[place])
+        ]
+        self.pool.reserve(len(missing))
+        for sample, place in missing:
+            row = self._pages[sample]
+            if row[place] >= 0:
+                self.pool.release(row[place])
+            row[place] = self.pool.take()
+            self.block_table[sample, place] = row[place]
+
+    def _lacks(self, page: int) -> bool:
+        """Whether another page is due before something is written there: there is none, or a fork has it."""
+        return page < 0 or self.pool.num_references(page) > 1
 
 
 def _in_pages(tokens: slice, page_size: int) -> slice:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from typing import Self
 
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
@@ -30,6 +32,11 @@ class CachePasses(ABC):
     def plan(self, frames: range, kind: str) -> CachePlan:
         """Of the next pass, over `frames`. kind: `denoise` or `commit`; `compress` is a commit in larger patches
         (attention/cache/history.py)."""
+
+    def fork(self) -> Self:
+        """Of another video that goes on from here."""
+        # What has been written so far is a number.
+        return copy.copy(self)
 
 
 class SlidingPasses(CachePasses):

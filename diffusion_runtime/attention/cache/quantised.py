@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
@@ -50,9 +52,24 @@ class Fp8Store(KeyStore):
         return self.codes.num_bytes + self.scale.nbytes + self.mean.nbytes
 
     @property
+    def num_shared_bytes(self) -> int:
+        return self.codes.num_shared_bytes
+
+    @property
     def num_saturated(self) -> int:
         """Stored numbers so far that were too large for the scale. Waits for the device."""
         return int(self._num_saturated.item())
+
+    def fork(self) -> Self:
+        twin = copy.copy(self)
+        twin.codes = self.codes.fork()
+        twin.scale, twin.mean = self.scale.clone(), self.mean.clone()
+        twin._num_saturated = self._num_saturated.clone()
+        twin._own = None
+        return twin
+
+    def release(self) -> None:
+        self.codes.release()
 
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         self._own = k, v

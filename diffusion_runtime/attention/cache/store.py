@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -37,9 +38,22 @@ class KeyStore(ABC):
         """What it has allocated."""
 
     @property
+    def num_shared_bytes(self) -> int:
+        """Of what it has in common with forks, whole; 0 for stores that are copied."""
+        return 0
+
+    @property
     def num_saturated(self) -> int:
         """Stored numbers so far that were too large for the store's dtype."""
         return 0
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """Another store with the same keys and values, between two passes; what is written to one is not in the
+        other."""
+
+    def release(self) -> None:  # noqa: B027 - most share nothing
+        """Give back what forks share; nothing is written to the store or read from it again."""
 
     @abstractmethod
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -72,6 +86,11 @@ class RingStore(KeyStore):
     @property
     def num_bytes(self) -> int:
         return self.keys_and_values.nbytes
+
+    def fork(self) -> Self:
+        twin = copy.copy(self)
+        twin.keys_and_values = self.keys_and_values.clone()
+        return twin
 
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self.keys_and_values

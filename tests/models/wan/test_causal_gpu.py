@@ -24,6 +24,7 @@ from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import CodeScales, KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo
@@ -113,6 +114,30 @@ def test_a_stream_is_the_whole_video(cuda_graphs: str) -> None:
                 pass
         assert stream.decodes_beside is (beside is not False)
         assert numpy.array_equal(stream.media().frames, whole.frames), beside
+
+
+@pytest.mark.parametrize("name", ["torch_sdpa", *READERS])
+def test_forks_of_a_stream_are_what_each_is_alone(name: str) -> None:
+    """With pages that differ from stream to stream, decoded in line and on the thread that they have in common."""
+    usable_or_skip(name)
+    pipeline = loaded(attention=name, cuda_graphs="off")
+    for values in ({}, {"page_size": 64}, {"page_size": 64, "kv_cache_dtype": "fp8_e4m3"}):
+        request = dataclasses.replace(REQUEST, **values)
+        whole = pipeline(request).frames
+        for beside in (False, True):
+            with pipeline.stream(request, keeps_frames=True, decodes_beside=beside) as stream:
+                next(stream), next(stream), next(stream)
+                with stream.fork() as same, stream.fork("a blue circle moving left", seed=9) as other:
+                    next(other), next(stream), next(same)
+                    list(same), list(other)
+                list(stream)
+            repeated = pipeline(GenerationRequest.from_dict(other.recipe["request"])).frames
+            for found, expected in ((stream, whole), (same, whole), (other, repeated)):
+                assert numpy.array_equal(found.media().frames, expected), (values, beside)
+            assert distance(repeated, whole) > 0
+    graphed = loaded(cuda_graphs="on")
+    with graphed.stream(REQUEST) as stream, pytest.raises(ConfigError, match="expected cuda_graphs='off'"):
+        stream.fork()
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])

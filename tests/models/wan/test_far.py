@@ -198,6 +198,14 @@ def test_streams_of_any_length(pipeline: Pipeline) -> None:
     with pipeline.stream(REQUEST, keeps_frames=True) as stream:
         assert [len(chunk.frames) for chunk in stream] == [1, 12, 12, 12, 4]
     assert numpy.array_equal(stream.media().frames, whole.frames)
+    with pipeline.stream(REQUEST, keeps_frames=True) as stream:
+        next(stream), next(stream), next(stream)
+        with stream.fork("a blue star") as fork, stream.fork() as same:
+            next(fork), list(same), list(fork)
+    assert numpy.array_equal(same.media().frames, whole.frames)
+    recipe = GenerationRequest.from_dict(fork.recipe["request"])
+    assert numpy.array_equal(fork.media().frames, pipeline(recipe).frames)
+    assert not numpy.array_equal(fork.media().frames, whole.frames)
     cache = whole.attention_report.cache
     assert cache is not None
     # 9 frames of 6 tokens, and 4 of one.
