@@ -293,6 +293,10 @@ class RequestRules(SamplingRules):
         if request.second_stage_sigmas is not None:
             # Those of the first stage, whose steps it shifts.
             self.geometry.check_halving(height, width, 1, "--upsampler-path")
+            try:
+                self.geometry.check(height // 2, width // 2, num_frames)
+            except RequestError as error:
+                raise RequestError(f"{error} (the first stage halves {height} x {width}, height x width)") from error
             height, width = height // 2, width // 2
         num_tokens = self.geometry.num_tokens(height, width, num_frames)
         if request.last_image_path is not None and self.geometry.appends_last_image:

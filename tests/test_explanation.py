@@ -21,7 +21,7 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.explanation.counted_operations import CountedOperations
-from diffusion_runtime.explanation.explanation import Explanation, explain
+from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
 from diffusion_runtime.explanation.page import in_tera, render, write_page
 from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import prepare
@@ -182,6 +182,29 @@ def test_a_first_chunk_costs_its_own_steps_and_guidance() -> None:
     assert commit / denoise == pytest.approx((6 * 14 - 11) / (6 * 14), rel=0.01)
 
 
+def test_steps_of_a_first_chunk_are_drawn_beside_those_of_the_others() -> None:
+    rules = {"schedule": [{"steps": "4-11", "role": "self", "backend": "reference"}]}
+    config = RuntimeConfig("shapes-causal", device="cpu", attention=rules)
+    drawn = {}
+    for mode in ("off", "regional"):
+        prepared = prepare(dataclasses.replace(config, compile=mode))
+        found = explain(prepared, prepared.rules.resolve(GenerationRequest("a red circle", num_frames=29)))
+        assert (found.num_first_steps, found.num_steps, found.num_forwards) == (12, 4, 2 * 12 + 4 * 3 + 3)
+        drawn[mode] = {(row.role, row.layers): row for row in schedule_map(found.schedule).rows}
+        (row,) = [row for row in implementation_rows(found) if row.backend == "reference"]
+        assert (row.layers, row.steps) == ("0-5", "4-11 of the first chunk")
+    # Compiled blocks leave nothing out of a commit.
+    assert drawn["regional"]["self", "0-5"].letters == "AAAABBBBBBBBAAAA"
+    assert drawn["regional"]["self", "0-5"].commit == drawn["off"]["self", "0-4"].commit == "A"
+    assert drawn["off"]["self", "5"].commit == "C"
+    page = render(found)
+    assert (
+        "12 steps of the first chunk and 4 of the others from left to right; commits: torch_sdpa in layers 0-5" in page
+    )
+    assert "<title>layer 0, steps 4-11 of the first chunk: reference" in page
+    assert found.passes_text == "39: 4 for a chunk, 12 for the first, and commits"
+
+
 def test_schedules_are_drawn_by_layer_and_step() -> None:
     rules = [{"steps": "0-1", "layers": "0-2", "backend": "torch_sdpa"}]
     sparse = {"backend": "video_sparse_attn", "extra": {"sparsity": 0.5, "tile_size": [4, 4, 4]}}
@@ -225,7 +248,7 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(page) in err
     assert "shapes: what would run" in page.read_text()
     assert run(["explain", *size]) == 0
-    shown = "".join(capsys.readouterr())
+    shown = capsys.readouterr().out
     assert "Attention by layer and step" in shown
     assert "What would compute it" in shown
     assert max(map(len, shown.splitlines())) <= 100

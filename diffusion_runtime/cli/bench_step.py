@@ -154,7 +154,7 @@ def show(result: StepBenchmark) -> None:
         console.print(
             Text(
                 f"one step: {result.operations / 1e12:.4g} T operations; a matrix product of {size}^3 beside them: "
-                f"{min(rates):.0f} to {max(rates):.0f} TF/s"
+                f"{min(rates):.3g} to {max(rates):.3g} TF/s"
             )
         )
     if result.scale != 1:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +56,7 @@ def explain(context: typer.Context, **given: Any) -> None:
     if as_json:
         put_on_stdout(json_text(explanation.to_dict()))
         return
-    show(explanation, terminal)
+    _show(explanation, terminal)
     for remark in explanation.remarks:
         terminal.warn(remark)
     if others:
@@ -106,8 +108,11 @@ def _needed_images(
         yield {name: path for name, path in made.items() if name in missing}
 
 
-def show(explanation: Explanation, terminal: Terminal) -> None:
-    """Tables of at most 100 columns."""
+def _show(explanation: Explanation, terminal: Terminal) -> None:
+    """Tables of at most 100 columns on standard output; with `--log-format json` as lines of the log."""
+    from rich.console import Console
+
+    put = terminal.show if terminal.log_format == "json" else Console(highlight=False, file=sys.stdout).print
     from diffusion_runtime.cli.dry_run import attention_plan
     from diffusion_runtime.explanation.explanation import implementation_rows
     from diffusion_runtime.explanation.page import in_tera
@@ -124,36 +129,41 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
         ("forward passes", explanation.passes_text),
         *([("quantization", description.quantization)] if description.quantization else []),
     ]
-    terminal.show(facts_table(facts, "\nWhat would run"))
-    terminal.show(attention_plan(description))
+    put(facts_table(facts, "\nWhat would run"))
+    put(attention_plan(description))
     named = [
         (row.role, row.layers, row.steps, row.backend, row.implementation or "found at the call")
-        for row in implementation_rows(explanation.schedule)
+        for row in implementation_rows(explanation)
     ]
-    terminal.show(plain_table(("role", "layers", "steps", "backend", "computed by"), named, "What would compute it"))
+    put(plain_table(("role", "layers", "steps", "backend", "computed by"), named, "What would compute it"))
     for library in description.libraries:
-        terminal.say(str(library))
+        put(str(library))
     drawn = schedule_map(explanation.schedule)
     has_commits = any(row.commit for row in drawn.rows)
-    columns = ("role", "layers", *(["commits"] if has_commits else []), "steps, one letter each")
+    num_first = explanation.num_first_steps or 0
+    columns = (
+        *("role", "layers", *(["commits"] if has_commits else [])),
+        *([f"{num_first} steps of the first chunk"] if num_first else []),
+        f"steps{' of the others' if num_first else ''}, one letter each",
+    )
     rows = [
-        (row.role, row.layers, *([row.commit] if has_commits else []), letters)
+        (row.role, row.layers, *([row.commit] if has_commits else []), *([first] if num_first else []), letters)
         for row in drawn.rows
-        for letters in _wrapped(row.letters)
+        for first, letters in zip_longest(
+            _wrapped(row.letters[:num_first]), _wrapped(row.letters[num_first:]), fillvalue=""
+        )
     ]
-    terminal.show(plain_table(columns, rows, "Attention by layer and step"))
-    terminal.show(facts_table(list(drawn.legend.items()), ""))
+    put(plain_table(columns, rows, "Attention by layer and step"))
+    put(facts_table(list(drawn.legend.items()), ""))
     at_most = "at most " if explanation.is_bound else ""
     parts = [
         (part.name, in_tera(part.operations), (at_most if part.kept else "") + in_tera(part.kept), f"{part.share:.0%}")
         for part in explanation.parts
     ]
-    terminal.show(
-        plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost")
-    )
+    put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
     terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
     if description.memory is not None:
-        terminal.show(facts_table(description.memory.rows(), "Memory that it would take"))
+        put(facts_table(description.memory.rows(), "Memory that it would take"))
 
 
 def _wrapped(letters: str, width: int = 60) -> list[str]:

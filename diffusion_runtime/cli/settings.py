@@ -17,13 +17,14 @@ from diffusion_runtime.cli.config_file import FileConfig, read_config
 from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
-from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
 from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
 # to check; the processes that share the work do not change what they make.
 _NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline")
-_REPEATED_RUNTIME = tuple(each.name for each in dataclasses.fields(RuntimeConfig) if each.name not in _NOT_REPEATED)
+_RUNTIME_KEYS = tuple(each.name for each in dataclasses.fields(RuntimeConfig))
+_REPEATED_RUNTIME = tuple(name for name in _RUNTIME_KEYS if name not in _NOT_REPEATED)
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,12 @@ def _build_request(values: Mapping[str, Any], repeat: str | None, where: str = "
 
 def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) -> RuntimeConfig:
     recorded = recipe.get("runtime") or {}
+    for key in recorded:
+        if key not in _RUNTIME_KEYS:
+            raise ConfigError(
+                f"--from: the recipe's runtime has a key that is unknown here: {shown(key)}; it is of version "
+                f"{shown(recipe.get('version'))}; repeat it with that version, or take the key out"
+            )
     values = {key: recorded[key] for key in _REPEATED_RUNTIME if recorded.get(key) is not None}
     # The recorded flag may be `auto`; what it led to is what has to be repeated.
     if (dtype := (recipe.get("model") or {}).get("dtype")) is not None:

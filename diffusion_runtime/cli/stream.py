@@ -132,7 +132,7 @@ def run_stream(
                     terminal.error(f"interrupted: the {clip.num_frames} frames made so far are in {where}")
                 elif ended_by is None:
                     terminal.say(f"wrote {clip.num_frames} frames to {where}")
-        if ended_by is not None and not is_interrupted:
+        if ended_by is not None and not (is_interrupted and (clip is None or clip.num_frames)):
             raise ended_by
     timings = {"load": load_seconds, **stream.timings, "total": time.perf_counter() - started}
     exit_code = INTERRUPTED if is_interrupted else 0

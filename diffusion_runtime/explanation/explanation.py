@@ -13,7 +13,7 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.denoising.chunks import passes_of
+from diffusion_runtime.denoising.chunks import is_rolling, passes_of
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
@@ -25,6 +25,7 @@ from diffusion_runtime.memory.meta_operators import MetaOperators
 from diffusion_runtime.models.image_control import ImageControl, counts_at
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import Extent
 
@@ -89,15 +90,18 @@ class _Stage:
 @dataclass(frozen=True)
 class Explanation:
     """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees beside them.
-    num_forwards: passes of the request: of every step and guidance branch, whatever step caches leave out. is_joined:
-    whether the two branches of classifier-free guidance are one pass. is_bound: whether the kept operations are an
-    upper bound, because the content decides what some layers leave out."""
+    num_first_steps: of the first chunk of a causal model's video, where the others take num_steps and it does not;
+    `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
+    branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
+    pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
+    out."""
 
     description: PipelineDescription
     request: GenerationRequest
     grid: Extent
     num_text_tokens: int
     num_steps: int
+    num_first_steps: int | None
     num_forwards: int
     is_joined: bool
     schedule: tuple[LayerSchedule, ...]
@@ -129,7 +133,21 @@ class Explanation:
     def passes_text(self) -> str:
         """`12 in 12 steps, each of both guidance branches`."""
         joined = ", each of both guidance branches" if self.is_joined else ""
-        return f"{self.num_forwards} in {self.num_steps} steps{joined}"
+        rules = self.description.rules
+        if not isinstance(rules, RequestRules) or not rules.is_causal:
+            return f"{self.num_forwards} in {self.num_steps} steps{joined}"
+        first = "" if self.num_first_steps is None else f", {self.num_first_steps} for the first"
+        return f"{self.num_forwards}: {self.num_steps} for a chunk{first}, and commits{joined}"
+
+    def steps_text(self, columns: Sequence[int]) -> str:
+        """Inclusive ranges of places in a layer's schedule: `0-3, 7`, or `0-11 of the first chunk, 0-3 of the
+        others`."""
+        num_first = self.num_first_steps or 0
+        first, others = [each for each in columns if each < num_first], [each for each in columns if each >= num_first]
+        texts = [f"{index_ranges(first)} of the first chunk"] if first else []
+        if others:
+            texts.append(index_ranges(each - num_first for each in others) + (" of the others" if num_first else ""))
+        return ", ".join(texts)
 
     def to_dict(self) -> dict[str, Any]:
         memory = self.description.memory
@@ -141,9 +159,10 @@ class Explanation:
             "grid": list(self.grid),
             "num_text_tokens": self.num_text_tokens,
             "num_steps": self.num_steps,
+            "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
             "guidance_branches_are_joined": self.is_joined,
-            "implementations": [row.to_dict() for row in implementation_rows(self.schedule)],
+            "implementations": [row.to_dict() for row in implementation_rows(self)],
             "schedule": [row.to_dict() for row in self.schedule],
             "parts": [asdict(part) for part in self.parts],
             "kept_is_upper_bound": self.is_bound,
@@ -170,13 +189,14 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     # In passes as large as the one that is counted.
     branches = num_passes - further / 2 if is_joined else num_passes
     stages: list[_Stage] = []
-    num_forwards = num_steps
+    num_forwards, num_first_steps = num_steps, None
     prefill = None
     if prepared.rules.is_causal:
-        cost, num_forwards = _cost_of_chunks(prepared, planned, settings)
+        num_first_steps = _num_first_steps(settings)
+        costs, num_forwards = _costs_of_chunks(prepared, planned, settings)
         num_passes = branches = 1
-        every = range(num_steps)
-        stages.append(_Stage(cost, every, _schedules_of(cost, None, every, num_steps)))
+        for cost, count in costs:
+            stages.append(_Stage(cost, range(count), _schedules_of(cost, None, range(count), count)))
     for size, count in () if prepared.rules.is_causal else settings.step_sizes():
         forward = forward_on_meta(
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
@@ -199,6 +219,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         grid=prepared.model.geometry.grid(shape),
         num_text_tokens=text,
         num_steps=num_steps,
+        num_first_steps=num_first_steps,
         num_forwards=num_forwards * num_passes,
         is_joined=is_joined,
         schedule=schedule,
@@ -242,15 +263,24 @@ def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
     return ForwardCost(first.products - later.products, attention) if attention else None
 
 
-def _cost_of_chunks(
+def _num_first_steps(settings: BatchSettings) -> int | None:
+    """Steps of the first chunk, where the others take another number."""
+    first = settings.num_steps_of_chunk(0)
+    is_alike = first == settings.num_steps or is_rolling(settings.shared)
+    return None if is_alike else first
+
+
+def _costs_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
-) -> tuple[ForwardCost, int]:
-    """What one step of every chunk costs, with its share of the commits; and how many passes there are in all, those of
-    each guidance branch that runs."""
+) -> tuple[list[tuple[ForwardCost, int]], int]:
+    """What one step of every chunk costs, with its share of the commits, and the number of these steps: of the first
+    chunk apart where that takes another number. And how many passes there are in all, those of each guidance branch
+    that runs."""
     request, chunks = planned.request, settings.chunks
     passes, history = settings.cache_passes(), prepared.model.history
-    # By all that a pass costs by.
-    found: dict[tuple[int, ...], list[CachePlan]] = {}
+    num_first = _num_first_steps(settings)
+    # By all that a pass costs by, of the first chunk and of the others.
+    found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
     chunk = 0
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
@@ -263,15 +293,26 @@ def _cost_of_chunks(
         step = StepInfo(chunk=chunk + (kind != "denoise"))
         num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
         key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
-        found.setdefault(key, []).extend([plan] * num_branches)
+        found[num_first is None or step.chunk > 0].setdefault(key, []).extend([plan] * num_branches)
     costs = []
-    for plans in found.values():
-        cache = FrameCache(plans[0], request.positions or "absolute")
-        forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, planned, cache)
-        with MetaOperators():
-            forward()
-        costs.append((len(plans) / settings.num_steps, count_forward([prepared.transformer], forward)))
-    return sum_of(costs), sum(map(len, found.values()))
+    for of_chunks, num_steps in zip(found, (num_first or 0, settings.num_steps), strict=True):
+        counted = []
+        for plans in of_chunks.values():
+            cache = FrameCache(plans[0], request.positions or "absolute")
+            forward = forward_on_meta(
+                prepared.model,
+                prepared.transformer,
+                prepared.dtype,
+                planned,
+                cache,
+                is_compiled=prepared.description.config.compile != "off",
+            )
+            with MetaOperators():
+                forward()
+            counted.append((len(plans) / num_steps, count_forward([prepared.transformer], forward)))
+        if counted:
+            costs.append((sum_of(counted), num_steps))
+    return costs, sum(len(plans) for of_chunks in found for plans in of_chunks.values())
 
 
 def _num_grid(layout: Any) -> int:
@@ -283,7 +324,8 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
     backends = tuple(each for row in rows for each in row.backends)
     density = tuple(each for row in rows for each in row.density)
     implementations = tuple(each for row in rows for each in row.implementations)
-    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[0].commit, implementations)
+    # Of a video whose first chunk is apart, commits are for the others.
+    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[-1].commit, implementations)
 
 
 def _schedules_of(
@@ -372,7 +414,7 @@ def _kept_share(cost: AttentionCost, density: float | None) -> float:
 @dataclass(frozen=True)
 class ImplementationRow:
     """Calls of one role with one implementation, as a ReportRow names them. implementation: None where that is found at
-    the call. layers, steps: inclusive ranges."""
+    the call. layers, steps: inclusive ranges; of steps see Explanation.steps_text."""
 
     role: str
     layers: str
@@ -384,10 +426,10 @@ class ImplementationRow:
         return asdict(self)
 
 
-def implementation_rows(schedule: Sequence[LayerSchedule]) -> tuple[ImplementationRow, ...]:
+def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ...]:
     """What computes the calls of the denoising steps, by role; without layers in steps in which they do not run."""
     places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
-    for row in schedule:
+    for row in explanation.schedule:
         for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):
             if backend == NOT_RUN:
                 continue
@@ -395,7 +437,7 @@ def implementation_rows(schedule: Sequence[LayerSchedule]) -> tuple[Implementati
             layers[row.index] = None
             steps[step] = None
     return tuple(
-        ImplementationRow(role, index_ranges(sorted(layers)), index_ranges(sorted(steps)), backend, name)
+        ImplementationRow(role, index_ranges(sorted(layers)), explanation.steps_text(sorted(steps)), backend, name)
         for (role, backend, name), (layers, steps) in places.items()
     )
 

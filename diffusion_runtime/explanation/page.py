@@ -70,10 +70,10 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             }
             for row in description.attention
         ],
-        "implementations": [row.to_dict() for row in implementation_rows(explanation.schedule)],
+        "implementations": [row.to_dict() for row in implementation_rows(explanation)],
         "remarks": explanation.remarks,
-        "maps": [_map(role, rows) for role, rows in layer_map(explanation.schedule).items()],
-        "num_steps": explanation.num_steps,
+        "maps": [_map(explanation, role, rows) for role, rows in layer_map(explanation.schedule).items()],
+        "steps": _steps_of_map(explanation),
         "legend": {
             describe(backend, density): _colour(density)
             for row in explanation.schedule
@@ -104,7 +104,13 @@ def _dense_calls(decision: Decision) -> list[str]:
     return [] if dense is None else [f"dense calls: {dense.backend} ({dense.source}: {dense.reason})"]
 
 
-def _map(role: str, rows: Sequence[LayerSchedule]) -> Mapping[str, Any]:
+def _steps_of_map(explanation: Explanation) -> str:
+    if explanation.num_first_steps is None:
+        return f"{explanation.num_steps} steps"
+    return f"{explanation.num_first_steps} steps of the first chunk and {explanation.num_steps} of the others"
+
+
+def _map(explanation: Explanation, role: str, rows: Sequence[LayerSchedule]) -> Mapping[str, Any]:
     first = rows[0]
     return {
         "role": role,
@@ -112,11 +118,22 @@ def _map(role: str, rows: Sequence[LayerSchedule]) -> Mapping[str, Any]:
         "width": _CELL * len(first.backends),
         "height": _CELL * len(rows),
         "num_layers": len(rows),
-        "runs": [run for line, row in enumerate(rows) for run in _runs(row, line)],
+        "runs": [run for line, row in enumerate(rows) for run in _runs(explanation, row, line)],
+        "commits": _commits(rows),
     }
 
 
-def _runs(row: LayerSchedule, line: int) -> Iterator[Mapping[str, Any]]:
+def _commits(rows: Sequence[LayerSchedule]) -> str:
+    """`commits: torch_sdpa in layers 0-28, not run in layers 29`; empty without any."""
+    layers: dict[str, list[int]] = {}
+    for row in rows:
+        if row.commit is not None:
+            layers.setdefault(row.commit, []).append(row.index)
+    texts = ", ".join(f"{backend} in layers {index_ranges(found)}" for backend, found in layers.items())
+    return f"commits: {texts}" if texts else ""
+
+
+def _runs(explanation: Explanation, row: LayerSchedule, line: int) -> Iterator[Mapping[str, Any]]:
     """Consecutive steps of a layer that are alike, as one rectangle: a page of 40 layers and 50 steps stays small."""
     ways = list(zip(row.backends, row.density, strict=True))
     for (backend, density), steps in groupby(range(len(ways)), key=ways.__getitem__):
@@ -126,7 +143,7 @@ def _runs(row: LayerSchedule, line: int) -> Iterator[Mapping[str, Any]]:
             "y": line * _CELL,
             "width": len(found) * _CELL,
             "fill": _colour(density),
-            "text": f"layer {row.index}, steps {index_ranges(found)}: {describe(backend, density)}",
+            "text": f"layer {row.index}, steps {explanation.steps_text(found)}: {describe(backend, density)}",
         }
 
 

@@ -13,6 +13,7 @@ from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.kernels.implementation import fusion_is_on
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.model_folder import ModelFolder, read_index
@@ -141,6 +142,8 @@ def prepare(
 
     Raises what `load_pipeline` raises before it reads weights, self-checks aside.
     """
+    # Checks the environment's variable, which the first call of a kernel would read otherwise.
+    fusion_is_on()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     found = (

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.untrusted.json_text import read_json_file
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PUBLISHED_FILE = Path(__file__).with_name("published.yaml")
+_ASSETS = Path(__file__).parents[1] / "assets"
 # Components that prompts go through.
 _TEXT_PARTS = ("text_encoder", "connectors")
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,8 +73,21 @@ def published_models() -> tuple[PublishedModel, ...]:
     return tuple(_model(name, entry) for name, entry in read_packaged_yaml(PUBLISHED_FILE).items())
 
 
+def embedded_names() -> frozenset[str]:
+    """Of the models inside the package."""
+    return frozenset(model.name for model in published_models() if not model.is_download)
+
+
+def _embedded_presets(name: str) -> Mapping[str, Any]:
+    """Of an embedded model's own generation.json; those of its entry are an example for config files."""
+    path = _ASSETS / name.replace("-", "_") / "generation.json"
+    presets: Mapping[str, Any] = read_json_file(path).get("presets", {})
+    return presets
+
+
 def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
     published = entry["published"]
+    is_embedded = entry["runtime"]["model_path"] == name
     return PublishedModel(
         name=name,
         family=published["family"],
@@ -83,7 +98,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
         parts=published.get("parts", {}),
         request={key: value for key, value in entry["request"].items() if value is not None},
-        presets=entry.get("presets", {}),
+        presets=_embedded_presets(name) if is_embedded else entry.get("presets", {}),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.model_folder import AnyFolder, read_json_in
+from diffusion_runtime.models.published import embedded_names
 from diffusion_runtime.request import EXPLICIT_LEVELS, GenerationRequest
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
@@ -95,10 +96,13 @@ def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
 
 
 def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
-    """The sampling presets of a model: its own where it has any, else its family's, which are for published models."""
+    """The sampling presets of a model: its own where it has any, else its family's, which are for published models and
+    not for the embedded ones."""
     of_family = [preset for preset in sampling_presets() if preset.family == family]
     own = tuple(preset for preset in of_family if preset.model == model_path)
-    return own or tuple(preset for preset in of_family if preset.model is None)
+    if own or model_path in embedded_names():
+        return own
+    return tuple(preset for preset in of_family if preset.model is None)
 
 
 def check_preset_names(names: Iterable[str], presets: Iterable[SamplingPreset], path: AnyFolder | Path) -> None:

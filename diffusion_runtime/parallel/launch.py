@@ -199,9 +199,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _signals(on_second: Callable[[], None]) -> Iterator[None]:
     """While the block runs, SIGINT, SIGTERM and SIGHUP all reach the ranks as SIGINT. SIGTERM then always means that
-    another rank has failed."""
+    another rank has failed. A SIGHUP that is ignored, as under nohup, stays so."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    kept = {number: signal.getsignal(number) for number in numbers}
+    kept = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
     num_signals = 0
 
     def handle(*_: object) -> None:
@@ -212,7 +212,7 @@ def _signals(on_second: Callable[[], None]) -> Iterator[None]:
         # What torch's launcher raises for a signal; the signal is passed on to the ranks.
         raise SignalException("interrupted", signal.SIGINT)
 
-    for number in numbers:
+    for number in kept:
         signal.signal(number, handle)
     try:
         yield

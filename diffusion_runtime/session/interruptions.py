@@ -1,4 +1,5 @@
-"""Signal handlers for SIGINT (Ctrl-C) and SIGTERM: the first signal ends the run in order, a second one at once."""
+"""Signal handlers for SIGINT (Ctrl-C), SIGTERM and SIGHUP (a terminal that is closed): the first signal ends the run in
+order, a second one at once."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ class Interruptions:
         self._exit_code: int | None = None
 
     def install(self) -> None:
-        """Handle SIGINT, and SIGTERM like it: finished outputs stay, partial files are removed."""
+        """Handle SIGINT, and SIGTERM and SIGHUP like it: finished outputs stay, partial files are removed. A SIGHUP
+        that is ignored, as under nohup, stays so."""
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.handle)
 
     def install_in_starting_rank(self, *, is_launched: bool) -> None:
         """The same for one rank of a run that has not met the others: SIGTERM means that another one has failed, which

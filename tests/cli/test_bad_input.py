@@ -138,3 +138,12 @@ def test_the_folder_is_checked_before_the_model(command: Command) -> None:
     result = command("generate", "a", "--model-path", "missing", "--output-path", "/proc/self/x")
     assert "output folder" in result.err
     assert "loading" not in result.err
+
+
+def test_a_variable_of_the_environment_is_checked_before_loading(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSION_FUSED_KERNELS", "x")
+    result = command("generate", "a", "--dry-run")
+    assert result.code == 2
+    assert result.said.strip().endswith("DIFFUSION_FUSED_KERNELS: expected auto or reference, got 'x'")

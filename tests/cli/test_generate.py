@@ -96,6 +96,13 @@ def test_the_file_repeats_itself_and_flags_override_it(command: Command, tiny_fl
     first = command("generate", "a blue ring", *tiny_flags, *typed, "-o", "first.npy")
     assert first.code == 0, first.err
     command("generate", "--from", "first.npy", "-o", "same.npy")
+    # What a newer version may have, and this one would leave out.
+    sidecar = json.loads(Path("first.json").read_text())
+    sidecar["recipe"]["runtime"]["step_size"] = 2
+    Path("newer.json").write_text(json.dumps(sidecar))
+    refused = command("generate", "--from", "newer.json", "--dry-run")
+    assert refused.code == 2
+    assert "a key that is unknown here: 'step_size'; it is of version" in refused.err
     command("generate", "--from", "first.json", "--seed", "6", "-o", "other.npy")
     command("generate", "a red ring", "--from", "first.npy", "-o", "prompt.npy", "--width", "48")
     frames = {name: numpy.load(f"{name}.npy") for name in ("first", "same", "other", "prompt")}

@@ -44,6 +44,9 @@ def test_json_says_what_each_needs(command: Command) -> None:
     assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
     # The one preset that is a single model's.
     assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes"]
+    # Of the embedded models, what `--preset` takes: no published few-step model has their numbers of steps.
+    embedded = {row["name"]: row["presets"] for row in answer["models"] if row["name"].startswith("shapes")}
+    assert embedded == {"shapes": ["draft", "default", "large", "fast"], "shapes-causal": ["draft", "default"]}
     (lightning,) = [
         preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
     ]

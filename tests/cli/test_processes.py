@@ -95,7 +95,7 @@ def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path)
     assert (tmp_path / "outputs" / "a-star-seed0.mp4").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: Path, tmp_path: Path) -> None:
     arguments = ("-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder), "--json")
     with start_python(*arguments, cwd=tmp_path, env=process_environment()) as process:

@@ -130,23 +130,27 @@ def test_what_ends_a_stream_leaves_what_was_made(
     command: Command, causal: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     following = ChunkStream.__next__
-    for error, code, said in (
-        (KeyboardInterrupt(), 130, "interrupted: the 21 frames made so far are in x.mp4"),
-        (DiffusionRuntimeError("numbers overflowed"), DiffusionRuntimeError.exit_code, "numbers overflowed"),
+    for error, number, code, said in (
+        (KeyboardInterrupt(), 3, 130, "interrupted: the 21 frames made so far are in x.mp4"),
+        (DiffusionRuntimeError("numbers overflowed"), 3, DiffusionRuntimeError.exit_code, "numbers overflowed"),
+        (KeyboardInterrupt(), 1, 130, "interrupted: nothing was finished"),
     ):
         num_made = 0
 
-        def fail_at_third(self: ChunkStream, error: BaseException = error) -> CleanChunk:
+        def fail(self: ChunkStream, error: BaseException = error, number: int = number) -> CleanChunk:
             nonlocal num_made
             num_made += 1
-            if num_made == 3:
+            if num_made == number:
                 raise error
             return following(self)
 
-        monkeypatch.setattr(ChunkStream, "__next__", fail_at_third)
+        monkeypatch.setattr(ChunkStream, "__next__", fail)
         done = command(*causal, "--seconds", "4", "--stream", "x.mp4")
         assert done.code == code, done.err
         assert said in done.said
+        if number == 1:
+            assert not Path("x.mp4").exists()
+            continue
         assert inspect_clip("x.mp4", "video_path", 100).num_frames == 21
         sidecar = json.loads(Path("x.json").read_text())
         assert sidecar["stream"]["interrupted"] is (code == 130)
