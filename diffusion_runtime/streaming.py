@@ -85,7 +85,7 @@ _CHUNKS_IN_LINE = 2
 
 
 class GenerationStream(Iterator[StreamedFrames]):
-    """The chunks of one video, each made when it is asked for. A context manager; `Pipeline.stream` makes one.
+    """The chunks of one video, each made when it is asked for. A context manager; `Pipeline.stream` makes one::
 
         with pipeline.stream(request) as stream:
             for chunk in stream:
@@ -177,7 +177,7 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     def fork(self, prompt: str | None = None, *, seed: int | None = None) -> GenerationStream:
         """Another stream of the same video, which goes on from here by itself: the frames so far are in both, and
-        nothing of them is computed again.
+        nothing of them is computed again::
 
             with pipeline.stream(request) as stream:
                 next(stream)
