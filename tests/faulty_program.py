@@ -2,7 +2,7 @@
 
 `{"latents": FILE}`: the first process saves there what it decodes. `{"faults": [{"rank": R, "stage": S, "step": N,
 "fault": F}]}`: process R does F when its progress gets there: `kill`, `stop`, `interrupt` or `terminate` itself
-(`terminate often`: many times, and in a finalizer first), `raise` an error, `hang`, be `deaf` to interruptions for
+(`terminate often`: many times, and in a finalizer first; `terminate late`: when the others wait for it), `raise` an error, `hang`, be `deaf` to interruptions for
 ever, or be `busy` in one call that keeps the interpreter.
 Stages beside those of the progress: `start`, before anything is imported; `import`, when signals are handled and the
 verb imports; `join`, before the processes meet; `load`, before weights are read; `write`, between the first process's
@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 PLAN = json.loads((HERE / "plan.json").read_text())
 # Longer than the limit on silence that the tests set.
 BUSY_SECONDS = 6.0
+# For another process to import and to wait for this one; the outcome is the same where that takes longer.
+LATE_SECONDS = 2.0
 
 
 def misbehave(stage: str, step: int = 1) -> None:
@@ -71,6 +73,11 @@ def be_terminated_often() -> None:
     time.sleep(1000)
 
 
+def be_terminated_late() -> None:
+    time.sleep(LATE_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def fail() -> None:
     raise RuntimeError("a fault of the test")
 
@@ -80,6 +87,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "terminate late": be_terminated_late,
     "terminate often": be_terminated_often,
     "raise": fail,
     "hang": lambda: time.sleep(1000),

@@ -78,6 +78,7 @@ class Watchdog:
         self._compiling_since: float | None = None
         self._stopped = threading.Event()
         self._store_loss_reported = threading.Lock()
+        self._reporting = threading.Lock()
         self._looked = time.monotonic()
         self._others = {rank: SignsOfLife() for rank in range(place.world_size) if rank != place.rank}
         self._siblings: dict[int, int] = {}
@@ -123,10 +124,24 @@ class Watchdog:
 
     def end(self, failure: RankFailure) -> RankFailure:
         """End the run because of `failure`, unless it has ended already; returns the recorded reason."""
-        if self._store.end(failure):
-            self._announce(failure)
-            return failure
+        with self._reporting:
+            if self._store.end(failure):
+                self._announce(failure)
+                return failure
         return self._store.ending() or failure
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether a thread of this process records and announces why the run ends."""
+        return self._reporting.locked()
+
+    def ending(self) -> RankFailure | None:
+        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        ending = self._store.ending()
+        # The caller may end the process, and with it the thread that has recorded the reason but not announced it yet.
+        if ending is not None and self._reporting.acquire(timeout=GRACE_SECONDS):
+            self._reporting.release()
+        return ending
 
     def report_store_lost(self) -> None:
         """The rendezvous store is unreachable: report once, from rank 1 if rank 0 hosted it. With torch's launcher the

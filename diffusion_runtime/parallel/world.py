@@ -260,8 +260,13 @@ class World:
         self._store.end(failure)
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once that is recorded."""
-        return self._store.ending()
+        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        return self._watchdog.ending()
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether a thread of this process records and announces why the run ends."""
+        return self._watchdog.is_reporting
 
     def leave(self) -> None:
         """The orderly end, after a last `agree`. Rank 0 goes last: without torch's launcher, it hosts the store."""

@@ -40,6 +40,7 @@ class RankRunner:
         self._process_info = process_info
         self._report = report
         self._verbose = verbose
+        self._world: World | None = None
         self._is_announcing = False
         self._is_ending = False
 
@@ -59,7 +60,7 @@ class RankRunner:
         try:
             from diffusion_runtime.parallel.world import World
 
-            world = World.join(self._process_info, announce=self._announce, describe=_describe)
+            world = self._world = World.join(self._process_info, announce=self._announce, describe=_describe)
             code = work(MultiProcessCoordinator(world))
             if code == INTERRUPTED:
                 code = self._end_interrupted(world, is_reported=True)
@@ -78,6 +79,9 @@ class RankRunner:
         """Report why the run ends, unless another process does; returns the exit code."""
         try:
             if isinstance(error, RunEnded):
+                if world is None and error.failure is None:
+                    # SIGTERM before the ranks have met: another one has failed, and its launcher reports it.
+                    return TERMINATED
                 ending = error.failure or self._learn_why(world)
                 return self._end_interrupted(world) if ending is None else ending.exit_code
             if isinstance(error, KeyboardInterrupt):
@@ -156,8 +160,9 @@ class RankRunner:
 
     def _end_quietly(self, *_: object) -> None:
         # The watchdog and the launcher may both send SIGTERM: a second RunEnded while the first unwinds would leave a
-        # traceback.
-        if not self._is_announcing and not self._is_ending:
+        # traceback. A thread that reports why the run ends, ends this process afterwards.
+        is_reporting = self._is_announcing or (self._world is not None and self._world.is_reporting)
+        if not is_reporting and not self._is_ending:
             self._is_ending = True
             raise RunEnded
 

@@ -158,13 +158,16 @@ def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
     assert result.json["kind"] == "ConfigError"
 
 
-def test_a_rank_that_is_ended_while_it_imports_says_nothing(tmp_path: Path) -> None:
-    """torchrun ends it because another one has failed, which that one has reported."""
-    fault = {"rank": 0, "stage": "import", "fault": "terminate"}
+@pytest.mark.parametrize("stage, what", [("import", "terminate"), ("join", "terminate late")])
+def test_a_rank_that_is_ended_before_it_meets_the_others_was_not_interrupted(
+    tmp_path: Path, stage: str, what: str
+) -> None:
+    """torchrun ends it because another one has failed: it says so, if it has seen that, or nothing."""
+    fault = {"rank": 0, "stage": stage, "fault": what}
     result = finish(start(tmp_path, *GENERATE, "--json", plan={"faults": [fault]}, num_torchrun=2))
     assert result.code == 1
-    assert result.out == ""
-    assert "interrupted" not in result.err
+    assert not result.out or result.json["error"].startswith("rank 0 (process ")
+    assert "interrupted" not in result.out + result.err
 
 
 def test_an_interruption_while_ranks_import_is_reported_once(tmp_path: Path) -> None:
