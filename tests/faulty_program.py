@@ -2,8 +2,8 @@
 
 `{"latents": FILE}`: the first process saves there what it decodes. `{"faults": [{"rank": R, "stage": S, "step": N,
 "fault": F}]}`: process R does F when its progress gets there: `kill`, `stop`, `interrupt` or `terminate` itself
-(`terminate often`: many times, and in a finalizer first; `terminate late`: when the others wait for it), `raise` an error, `hang`, be `deaf` to interruptions for
-ever, or be `busy` in one call that keeps the interpreter.
+(`terminate often`: many times, and in a finalizer first; `terminate late`: when the others wait for it), `raise` an
+error, `hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter.
 Stages beside those of the progress: `start`, before anything is imported; `import`, when signals are handled and the
 verb imports; `join`, before the processes meet; `load`, before weights are read; `write`, between the first process's
 temporary files and their names; `end`, when all items are made. `{"seconds": {NAME: SECONDS}}`: limits of

@@ -47,6 +47,7 @@ from diffusion_runtime.cli.tune import EPILOG as TUNE_EPILOG
 from diffusion_runtime.cli.tune import tune
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
+from diffusion_runtime.session.bytecode import keep_bytecode
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.spellings import resolve
@@ -70,6 +71,7 @@ app = typer.Typer(
 def main() -> None:
     """The `diffusion-runtime` command."""
     prepare_standard_streams()
+    keep_bytecode()
     if is_rank(os.environ):
         interruptions.install_in_starting_rank(is_launched=LAUNCHED_VARIABLE in os.environ)
     else:

@@ -158,7 +158,7 @@ def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
     assert result.json["kind"] == "ConfigError"
 
 
-@pytest.mark.parametrize("stage, what", [("import", "terminate"), ("join", "terminate late")])
+@pytest.mark.parametrize(("stage", "what"), [("import", "terminate"), ("join", "terminate late")])
 def test_a_rank_that_is_ended_before_it_meets_the_others_was_not_interrupted(
     tmp_path: Path, stage: str, what: str
 ) -> None:

@@ -14,7 +14,7 @@ from diffusion_runtime.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-VARIABLE = re.compile(r"[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+_?|RANK|CXX")
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+_?|RANK|CXX|PYTHON[A-Z]{3,}")
 
 
 def page(name: str) -> str:
