@@ -140,9 +140,11 @@ class MemoryPlan:
         ]
         for part in parts:
             if part.name in self.resident:
-                where = "in memory, the others are read from files" if self.waits_in_files else "on the device"
-                count = f"{self.resident[part.name]} of {len(part.blocks)} blocks stay {where}"
-                if part.read_once and self.resident[part.name] < len(part.blocks):
+                number, where = self.resident[part.name], "in memory" if self.waits_in_files else "on the device"
+                count = f"{number} of {len(part.blocks)} blocks stay {where}"
+                if self.waits_in_files and number < len(part.blocks):
+                    count += ", the others are read from files"
+                if part.read_once and number < len(part.blocks):
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         if self.whole_text:
