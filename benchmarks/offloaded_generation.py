@@ -119,7 +119,9 @@ def fill_encoder(encoder: LinearEncoder, device: torch.device, offloading: Offlo
     if offloading is None:
         return encoder
     assert arena is not None
-    offloading.add_text_encoder(encoder.module, arena)
+    blocks = encoder.module.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    offloading.add_text_encoder(encoder.module, arena, list(blocks))
     return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +38,16 @@ from diffusion_runtime.loading.memory_planning import (
 from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.blocks import num_bytes_of
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
-from diffusion_runtime.memory.offloaded_part import arena_for
+from diffusion_runtime.memory.offloaded_part import arena_for, into_arena
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
+from diffusion_runtime.memory.weight_unit import WeightHome
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, RoomFor, no_room
@@ -69,9 +72,12 @@ from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
+from diffusion_runtime.text_encoders.encoder_size import layers_of
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, ReloadedTextEncoder, modules_of
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
+
+_logger = logging.getLogger("diffusion_runtime")
 
 
 @dataclass(frozen=True)
@@ -346,14 +352,32 @@ class PreparedModel:
             if offloading is None:
                 return read(self.device)
             if offloading.plan.waits_in_files:
-                reloaded = ReloadedTextEncoder(functools.partial(read, self.device), offloading.use_text_encoders)
-                offloading.add_reloaded_text_encoder(reloaded)
-                return reloaded
+                return self._text_encoder_in_files(read, offloading)
             encoder = read(torch.device("cpu"))
-            offloading.add_text_encoders(modules_of(encoder))
+            _add_text_encoder(offloading, {module: into_arena(module) for module in modules_of(encoder)})
             return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
+
+    def _text_encoder_in_files(
+        self, read: Callable[[torch.device], TextEncoder], offloading: Offloading
+    ) -> TextEncoder:
+        """One whose weights are read from their files while it encodes: by blocks, or whole where it has none that are
+        known and the plan has room for it. read: loads it on a device."""
+        plan = offloading.plan
+        if not plan.whole_text:
+            encoder = read(torch.device("meta"))
+            try:
+                _add_text_encoder(offloading, self.model.keep_text_in_files(encoder, self.device, self.dtype))
+            except ModelLoadError as error:
+                if plan.demand.text.name in plan.resident:
+                    raise
+                _logger.warning("the text encoder is read whole: %s", first_line(error))
+            else:
+                return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
+        reloaded = ReloadedTextEncoder(functools.partial(read, self.device), offloading.use_text_encoders)
+        offloading.add_reloaded_text_encoder(reloaded)
+        return reloaded
 
     def _load_encoders(self, device: torch.device) -> TextEncoder:
         """The text encoders on a device, with the attention that was chosen for them."""
@@ -389,6 +413,15 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
     # Of one call of self-attention: a ring's part of the grid.
     num_keys = () if tokens is None else (-(-tokens // degrees.ring),)
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
+
+
+def _add_text_encoder(offloading: Offloading, homes: Mapping[nn.Module, WeightHome]) -> None:
+    """homes: where the tensors of each module wait. The plan has the layers of the largest alone; others are small
+    beside it."""
+    layers = {module: layers_of(module) for module in homes}
+    largest = max(homes, key=lambda module: sum(map(num_bytes_of, layers[module])), default=None)
+    for module, home in homes.items():
+        offloading.add_text_encoder(module, home, layers[module] if module is largest else ())
 
 
 def load_transformer(

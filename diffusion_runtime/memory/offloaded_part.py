@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from diffusion_runtime.memory.weight_unit import Unit, WeightHome, aligned, tens
 class OffloadedPart:
     """A loaded module whose tensors wait in `home`: an arena (`into_arena`, or filled there), or their files.
 
-    num_slots: buffers that its streamed blocks take turns in. num_resident: how many of its blocks stay on the device
-    between `enter` and `leave`, evenly spread; None for all, which are then copied whole. The others are streamed
-    (`BlockStream`), and what is read once a request alone is there while somebody holds it (`held_weights`).
+    num_slots: buffers that its streamed blocks take turns in. blocks: what may be streamed, None for `blocks_of` the
+    module. num_resident: how many of these stay on the device between `enter` and `leave`, evenly spread; None for all,
+    which are then copied whole. The others are streamed (`BlockStream`), and what is read once a request alone is there
+    while somebody holds it (`held_weights`).
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class OffloadedPart:
         transfers: Transfers,
         num_resident: int | None = None,
         num_slots: int = NUM_SLOTS,
+        blocks: Sequence[nn.Module] | None = None,
     ) -> None:
         self.name = name
         self.home = home
         self._root = root
         self._transfers = transfers
         self._num_slots = num_slots
+        self._blocks = tuple(blocks_of(root) if blocks is None else blocks)
         self._buffers: list[torch.Tensor] = []
         self.stream: BlockStream | None = None
         self.arrange(num_resident)
@@ -51,7 +54,7 @@ class OffloadedPart:
         if self.stream is not None:
             self.stream.release()
         home, root = self.home, self._root
-        blocks = () if num_resident is None else blocks_of(root)
+        blocks = () if num_resident is None else self._blocks
         if num_resident is not None and num_resident >= len(blocks):
             blocks = ()
         resident = spread(num_resident or 0, len(blocks))
@@ -72,6 +75,11 @@ class OffloadedPart:
         moved = {key for key, count in owners.items() if count == 1} | self._apart
         self._whole = home.unit([tensor for tensor in tensors_of(root) if id(tensor) not in moved])
         self.stream = BlockStream(units, self._transfers, self._num_slots) if units else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Of those that may be streamed."""
+        return len(self._blocks)
 
     @property
     def arena(self) -> HostArena:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from diffusion_runtime.memory.offloaded_part import OffloadedPart, into_arena
+from diffusion_runtime.memory.offloaded_part import OffloadedPart
 from diffusion_runtime.memory.plan import MACHINE, NUM_SLOTS, MemoryPlan
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.memory.weight_unit import WeightHome
@@ -42,16 +42,11 @@ class Offloading:
     def parts(self) -> tuple[OffloadedPart, ...]:
         return (*self._text, *self._transformers)
 
-    def add_text_encoders(self, modules: Sequence[nn.Module]) -> None:
-        """Loaded on the CPU. Whoever calls them calls `use_text_encoders` first."""
-        for module in modules:
-            self.add_text_encoder(module, into_arena(module))
-
-    def add_text_encoder(self, module: nn.Module, home: WeightHome) -> None:
-        """One whose tensors wait in `home`."""
-        # Planned for the largest encoder; the others are small beside it.
+    def add_text_encoder(self, module: nn.Module, home: WeightHome, layers: Sequence[nn.Module]) -> None:
+        """With its tensors in `home`. Whoever calls it calls `use_text_encoders` first. layers: those of it that are
+        streamed where the plan has it so, in their order; none for an encoder that is always whole."""
         resident = self.plan.resident.get(self.plan.demand.text.name)
-        self._text.append(self._part("text_encoder", module, home, resident))
+        self._text.append(self._part(self.plan.demand.text.name, module, home, resident, layers))
 
     def add_reloaded_text_encoder(self, part: Reloaded) -> None:
         """One that waits in its files. Whoever calls it calls `use_text_encoders` first."""
@@ -93,23 +88,34 @@ class Offloading:
     def report(self, note: Callable[[str], object]) -> dict[str, float]:
         """Say what was offloaded and how, once a generation has its latents, and make room for the decoder. Returns the
         seconds in which whole parts were brought to the device, a part of the text's and of the denoising's."""
-        where = ", what waits is read from its files" if self.plan.waits_in_files else ""
+        in_files = self.plan.waits_in_files
+        where = ", what waits is read from its files" if in_files else ""
         note(f"offload: {self.plan.offload} ({self.plan.reason}){where}")
         for part in self.parts:
             if part.stream is not None:
                 note(
-                    f"offload: {part.name}: {part.stream.num_blocks} blocks streamed, {part.stream.num_copies} copies "
-                    f"so far, {part.stream.num_late_copies} of them not ahead"
+                    f"offload: {part.name}: {part.stream.num_blocks} of {part.num_blocks} blocks streamed"
+                    f"{' from files' if in_files else ''}, {part.stream.num_copies} copies so far, "
+                    f"{part.stream.num_late_copies} of them not ahead"
                 )
+        if self.plan.whole_text:
+            note(f"offload: {self.plan.demand.text.name}: {self.plan.whole_text}")
         if not self.plan.keeps_transformer:
             self.leave()
         seconds, self._seconds = self._seconds, 0.0
         return {"move": seconds}
 
-    def _part(self, name: str, module: nn.Module, home: WeightHome, num_resident: int | None) -> OffloadedPart:
+    def _part(
+        self,
+        name: str,
+        module: nn.Module,
+        home: WeightHome,
+        num_resident: int | None,
+        blocks: Sequence[nn.Module] | None = None,
+    ) -> OffloadedPart:
         home.pin(self._transfers.register, self._transfers.unregister)
         num_slots = MACHINE.num_slots if self.plan.waits_in_files else NUM_SLOTS
-        return OffloadedPart(name, module, home, self._transfers, num_resident, num_slots)
+        return OffloadedPart(name, module, home, self._transfers, num_resident, num_slots, blocks)
 
     def _use(self, parts: Sequence[OffloadedPart | Reloaded]) -> None:
         if all(part.is_on_device for part in parts):

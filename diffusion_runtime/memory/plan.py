@@ -37,7 +37,7 @@ WEIGHTS = "weights"
 class DeviceKind:
     """What plans for a kind of device differ in. workspace: bytes beside the tensors of a phase. num_slots: buffers of
     the blocks that are streamed. waits_in_files: whether what is offloaded is read from its files when it is needed,
-    because no other memory is there to hold it; text encoders are whole while they are used then."""
+    because no other memory is there to hold it."""
 
     workspace: int = WORKSPACE_BYTES
     num_slots: int = NUM_SLOTS
@@ -69,7 +69,9 @@ class MemoryDemand:
     """What a model and a request ask for, in bytes. text: the encoders together; transformers: of which one predicts at
     a time; decoder: with what encodes an image. The activations of each phase, without weights; modulation_rows: those
     of the step's that are rows of all timesteps, computed before the first one. num_local: processes of this machine;
-    each holds transformers of its own where they are offloaded, the first alone the encoders."""
+    each holds transformers of its own where they are offloaded, the first alone the encoders. whole_text: why the
+    encoders cannot be read from their files by blocks, empty where they can; the blocks of `text` are the largest
+    one's."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -80,6 +82,7 @@ class MemoryDemand:
     notes: tuple[str, ...] = ()
     modulation_rows: int = 0
     num_local: int = 1
+    whole_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ class MemoryPlan:
         phases = self.phases
         return max(phases, key=lambda phase: phases[phase])
 
+    @property
+    def whole_text(self) -> str:
+        """Why the text encoders are whole while they encode though their blocks would be streamed, else empty."""
+        is_asked = self.waits_in_files and self.offload == "layers" and self.demand.whole_text
+        return f"whole while it encodes: {self.demand.whole_text}" if is_asked else ""
+
     def rows(self) -> list[tuple[str, str]]:
         """What to show of it."""
         demand = self.demand
@@ -131,10 +140,15 @@ class MemoryPlan:
         ]
         for part in parts:
             if part.name in self.resident:
-                count = f"{self.resident[part.name]} of {len(part.blocks)} blocks stay on the device"
-                if part.read_once and self.resident[part.name] < len(part.blocks):
+                number, where = self.resident[part.name], "in memory" if self.waits_in_files else "on the device"
+                count = f"{number} of {len(part.blocks)} blocks stay {where}"
+                if self.waits_in_files and number < len(part.blocks):
+                    count += ", the others are read from files"
+                if part.read_once and number < len(part.blocks):
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
+        if self.whole_text:
+            rows.append(("text encoder", self.whole_text))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
         free = None if self.host_limit is None else f" of {size_text(self.host_limit)} that are free"
         limit = ", no limit known" if self.limit is None else f" of {size_text(self.limit)}"
@@ -169,6 +183,7 @@ class MemoryPlan:
             "parts": {phase: dict(parts) for phase, parts in self.parts.items()},
             "peak": self.peak,
             "resident_blocks": dict(self.resident),
+            "whole_text": self.whole_text,
             "host": self.host,
             "host_free": self.host_limit,
             "notes": list(demand.notes),
@@ -308,7 +323,8 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
         resident = {part.name: count for part, (count, _) in zip(demand.transformers, streamed, strict=True)}
         largest = max(num_bytes for _, num_bytes in streamed)
         named += ", streamed" if largest < predicts.total else ""
-        if limit is not None and text + text_weights > limit and demand.text.blocks and not kind.waits_in_files:
+        can_stream = bool(demand.text.blocks) and not (kind.waits_in_files and demand.whole_text)
+        if limit is not None and text + text_weights > limit and can_stream:
             resident[demand.text.name], text_weights = _streamed(demand.text, limit, text, kind)
     keeps = limit is None or decode + largest <= limit
     weights = {
@@ -360,10 +376,11 @@ def _shortage(plan: MemoryPlan, limit: int, way: str) -> DeviceMemoryError:
     """way: out of it."""
     phase, missing = plan.peak_phase, plan.peak - limit
     parts = sorted(plan.parts[phase].items(), key=lambda each: -each[1])
+    whole = f"The text encoder is {plan.whole_text}. " if phase == "text" and plan.whole_text else ""
     held = " + ".join(f"{name.replace('_', ' ')} {size_text(num_bytes)}" for name, num_bytes in parts if num_bytes)
     return DeviceMemoryError(
         f"offload: {plan.offload}: the plan takes {size_text(plan.peak)} on the device in {phase}, "
-        f"{size_text(missing)} more than the {size_text(limit)} there are: {held}. {way}"
+        f"{size_text(missing)} more than the {size_text(limit)} there are: {held}. {whole}{way}"
     )
 
 

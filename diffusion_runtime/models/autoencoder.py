@@ -14,6 +14,7 @@ from torch import nn
 
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.models.autoencoder_names import by_diffusers_names
 from diffusion_runtime.models.checkpoint import Checkpoint
@@ -109,7 +110,8 @@ class DiffusersComponent:
         left_out: tuple[str, ...] = (),
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> Any:
-        """The component with its weights, in eval mode and without gradients.
+        """The component with its weights, in eval mode and without gradients; with `device` the meta device they wait
+        (layers/waiting_weights.py).
 
         left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
         parameters and buffers that are not converted to `dtype`.
@@ -135,10 +137,11 @@ class DiffusersComponent:
         """Whether the folder's files hold the component, from their heads alone. Raises ModelLoadError."""
         module, encoder = self.build_decoding_half(folder), self.encoder_parts or _ENCODER
         module = self.build(folder, left_out=encoder) if module is None else module
-        with self._checkpoint(module, folder) as checkpoint:
+        with self.checkpoint(module, folder) as checkpoint:
             check_names(module, checkpoint, own_pieces(module), _starts_with(encoder))
 
-    def _checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
+    def checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
+        """The files that hold a module of `build`, with its names."""
         expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         return Checkpoint(
             folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name)
@@ -162,7 +165,10 @@ class DiffusersComponent:
         left_out: tuple[str, ...],
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        with self._checkpoint(module, folder) as checkpoint:
+        if device.type == "meta":
+            let_wait(module, dtype)
+            return
+        with self.checkpoint(module, folder) as checkpoint:
             load_weights(
                 module,
                 checkpoint,

@@ -38,6 +38,7 @@ from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.stored_weights import Conversions, StoredWeights
 from diffusion_runtime.models.tensor_names import Expected
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, keep_text_in_files
 from diffusion_runtime.models.transformer_files import TransformerFile
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.models.weight_files import GGUF
@@ -71,7 +72,7 @@ class TextShapes:
     first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's embeddings.
     condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone. num_layers:
     how many layers of the first encoder are loaded, None for all. tokens_per_image: further ones of the first encoder
-    for each image to edit."""
+    for each image to edit. sees: whether the first encoder is loaded with the half of it that reads pictures."""
 
     streams: tuple[tuple[int, int], ...]
     pooled_dim: int | None = None
@@ -79,6 +80,7 @@ class TextShapes:
     condition_channels: int = 0
     num_layers: int | None = None
     tokens_per_image: int = 0
+    sees: bool = False
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,14 @@ class Model(Generic[C, G]):
             )
             kept[component] = StoredWeights(module, conversions, changes)
         return kept
+
+    def keep_text_in_files(
+        self, encoder: TextEncoder, device: torch.device, dtype: torch.dtype
+    ) -> dict[nn.Module, StoredWeights]:
+        """Where the weights of each module of a text encoder wait that was loaded for the meta device. Raises
+        ModelLoadError where its parameters cannot be told from each other in the files, or are not there."""
+        others = [component for component in self.family.diffusers_components if component.name == CONNECTORS]
+        return keep_text_in_files(encoder, self.folder, others, device, dtype)
 
     def _ready_module(
         self,

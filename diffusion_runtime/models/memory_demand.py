@@ -21,7 +21,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.chunks import cache_passes, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
-from diffusion_runtime.memory.blocks import blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
+from diffusion_runtime.memory.blocks import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.model_folder import read_index
@@ -32,6 +32,7 @@ from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, why_whole
 from diffusion_runtime.models.weight_files import find_weight_files, stored_shapes
 from diffusion_runtime.request import GenerationRequest, image_paths
 from diffusion_runtime.step_info import StepInfo
@@ -83,7 +84,7 @@ def memory_demand(
         model.set_loaded_dtypes(module, dtype)
     shapes = model.family.text_shapes(model.folder, model.config)
     notes: list[str] = []
-    text = _text_size(model, shapes, dtype, notes)
+    text, whole_text = _text_size(model, shapes, dtype, notes)
     decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles, copies_layout=copies_layout)
     # What an expert keeps of the prompt is dropped when the next one takes over, unless every chunk has both.
     num_others = len(modules) - 1 if model.is_causal else 0
@@ -106,6 +107,7 @@ def memory_demand(
         decode_activations=decode_activations,
         notes=tuple(notes),
         modulation_rows=max(each.rows for each in steps),
+        whole_text=whole_text,
     )
 
 
@@ -319,26 +321,37 @@ def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
     return is_needed or any(value is not None for value in given)
 
 
-def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:
-    """The encoders of transformers' that a prompt goes through, and diffusers' between them and the transformer."""
+def _text_size(
+    model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]
+) -> tuple[PartSize, str]:
+    """The encoders of transformers' that a prompt goes through, and diffusers' between them and the transformer, with
+    the layers of the largest as blocks; and MemoryDemand.whole_text."""
     total: int = 0
-    blocks: list[int] = []
+    # Of the largest one: (numbers of its layers together, of each, its component).
+    largest: tuple[int, tuple[int, ...], str] = (0, (), "")
+    whole_text = why_whole(dtype)
     for component, (library, class_name) in _components(model):
         if library != "transformers" or not component.startswith("text_encoder"):
             continue
-        num_layers = shapes.num_layers if component == "text_encoder" else None
+        is_first = component == "text_encoder"
         try:
             sizes = _shapes_of(model, component, class_name)
         except ModelLoadError as error:
             notes.append(f"{component} is not counted: {error}")
             continue
-        numbers, layers = tensor_sizes_of(sizes, num_layers)
+        numbers, layers = tensor_sizes_of(sizes, shapes.num_layers if is_first else None, sees=is_first and shapes.sees)
         total += numbers
-        blocks += layers
-    others = [each for each in model.family.diffusers_components if each.name == "connectors"]
+        largest = max(largest, (sum(layers), layers, component))
+    _, layers, component = largest
+    if len(layers) < MIN_BLOCKS:
+        layers, whole_text = (), whole_text or f"{component or 'it'} has no layers that are known here"
+    others = [each for each in model.family.diffusers_components if each.name == CONNECTORS]
     connectors = sum(num_bytes_of(nn.Module.to(each.build(model.folder), dtype)) for each in others)
     itemsize = dtype.itemsize
-    return PartSize("text_encoder", total * itemsize + connectors, tuple(block * itemsize for block in blocks))
+    return (
+        PartSize("text_encoder", total * itemsize + connectors, tuple(layer * itemsize for layer in layers)),
+        whole_text,
+    )
 
 
 def _shapes_of(model: Model[Any, Any], component: str, class_name: str) -> Mapping[str, int]:
@@ -365,7 +378,7 @@ def _decoder_size(
     takes_image = _takes_image(model, planned)
     total, activations = 0, 0
     for component in model.family.diffusers_components:
-        if component.name == "connectors":
+        if component.name == CONNECTORS:
             continue
         # A module of ours decodes without tiles; to tell what it takes needs no import of diffusers.
         own = None if takes_image or in_tiles else component.build_decoding_half(model.folder)

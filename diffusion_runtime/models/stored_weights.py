@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.layers.fp8_linear import quantized_weights
+from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.memory.weight_unit import aligned
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange
@@ -35,7 +36,7 @@ class Conversions:
 
 class StoredWeights:
     """The home of a module's weights (memory/weight_unit.py: WeightHome). Its parameters hold NaN while they wait, so
-    that whoever reads one that is not there computes NaN.
+    that whoever reads one that is not there computes NaN (layers/waiting_weights.py).
 
     module: with empty parameters of the shapes and dtypes of loaded ones, and checked names. changes: made to the
     tensors as they are read, such as a LoRA. Keeps the files open, so that a folder that is replaced meanwhile changes
@@ -46,9 +47,7 @@ class StoredWeights:
         self._module = module
         self._conversions = conversions
         self._checkpoint = self._opened(changes)
-        waiting = {name: _nothing_like(tensor) for name, tensor in module.state_dict().items()}
-        module.load_state_dict(waiting, assign=True)
-        module.requires_grad_(False).eval()
+        let_wait(module)
         self._names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
 
     def change(self, changes: Sequence[WeightChange]) -> None:
@@ -64,8 +63,8 @@ class StoredWeights:
         return checkpoint
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> StoredUnit:
-        """See WeightHome.unit."""
-        return StoredUnit(self, {self._names[id(tensor)]: tensor for tensor in tensors})
+        """See WeightHome.unit. What no file holds, such as frequencies of a rotary embedding, stays where it is."""
+        return StoredUnit(self, {self._names[id(each)]: each for each in tensors if id(each) in self._names})
 
     def read(self, names: Sequence[str], make_empty: MakeEmpty) -> dict[str, torch.Tensor]:
         """The values of some parameters. Raises ModelLoadError."""
@@ -137,9 +136,3 @@ class StoredUnit:
         for name, tensor in self._tensors.items():
             tensor.data = self._waiting[name]
         self._values = {}
-
-
-def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of that shape and dtype in the memory of one number: NaN, zero for integers."""
-    one = torch.full((1,), float("nan") if tensor.is_floating_point() else 0.0).to(tensor.dtype)
-    return one.expand(tensor.shape) if tensor.dim() else one.view(())

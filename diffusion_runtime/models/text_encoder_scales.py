@@ -1,13 +1,11 @@
 """Scales of text encoders in 8-bit floats (ComfyUI's fp8_scaled files), multiplied into weights that transformers read.
 
 transformers reads the 8-bit numbers as they are, which every dtype of a model holds exactly; here each weight is
-multiplied by its scale in float32 and rounded once. It renames tensors as it reads, so that each parameter is matched
-with the file's tensor of its shape whose name ends most alike.
+multiplied by its scale in float32 and rounded once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,17 +14,16 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder, read_index
+from diffusion_runtime.layers.waiting_weights import is_waiting
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.fp8_scales import find_scales
 from diffusion_runtime.models.stored_tensors import StoredRows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile
+from diffusion_runtime.models.text_encoder_files import STEM, matched_tensors, text_components
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_other_than_fp8
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 
-_STEM = "model"
-# The embeddings of tokens, which go by several names in one model.
-_EMBEDDINGS = ("shared.weight", "embed_tokens.weight", "token_embedding.weight")
 NOTE = "8-bit weights dequantised by their scales"
 
 
@@ -40,29 +37,22 @@ def check_text_encoder_file(path: Path) -> None:
 
 def apply_scales(encoder: TextEncoder, folder: AnyFolder) -> None:
     """Give the weights of a loaded text encoder the scales of their files, where these have any, and say so in its
-    `implementation`. Modules of ours were read with theirs.
+    `implementation`. Modules of ours were read with theirs, and weights that wait in their files will be.
 
     Raises ModelLoadError for files whose tensors cannot be told to be the module's.
     """
-    for component in _components(folder):
+    for component in text_components(folder):
         with ExitStack() as stack:
-            paths = find_weight_files(folder / component, _STEM)
+            paths = find_weight_files(folder / component, STEM)
             rows = stored_rows([stack.enter_context(closing(SafetensorsFile(path))) for path in paths])
             if not any(row.scale is not None for several in rows.values() for row in several):
                 continue
-            of_transformers = [module for module in modules_of(encoder) if _is_of_transformers(module)]
+            of_transformers = [
+                module for module in modules_of(encoder) if _is_of_transformers(module) and not is_waiting(module)
+            ]
             if of_transformers:
                 _multiply(of_transformers, rows, paths[0])
             encoder.implementation = f"{encoder.implementation}, {component}: {NOTE}"
-
-
-def _components(folder: AnyFolder) -> list[str]:
-    index = read_index(folder)
-    return [
-        name
-        for name, entry in index.items()
-        if name.startswith("text_encoder") and isinstance(entry, list) and entry[:1] == ["transformers"]
-    ]
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -71,7 +61,13 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 def _multiply(modules: Sequence[nn.Module], rows: Mapping[str, tuple[StoredRows, ...]], path: Path) -> None:
     """The scales of one component's tensors into the one of these modules that they are for."""
-    found = [names for module in modules if (names := _names(module, rows)) is not None]
+    shapes = {name: several[0].shape for name, several in rows.items()}
+    found = []
+    for module in modules:
+        tensors, missing = matched_tensors(module, shapes)
+        parameters = dict(module.named_parameters())
+        if parameters.keys().isdisjoint(missing):
+            found.append([(parameter, tensors[name]) for name, parameter in parameters.items()])
     if len(found) != 1:
         raise ModelLoadError(
             f"{path}: the tensors of this file, which has scales of 8-bit weights, cannot be told to be those of the "
@@ -84,34 +80,3 @@ def _multiply(modules: Sequence[nn.Module], rows: Mapping[str, tuple[StoredRows,
                 scales = row.scales(len(parameter)).to(parameter.device)
                 matrix = parameter.view(len(parameter), -1)
                 matrix.copy_(matrix.float().mul_(scales))
-
-
-def _names(module: nn.Module, rows: Mapping[str, tuple[StoredRows, ...]]) -> list[tuple[nn.Parameter, str]] | None:
-    """Every parameter with the name of its tensor; None where one has none, or one of several."""
-    by_end: defaultdict[str, list[str]] = defaultdict(list)
-    for name in rows:
-        by_end[_end(name)].append(name)
-    found = []
-    for name, parameter in module.named_parameters():
-        candidates = [each for each in by_end[_end(name)] if rows[each][0].shape == tuple(parameter.shape)]
-        most = max((_num_alike(each, name) for each in candidates), default=0)
-        best = [each for each in candidates if _num_alike(each, name) == most]
-        if len(best) != 1:
-            return None
-        found.append((parameter, best[0]))
-    return found
-
-
-def _end(name: str) -> str:
-    return "embeddings" if name.endswith(_EMBEDDINGS) else ".".join(name.split(".")[-2:])
-
-
-def _num_alike(one: str, other: str) -> int:
-    """How many parts of two dotted names agree, from the last one on; of embeddings at least one."""
-    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
-    number = 0
-    for first, second in pairs:
-        if first != second:
-            break
-        number += 1
-    return max(number, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders import umt5_model
@@ -17,24 +18,40 @@ from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.json_text import read_json_file
 
-# Halves of multimodal models that read no text, and output layers: loaders drop them.
-_UNREAD = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|lm_head|decoder\.block)\.")
+# Output layers, which loaders drop, and halves of multimodal models that read no text, which most of them drop.
+_UNREAD = re.compile(r"(^|\.)(lm_head|decoder\.block)\.")
+_VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 # The layers of an encoder, by their names in every model of transformers that is read here.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.(\d+)\.")
+_ONE_LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.\d+$")
 
 
-def tensor_sizes_of(shapes: Mapping[str, int], num_layers: int | None = None) -> tuple[int, tuple[int, ...]]:
+def tensor_sizes_of(
+    shapes: Mapping[str, int], num_layers: int | None = None, *, sees: bool = False
+) -> tuple[int, tuple[int, ...]]:
     """(numbers of all tensors that are loaded, numbers of each layer). shapes: numbers of each tensor, by name.
-    num_layers: how many of the first layers are loaded, None for all."""
+    num_layers: how many of the first layers are loaded, None for all. sees: whether the half that reads pictures is
+    loaded, of which no layer counts as one."""
     total, layers = 0, defaultdict[int, int](int)
     for name, numbers in shapes.items():
-        layer = _LAYER.search(name)
-        if _UNREAD.search(name) or (layer and num_layers is not None and int(layer[1]) >= num_layers):
+        is_vision = _VISION.search(name) is not None
+        layer = None if is_vision else _LAYER.search(name)
+        left_out = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+        if _UNREAD.search(name) or left_out or (is_vision and not sees):
             continue
         total += numbers
         if layer:
             layers[int(layer[1])] += numbers
     return total, tuple(layers[index] for index in sorted(layers))
+
+
+def layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers of an encoder that is loaded, as tensor_sizes_of counts them, in their order."""
+    return tuple(
+        layer
+        for name, layer in module.named_modules()
+        if _ONE_LAYER.search(name) and not _VISION.search(f"{name}.") and any(True for _ in layer.parameters())
+    )
 
 
 def shapes_by_config(folder: Path, class_name: str) -> dict[str, int]:

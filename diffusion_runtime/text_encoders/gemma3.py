@@ -53,10 +53,13 @@ def load_gemma3(folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, 
     tokenizer = load_tokenizer(folder / "tokenizer")
     if kind == _WHOLE:
         # Vision and output layers stay on the CPU.
-        whole = load_encoder(
-            folder / "text_encoder", modeling.Gemma3ForConditionalGeneration, torch.device("cpu"), dtype
+        model = load_encoder(
+            folder / "text_encoder",
+            modeling.Gemma3ForConditionalGeneration,
+            device,
+            dtype,
+            part=lambda whole: whole.model.language_model,
         )
-        model = whole.model.language_model.to(device)
     else:
         model = load_encoder(folder / "text_encoder", modeling.Gemma3TextModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)

@@ -71,20 +71,20 @@ def load_mistral3(
     if "padding_side" not in tokenizer.init_kwargs:
         # The class that published folders name pads there by default, so their files do not set it.
         tokenizer.padding_side = "left"
-    whole = load_encoder(
+    model = load_encoder(
         folder / "text_encoder",
         Mistral3Model,
-        torch.device("cpu"),
+        device,
         dtype,
         num_layers=max(layers),
         # ComfyUI's file is the language model alone, with the layers that are read and without what follows them.
         renamed={r"^model\.(layers|embed_tokens|norm)\.": r"language_model.\1."},
         unread=("vision_tower.", "multi_modal_projector.", "language_model.norm."),
+        part=lambda whole: whole.language_model,
     )
-    model = whole.language_model
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
     return StackedStatesEncoder(
-        model.to(device), tokenizer, template, layers=layers, max_tokens=max_tokens, removed=(_IMAGE_TOKEN,)
+        model, tokenizer, template, layers=layers, max_tokens=max_tokens, removed=(_IMAGE_TOKEN,)
     )
 
 
@@ -114,10 +114,13 @@ def load_qwen2_5_vl(
     tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
     if kind == _WHOLE:
         # Vision and output layers stay behind on the CPU.
-        whole = load_encoder(
-            folder / "text_encoder", modeling.Qwen2_5_VLForConditionalGeneration, torch.device("cpu"), dtype
+        model = load_encoder(
+            folder / "text_encoder",
+            modeling.Qwen2_5_VLForConditionalGeneration,
+            device,
+            dtype,
+            part=lambda whole: whole.model.language_model,
         )
-        model = whole.model.language_model.to(device)
     else:
         model = load_encoder(folder / "text_encoder", modeling.Qwen2_5_VLTextModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
@@ -142,9 +145,14 @@ def load_qwen3_vl(
 
     tokenizer = load_tokenizer(folder / tokenizer_in, Qwen2Tokenizer)
     # Vision and output layers stay behind on the CPU.
-    whole = load_encoder(folder / "text_encoder", Qwen3VLForConditionalGeneration, torch.device("cpu"), dtype)
-    model = (whole.model if sees else whole.model.language_model).to(device)
-    check_vocabulary(folder / tokenizer_in, len(tokenizer), whole.config.text_config.vocab_size)
+    model = load_encoder(
+        folder / "text_encoder",
+        Qwen3VLForConditionalGeneration,
+        device,
+        dtype,
+        part=lambda whole: whole.model if sees else whole.model.language_model,
+    )
+    check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.get_text_config().vocab_size)
     return model, tokenizer
 
 

@@ -174,16 +174,22 @@ def load_llava(
     from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 
     tokenizer = load_tokenizer(folder / "tokenizer")
-    whole = load_encoder(folder / "text_encoder", LlavaForConditionalGeneration, torch.device("cpu"), dtype)
-    # The output layer stays behind on the CPU.
-    model = whole.model
-    language_model, found = model.language_model, [*map(tokenizer.convert_tokens_to_ids, (_PICTURE, _HEADER_END))]
+
+    def without_last_layers(whole: Any) -> Any:
+        # The output layer stays behind on the CPU, too.
+        language_model = whole.model.language_model
+        language_model.layers = language_model.layers[: len(language_model.layers) - num_layers_left_out]
+        language_model.norm = torch.nn.Identity()
+        return whole.model
+
+    model = load_encoder(
+        folder / "text_encoder", LlavaForConditionalGeneration, device, dtype, part=without_last_layers
+    )
+    found = [*map(tokenizer.convert_tokens_to_ids, (_PICTURE, _HEADER_END))]
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.text_config.vocab_size)
     if found[0] != model.config.image_token_index or tokenizer.unk_token_id in found:
         raise ModelLoadError(
             f"{folder / 'tokenizer'}: expected tokens {_PICTURE}, number {model.config.image_token_index} as in "
             f"text_encoder/config.json, and {_HEADER_END}, got {found}; the two are not of the same model"
         )
-    language_model.layers = language_model.layers[: len(language_model.layers) - num_layers_left_out]
-    language_model.norm = torch.nn.Identity()
-    return LlavaEncoder(model.to(device), tokenizer, preparation, template, stride=stride, max_tokens=max_tokens)
+    return LlavaEncoder(model, tokenizer, preparation, template, stride=stride, max_tokens=max_tokens)

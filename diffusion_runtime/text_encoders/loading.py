@@ -4,14 +4,16 @@ progress bar."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
+from diffusion_runtime.layers.waiting_weights import nothing_like
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.json_text import read_json_file
@@ -69,9 +71,12 @@ def load_encoder(
     num_layers: int | None = None,
     renamed: Mapping[str, str] | None = None,
     unread: tuple[str, ...] = (),
+    part: Callable[[Any], Any] = lambda whole: whole,
 ) -> Any:
     """An encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of either.
 
+    device: the meta device for one whose weights are not read: they wait (layers/waiting_weights.py), and what no file
+    holds is computed as usual. part: what of the model comes to the device; the rest is dropped.
     num_layers: how many layers of its language model are built and read, the first ones; None for all. renamed:
     patterns of names in files beside those that transformers knows -> the model's. unread: beginnings of the names of
     parts that the caller drops, and that files may lack.
@@ -83,6 +88,8 @@ def load_encoder(
     try:
         with quiet_transformers():
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
+            if device.type == "meta":
+                return part(_waiting(folder, model_class, dtype, config))
             model, loaded = load(
                 folder,
                 config=config,
@@ -109,7 +116,23 @@ def load_encoder(
             f"{_file_of(folder, name)}: tensor {name} {wrong}. Copy or download the file again, or use dtype "
             "bfloat16 or float32"
         )
-    return model.eval().requires_grad_(False).to(device)
+    return part(model.eval().requires_grad_(False)).to(device)
+
+
+def _waiting(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtype, config: Any) -> Any:
+    """A model whose weights wait. config: None for the folder's."""
+    from transformers.initialization import no_init_weights
+
+    build: Any = model_class
+    if config is None:
+        config_class: Any = model_class.config_class
+        config = config_class.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"), no_init_weights():
+        shapes = build(copy.deepcopy(config)).state_dict()
+    # In place of a file's tensors, with the model's own names.
+    state = {name: nothing_like(tensor, dtype) for name, tensor in shapes.items()}
+    model = build.from_pretrained(None, config=config, dtype=dtype, state_dict=state)
+    return model.eval().requires_grad_(False)
 
 
 def _file_of(folder: Path, name: str) -> Path:

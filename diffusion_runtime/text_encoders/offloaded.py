@@ -104,5 +104,6 @@ def encoders_of(encoder: object) -> Iterator[object]:
     """The encoder, and those that it is made of."""
     yield encoder
     for value in vars(encoder).values():
-        if type(value).__module__.startswith(__package__) and not isinstance(value, nn.Module):
+        is_encoder = isinstance(value, TextEncoder) or type(value).__module__.startswith(__package__)
+        if is_encoder and not isinstance(value, nn.Module):
             yield from encoders_of(value)

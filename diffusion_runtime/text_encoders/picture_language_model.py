@@ -185,8 +185,9 @@ def load_picture_language_model(
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 
     tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
-    whole = load_encoder(folder / "text_encoder", Qwen2_5_VLForConditionalGeneration, torch.device("cpu"), dtype)
     # The output layer stays behind on the CPU.
-    model = whole.model.to(device)
+    model = load_encoder(
+        folder / "text_encoder", Qwen2_5_VLForConditionalGeneration, device, dtype, part=lambda whole: whole.model
+    )
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.text_config.vocab_size)
     return PictureLanguageEncoder(model, tokenizer, preparation, template, scaled, label=label, max_tokens=max_tokens)

@@ -183,11 +183,37 @@ def test_on_a_cpu_blocks_wait_in_their_files_one_at_a_time_and_no_library_has_a_
     (part,) = plan.demand.transformers
     weights = part.rest + (1 + plan.resident["transformer"]) * 590 * MB
     assert plan.phases["denoise"] == 250 * MB + weights + int(4 * GB * 1.02)
-    # Text encoders are whole while they are used.
+    # A text encoder that fits is whole while it is used.
     assert "text_encoder" not in plan.resident
     assert dict(plan.rows())["machine, weights"] == "read from their files"
     with pytest.raises(DeviceMemoryError, match=r"What would fit: --offload auto$"):
         make_plan(demand(), ["none"], 16 * GB, possible=("none", "layers"), kind=MACHINE)
+
+
+def test_on_a_cpu_text_encoders_are_read_by_blocks_where_the_limit_needs_it_and_their_layout_allows() -> None:
+    small = {"step_activations": 2 * GB, "decode_activations": 2 * GB}
+    plans = {limit: make_plan(demand(**small), ("none", "layers"), limit * GB, kind=MACHINE) for limit in (12, 8, 5)}
+    counts = {limit: plan.resident.get("text_encoder") for limit, plan in plans.items()}
+    assert counts[12] is None
+    assert 0 < counts[5] < counts[8] < 23
+    for limit in (8, 5):
+        weights = 11 * GB - (23 - counts[limit]) * 380 * MB
+        assert plans[limit].phases["text"] == weights + 250 * MB + int(50 * MB * 1.02)
+        assert plans[limit].phases["text"] + 380 * MB > limit * GB
+    rows = dict(plans[8].rows())
+    assert rows["text encoder, streamed"] == f"{counts[8]} of 24 blocks stay in memory, the others are read from files"
+    # Where the files cannot be read so, the encoder is whole, and the plan says why, also where it does not fit.
+    whole = demand(**small, whole_text="of a reason")
+    plan = make_plan(whole, ("none", "layers"), 12 * GB, kind=MACHINE)
+    assert dict(plan.rows())["text encoder"] == "whole while it encodes: of a reason"
+    assert plan.to_dict()["whole_text"] == "whole while it encodes: of a reason"
+    with pytest.raises(
+        DeviceMemoryError, match=r"in text, .*\. The text encoder is whole while it encodes: of a reason\."
+    ):
+        make_plan(whole, ("none", "layers"), 8 * GB, kind=MACHINE)
+    # From the machine's memory any layout is streamed to a device.
+    plan = make_plan(whole, OFFLOADS, 8 * GB)
+    assert (plan.resident["text_encoder"] < 24, plan.whole_text) == (True, "")
 
 
 def test_the_machine_must_hold_what_waits_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,22 @@ def from_files(folder: str, resident: Mapping[str, int], **values: Any) -> Pipel
 @pytest.mark.parametrize("family", WRITERS)
 def test_blocks_read_from_their_files_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
     folder = str(tiny_folder_of(family))
-    whole = load_pipeline(folder, device="cpu")
+    whole = aligned(load_pipeline(folder, device="cpu"))
     request = small_request(whole, 2)
     expected = whole(request).frames
-    pipeline = from_files(folder, {"transformer": 0, "transformer_2": 1})
+    pipeline = from_files(folder, {"transformer": 0, "transformer_2": 1, "text_encoder": 1})
+    modules = (pipeline.transformer, *modules_of(pipeline.text_encoder))
     for _ in range(2):
         media = pipeline(request)
         assert numpy.array_equal(media.frames, expected)
         # Nothing stays of what was read: whoever computes with it computes NaN.
-        assert all(bool(each.isnan().all()) for each in pipeline.transformer.parameters() if each.is_floating_point())
+        waiting = [each for module in modules for each in module.parameters() if each.is_floating_point()]
+        assert all(bool(each.isnan().all()) for each in waiting)
     assert any("read from its files" in note for note in media.attention_report.notes)
+    assert any(
+        re.match(r"offload: text_encoder: \d+ of \d+ blocks streamed from files, ", note)
+        for note in media.attention_report.notes
+    )
     pipeline.close()
 
 
@@ -174,7 +181,7 @@ def test_a_larger_request_than_the_model_was_loaded_for_is_planned_again() -> No
         plan = offloading_of(pipeline).plan
         assert plan.limit is not None
         assert plan.peak <= plan.limit
-        (part,) = offloading_of(pipeline).parts
+        _, part = offloading_of(pipeline).parts
         assert part.stream is not None
         assert part.stream.num_blocks == 6 - plan.resident["transformer"]
         kept.append(plan.resident["transformer"])

@@ -20,6 +20,8 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.memory.offloaded_part import OffloadedPart
+from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
 from diffusion_runtime.models.level_list_names import level_list_names
@@ -160,11 +162,15 @@ def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Pa
         assert not torch.equal(fp8, latents_and_frames(folder))
 
 
-def encoder_of(folder: Path, component: str, path: Path) -> TextEncoder:
-    """The text encoders of a folder, one of them out of a file."""
+def encoder_of(folder: Path, component: str, path: Path, *, in_files: bool = False) -> TextEncoder:
+    """The text encoders of a folder, one of them out of a file. in_files: read by the unit of streaming."""
     opened = with_parts(ModelFolder(folder), [PartFile(str(path), f"{component}_path", component)], None, ())
-    encoder = family_for_folder(opened).describe(opened).load_text_encoder(torch.device("cpu"), torch.float32)
+    model, cpu = family_for_folder(opened).describe(opened), torch.device("cpu")
+    encoder = model.load_text_encoder(torch.device("meta") if in_files else cpu, torch.float32)
     apply_scales(encoder, opened)
+    if in_files:
+        for module, home in model.keep_text_in_files(encoder, cpu, torch.float32).items():
+            OffloadedPart("text_encoder", module, home, Transfers(cpu), 0).enter()
     return encoder
 
 
@@ -206,7 +212,10 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
             encoder = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors")
             found.append(encoder.encode(["a red star"]))
             assert encoder.implementation.endswith(NOTE) == (kind == "scaled")
-        assert torch.equal(found[0].embeddings, found[1].embeddings)
+            streamed = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors", in_files=True)
+            assert streamed.implementation == encoder.implementation
+            found.append(streamed.encode(["a red star"]))
+        assert all(torch.equal(found[0].embeddings, each.embeddings) for each in found[1:])
     # Of two tensors that may be a parameter's, none is.
     twice = {f"x.{each}": tensor.clone() for each, tensor in stored.items() if ".layers.0.self_attn" in each}
     save_file({**stored, **twice}, tmp_path / "both.safetensors")

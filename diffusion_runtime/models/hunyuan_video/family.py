@@ -116,6 +116,7 @@ FAMILY = ModelFamily(
     text_shapes=lambda _, config: TextShapes(
         ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),
         config.pooled_dim,
+        sees=config.image_condition is not None,
     ),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,

@@ -143,7 +143,7 @@ def _text_shapes(folder: AnyFolder, config: QwenImageTransformerConfig) -> TextS
     editing = editing_of(folder)
     if editing is None:
         return TextShapes(((MAX_TOKENS, config.text_dim),))
-    return TextShapes(((edits.MAX_TOKENS, config.text_dim),), tokens_per_image=editing.seen_tokens)
+    return TextShapes(((edits.MAX_TOKENS, config.text_dim),), tokens_per_image=editing.seen_tokens, sees=True)
 
 
 FAMILY = ModelFamily(

@@ -77,7 +77,9 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
+    text_shapes=lambda folder, config: TextShapes(
+        ((MAX_TOKENS, config.text_dim),), sees=has_preparation_of_pictures(folder)
+    ),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     check_parts=_check_parts,

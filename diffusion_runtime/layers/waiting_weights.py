@@ -1,0 +1,36 @@
+"""Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that whoever
+computes with one that was not brought computes NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def nothing_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of that shape on the CPU in the memory of one number: NaN, zero for integers. dtype: of floating-point
+    numbers, None for the tensor's own."""
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    one = torch.full((1,), float("nan") if tensor.is_floating_point() else 0.0).to(dtype)
+    return one.expand(tensor.shape) if tensor.dim() else one.view(())
+
+
+def let_wait(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Give what is in the state dict of a module such tensors; what is shared stays shared. dtype: as of
+    nothing_like."""
+    state = module.state_dict(keep_vars=True)
+    waiting: dict[int, torch.Tensor] = {}
+    for tensor in state.values():
+        if id(tensor) not in waiting:
+            empty = nothing_like(tensor.detach(), dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            waiting[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    module.load_state_dict({name: waiting[id(tensor)] for name, tensor in state.items()}, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def is_waiting(module: nn.Module) -> bool:
+    """Whether the parameters of a module wait: one number stands for all of each matrix."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1 and parameter.numel() > 1]
+    return bool(matrices) and all(not any(matrix.stride()) for matrix in matrices)
