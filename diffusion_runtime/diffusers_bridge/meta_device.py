@@ -13,8 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
 from diffusion_runtime.model_folder import ModelFolder
 
@@ -35,7 +34,7 @@ def meta_model(folder: ModelFolder, component: str, entry: Any) -> Any:
     if model_class is None or not config.is_file():
         return None
     try:
-        with torch.device("meta"), _quiet_diffusers():
+        with empty_modules(), _quiet_diffusers():
             return model_class.from_config(folder.read_json(component, "config.json"))
     except (BackendUnavailableError, ModelLoadError):
         raise

@@ -271,25 +271,30 @@ class PreparedModel:
 
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
         given = Alternative(self.description.config, self.dtype, planned)
-        return self._with_remedies(self._alternative(given))
+        return self._with_remedies(self._alternative(given, {}))
 
-    def _alternative(self, each: Alternative) -> PlannedDemand | None:
-        """What another config, dtype and request would take. Raises what building such a transformer raises."""
+    def _alternative(self, each: Alternative, empty: dict[str, DiffusionTransformer]) -> PlannedDemand | None:
+        """What another config, dtype and request would take. empty: transformers without weights that were built, by
+        their quantisation; it gets the missing one. Raises what building such a transformer raises."""
         quantization = self.quantization
         if each.config.quantization != self.description.config.quantization:
             ignored = each.config.quantization_ignored_layers
             quantization = Quantization.of(self.model.family.name, each.config.quantization, ignored)
-        empty = build_transformer(self.model, self.policy, quantization)
-        degrees = self.description.degrees
-        found = demand_of(each.config, self.model, empty, each.planned, each.dtype, degrees, self.device)
+        if each.config.quantization not in empty:
+            empty[each.config.quantization] = build_transformer(self.model, self.policy, quantization)
+        transformer, degrees = empty[each.config.quantization], self.description.degrees
+        found = demand_of(each.config, self.model, transformer, each.planned, each.dtype, degrees, self.device)
         return self._of_processes(found)
 
     def _with_remedies(self, planned: PlannedDemand | None) -> PlannedDemand | None:
         if planned is None or planned.request is None:
             return planned
 
+        # A transformer takes 0.5 s to build, and a refusal tries up to ten sizes of it.
+        empty: dict[str, DiffusionTransformer] = {}
+
         def demand(each: Alternative) -> MemoryDemand | None:
-            found = self._alternative(each)
+            found = self._alternative(each, empty)
             return None if found is None else found.demand
 
         given = Alternative(self.description.config, self.dtype, planned.request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
@@ -23,6 +25,23 @@ from diffusion_runtime.models.weight_loading import check_names, load_weights, o
 COMPONENT = "vae"
 # What decoding does not need, where a component says nothing else.
 _ENCODER = ("encoder", "quant_conv")
+
+
+@dataclass(frozen=True)
+class ComponentTensor:
+    """Of a component without weights."""
+
+    name: str
+    num_numbers: int
+    dtype: torch.dtype
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Where the component's floating-point numbers are of `dtype`."""
+        return self.num_numbers * (dtype if self.dtype.is_floating_point else self.dtype).itemsize
+
+
+# By a class of diffusers and settings: see DiffusersComponent.tensors.
+_tensors: dict[tuple[Any, str], tuple[ComponentTensor, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class DiffusersComponent:
                 "has that; `--backend diffusers` runs it"
             )
         if self.build_decoding_half(folder) is None:
-            self.build(folder)
+            self.tensors(folder)
 
     def class_in(self, folder: AnyFolder) -> str:
         """The name of the class that computes the folder's component."""
@@ -77,11 +96,8 @@ class DiffusersComponent:
         Raises ModelLoadError for settings that the installed class does not know or refuses, and InstallationError
         where diffusers cannot be imported.
         """
-        check_diffusers_import()
-        # Imported here: it takes a second or two, and more when it is the first part of diffusers.
-        class_name = self.class_in(folder)
-        made_by = getattr(importlib.import_module(self.module), class_name)
-        file, settings = read_config(folder, self.name), self._settings(folder)
+        made_by, settings = self._diffusers_class(folder), self._settings(folder)
+        file, class_name = read_config(folder, self.name), self.class_in(folder)
         unknown = [key for key in settings if key not in inspect.signature(made_by).parameters]
         if unknown:
             import diffusers
@@ -91,7 +107,7 @@ class DiffusersComponent:
                 f"{diffusers.__version__}; if this model was written for a newer one: `pip install -U diffusers`"
             )
         try:
-            with torch.device("meta"):
+            with empty_modules():
                 module: Any = made_by(**settings)
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{file.path}: {class_name} refuses these settings: {error}") from error
@@ -100,6 +116,23 @@ class DiffusersComponent:
         for part in left_out:
             setattr(module, part, None)
         return module
+
+    def tensors(self, folder: AnyFolder) -> tuple[ComponentTensor, ...]:
+        """Those of `build`'s state dict. Kept for the process, by the class and the settings: a plan of memory asks for
+        them at every size that it tries, and the vocoder of LTX-2 takes 0.8 s to build.
+
+        Raises what `build` raises.
+        """
+        key = (self._diffusers_class(folder), json.dumps(self._settings(folder), sort_keys=True))
+        if key not in _tensors:
+            state = self.build(folder).state_dict()
+            _tensors[key] = tuple(ComponentTensor(name, tensor.numel(), tensor.dtype) for name, tensor in state.items())
+        return _tensors[key]
+
+    def _diffusers_class(self, folder: AnyFolder) -> Any:
+        check_diffusers_import()
+        # Imported here: it takes a second or two, and more when it is the first part of diffusers.
+        return getattr(importlib.import_module(self.module), self.class_in(folder))
 
     def load(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder, DecoderSizes
 from diffusion_runtime.model_folder import MAX_SIZE
 from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS
@@ -73,7 +73,7 @@ def decoding_half(
         is_residual=is_residual,
     )
     try:
-        with torch.device("meta"):
+        with empty_modules():
             return CausalVideoAutoencoder(class_name, sizes, spatial_compression_ratio or 2 ** len(doubles))
     except (RuntimeError, ValueError, OverflowError):  # sizes that no tensor has, or that do not divide each other
         return None

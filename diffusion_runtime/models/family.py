@@ -16,6 +16,7 @@ from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.model_folder import (
@@ -154,7 +155,7 @@ class Model(Generic[C, G]):
 
         Raises BackendUnavailableError and ConfigError for an attention choice that cannot run.
         """
-        with torch.device("meta"):
+        with empty_modules():
             transformer = self.make_transformer(policy)
         for module in self.modules(transformer).values():
             self._share_layers(module)

@@ -47,8 +47,7 @@ class UpsamplerFolder:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of its weights in this dtype; reads json alone."""
-        num_numbers: int = sum(each.numel() for each in self.component.build(self.parent).state_dict().values())
-        return num_numbers * dtype.itemsize
+        return sum(each.num_numbers for each in self.component.tensors(self.parent)) * dtype.itemsize
 
 
 class LatentUpsampler:
@@ -121,7 +120,7 @@ def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num
     file = read_config(place.parent, place.name)
     _check(file, second_stage.upsampler.class_name, num_channels)
     opened = UpsamplerFolder(place.parent, dataclasses.replace(second_stage.upsampler, name=place.name))
-    opened.component.build(opened.parent)
+    opened.component.tensors(opened.parent)
     return opened
 
 

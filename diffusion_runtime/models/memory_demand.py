@@ -346,7 +346,7 @@ def _text_size(
     if len(layers) < MIN_BLOCKS:
         layers, whole_text = (), whole_text or f"{component or 'it'} has no layers that are known here"
     others = [each for each in model.family.diffusers_components if each.name == CONNECTORS]
-    connectors = sum(num_bytes_of(nn.Module.to(each.build(model.folder), dtype)) for each in others)
+    connectors = sum(tensor.num_bytes(dtype) for each in others for tensor in each.tensors(model.folder))
     itemsize = dtype.itemsize
     return (
         PartSize("text_encoder", total * itemsize + connectors, tuple(layer * itemsize for layer in layers)),
@@ -382,10 +382,15 @@ def _decoder_size(
             continue
         # A module of ours decodes without tiles; to tell what it takes needs no import of diffusers.
         own = None if takes_image or in_tiles else component.build_decoding_half(model.folder)
-        module = nn.Module.to(component.build(model.folder) if own is None else own, dtype)
-        for name, tensor in module.state_dict().items():
-            total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else tensor.nbytes
+        sizes = (
+            {each.name: each.num_bytes(dtype) for each in component.tensors(model.folder)}
+            if own is None
+            else {name: tensor.nbytes for name, tensor in own.to(dtype).state_dict().items()}
+        )
+        for name, num_bytes in sizes.items():
+            total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else num_bytes
         if component.name == AUTOENCODER:
+            module = own if own is not None else nn.Module.to(component.build(model.folder), dtype)
             size = planned.size
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
             activations = decoding_bytes(

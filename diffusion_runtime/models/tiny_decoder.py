@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.layers.weight_range import unusable_numbers
@@ -230,7 +231,7 @@ def _network_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> TinyNetwork:
     if max(*widths, patch, shape(_FIRST)[1]) > 4096:
         raise ModelLoadError(f"{path}: no TAEHV decoder is that wide: {max(widths)} channels")
     latents = TinyLatents(shape(_FIRST)[1], tuple(max(1, size[0] // size[1]) for size in grown), patch)
-    with torch.device("meta"):
+    with empty_modules():
         network = TinyNetwork(latents, widths)
     state = network.state_dict()
     differing = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders import umt5_model
 from diffusion_runtime.text_encoders.loading import quiet_transformers
@@ -24,6 +26,9 @@ _VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_proje
 # The layers of an encoder, by their names in every model of transformers that is read here.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.(\d+)\.")
 _ONE_LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.\d+$")
+
+# By class and config.json: see shapes_by_config.
+_found: dict[tuple[str, str], Mapping[str, int]] = {}
 
 
 def tensor_sizes_of(
@@ -54,18 +59,27 @@ def layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     )
 
 
-def shapes_by_config(folder: Path, class_name: str) -> dict[str, int]:
+def shapes_by_config(folder: Path, class_name: str) -> Mapping[str, int]:
     """Numbers of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
     transformers, as model_index.json says. Imports transformers, which takes seconds, but for a UMT5 of known settings.
+
+    What was found is kept for the process: a plan of memory asks at every size that it tries.
 
     Raises ModelLoadError for a class or settings that transformers does not know.
     """
     config_file = folder / "config.json"
     values = read_json_file(config_file, error=ModelLoadError, allow_constants=True)
     check_sizes(values, config_file)
+    key = (class_name, json.dumps(values))
+    if key not in _found:
+        _found[key] = _shapes_of(values, class_name, config_file)
+    return _found[key]
+
+
+def _shapes_of(values: dict[str, Any], class_name: str, config_file: Path) -> dict[str, int]:
     known = umt5_model.sizes_of(values) if class_name == "UMT5EncoderModel" else None
     if known is not None:
-        with torch.device("meta"):
+        with empty_modules():
             return sizes_of(umt5_model.UMT5Encoder(known).named_parameters())
     import transformers
 
@@ -73,7 +87,7 @@ def shapes_by_config(folder: Path, class_name: str) -> dict[str, int]:
     if not inspect.isclass(model_class) or not issubclass(model_class, transformers.PreTrainedModel):
         raise ModelLoadError(f"{config_file}: {class_name} is no model of the installed transformers")
     try:
-        with quiet_transformers(), torch.device("meta"):
+        with quiet_transformers(), empty_modules():
             config_class: Any = model_class.config_class
             return sizes_of(model_class(config_class.from_dict(values)).named_parameters())
     except Exception as error:  # any exception: settings of another version make it raise several kinds

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
+from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
@@ -209,7 +210,7 @@ def load_umt5(
     sizes = None if fill is None else _known_umt5(folder, dtype)
     if sizes is not None and fill is not None:
         check_vocabulary(folder / "tokenizer", len(tokenizer), sizes.vocab_size)
-        with torch.device("meta"):
+        with empty_modules():
             encoder = UMT5Encoder(sizes)
         fill(encoder, folder / "text_encoder", device, dtype)
         return UMT5TextEncoder(encoder, tokenizer, max_tokens)

@@ -44,7 +44,7 @@ ROWS = [
     {"attention"},
     {"parallel"},
     {"kernels"},
-    {"config", "request", "media", "hardware", "device_guard", "cache_folder", "chunk_decoding"},
+    {"config", "request", "media", "hardware", "device_guard", "empty_modules", "cache_folder", "chunk_decoding"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
     {"attention_density", "report_html"},
     {"token_layout", "step_info", "options", "prompt_switches", "frame_conditions"},
