@@ -70,6 +70,7 @@ def run_generate(
         outputs.check_without_writing()
         prepared, items = prepare_items(settings, outputs, is_dry_run=True)
         warn_of_changed_files(settings, items, prepared.description, terminal)
+        prepared.check_files()
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     writes_files = output_flags.stream != STANDARD_OUTPUT
