@@ -138,11 +138,11 @@ class CacheRow:
 
     chunk_frames: of a chunk. window_frames: in sight, sink and chunk included, None for all; sink_frames: of these, the
     first ones of the video, which stay. cached_frames: that there was room for. positions: what keys are rotated by.
-    num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
-    dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in fewer bits, the numbers
-    that were too large. page_size: tokens of a page, None for keys in a row. compressed_frames: of cached_frames, those
-    in larger patches. num_shared_bytes: of the pages that a fork and the stream it is of had in common when the last
-    fork was made; a page that several have counts in parts in num_bytes.
+    num_bytes: on this process, of all layers, branches and experts, the most at a time. num_commits: forward passes
+    that left final keys. dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in
+    fewer bits, the numbers that were too large. page_size: tokens of a page, None for keys in a row. compressed_frames:
+    of cached_frames, those in larger patches. num_shared_bytes: of the pages that a fork and the stream it is of had in
+    common when the last fork was made; a page that several have counts in parts in num_bytes.
     """
 
     chunk_frames: int

@@ -221,9 +221,12 @@ class BatchSettings:
     def cfg_scale_at(self, step: StepInfo) -> float:
         """Of one step's expert and chunk; 1 where guided_chunks leaves it without guidance. A commit is for the chunk
         behind it."""
+        return self.cfg_scales[min(step.expert, 1)] if self.is_guided_at(step) else 1.0
+
+    def is_guided_at(self, step: StepInfo) -> bool:
+        """Whether guided_chunks allows guidance at a step; once it does not, it does at no later one of the video."""
         num_guided = self.shared.guided_chunks
-        chunk = step.chunk + (step.phase == "commit")
-        return self.cfg_scales[min(step.expert, 1)] if num_guided is None or chunk < num_guided else 1.0
+        return num_guided is None or step.chunk + (step.phase == "commit") < num_guided
 
     @property
     def guidance_terms(self) -> GuidanceTerms | None:

@@ -27,7 +27,7 @@ from diffusion_runtime.denoising.chunk_samplers import (
     HistoryCommit,
     PerChunkSampler,
 )
-from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, window_of
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, guided_frames, is_rolling, window_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
 from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep, Sampler
@@ -83,7 +83,8 @@ class ChunkedDenoiser:
         noise = ChunkNoise((channels, height, width), seeds, later)
         sampler = settings.build_sampler()
         inputs = denoiser.inputs_of(text, settings.size)
-        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, _experts_of(sampler, denoiser))
+        guided = guided_frames(settings.shared, chunks)
+        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, _experts_of(sampler, denoiser), guided)
         commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
         if (history := settings.rules.history) is not None:
             commit = HistoryCommit(commit, forward.compress, history)
@@ -234,7 +235,7 @@ class ChunkStream(Iterator[CleanChunk]):
                 cached_frames=passes.num_slots,
                 compressed_frames=passes.num_compressed,
                 positions=forward.positions,
-                num_bytes=forward.num_bytes,
+                num_bytes=forward.most_bytes,
                 num_commits=forward.num_commits,
                 dtype=settings.shared.kv_cache_dtype or "auto",
                 num_saturated=forward.num_saturated,
@@ -248,7 +249,8 @@ class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
     passes: what each reads and writes of it. inputs: by guidance branch, until set_text. experts: those that see
-    committed frames.
+    committed frames. guided_frames: latent frames of the chunks with guidance, None for all: the unconditional branch
+    has stores for these alone, until they are denoised.
     """
 
     def __init__(
@@ -257,6 +259,7 @@ class _FrameForward:
         passes: CachePasses,
         inputs: dict[str, DenoiserInputs],
         experts: frozenset[int],
+        guided_frames: int | None,
     ) -> None:
         settings = denoiser.settings
         self.passes = passes
@@ -271,6 +274,10 @@ class _FrameForward:
         self._transformer_pass = denoiser.forward_of()
         self._plans = VideoPlans()
         self._experts = experts
+        self._guided_frames = guided_frames
+        self._uncond_tokens = None if guided_frames is None else passes.capacity_for(guided_frames)
+        self._bytes_while_guided = 0
+        self._saturated_while_guided = 0
         self._guided = denoiser.guided(
             denoiser.predict_of(self._transformer_pass, self._inputs, self._context), self._inputs["cond"]
         )
@@ -285,9 +292,14 @@ class _FrameForward:
         return sum(store.num_bytes for store in self._stores())
 
     @property
+    def most_bytes(self) -> int:
+        """The most that was allocated at a time: while chunks are guided there are two branches, later one."""
+        return max(self.num_bytes, self._bytes_while_guided)
+
+    @property
     def num_saturated(self) -> int:
         """Of all stores: numbers that were too large for their dtype."""
-        return sum(store.num_saturated for store in self._stores())
+        return self._saturated_while_guided + sum(store.num_saturated for store in self._stores())
 
     @property
     def num_shared_bytes(self) -> int:
@@ -296,7 +308,7 @@ class _FrameForward:
 
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
         """Of another video that goes on from here. What depends on the prompt alone is computed again."""
-        twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts)
+        twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
         return twin
 
@@ -333,7 +345,23 @@ class _FrameForward:
         """See ForwardFrames; of a commit in large patches."""
         return self._pass(latents, self.passes.plan(frames, "compress"), step)
 
+    def _end_guidance(self) -> None:
+        """Let go of the unconditional branch, which does not run again: whether a chunk is guided depends on its place
+        in the video alone, whatever prompts come."""
+        stores = [cast(KeyStore, store) for store in self._state.find_all(CACHED_KEYS, "uncond")]
+        if not stores:
+            return
+        self._bytes_while_guided = self.num_bytes
+        self._saturated_while_guided += sum(store.num_saturated for store in stores)
+        for store in stores:
+            store.release()
+        self._state.drop_branch("uncond")
+        if isinstance(self._transformer_pass, GraphedForward):
+            self._transformer_pass.end_branch("uncond")
+
     def _pass(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
+        if not self._denoiser.settings.is_guided_at(step):
+            self._end_guidance()
         if step.phase == "denoise":
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
@@ -347,7 +375,7 @@ class _FrameForward:
         """Guided, with the positions of the plan's frames, which are made once per chunk."""
         key = (plan.frames, plan.tokens_per_frame, plan.key_frames, step.expert)
         if self._placed is None or self._placed[0] != key:
-            cache = FrameCache(plan, self.positions, self._make_store)
+            cache = FrameCache(plan, self.positions, self._make_store, uncond_tokens=self._uncond_tokens)
             sharding = self._denoiser.mesh.sharding
             placed = self._denoiser.transformer.with_positions(cache, latents.shape, sharding, step.expert)
             if self._denoiser.graphs is not None:

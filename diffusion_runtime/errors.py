@@ -113,6 +113,10 @@ class OutputError(DiffusionRuntimeError):
     """A result that cannot be written or read."""
 
 
+class DiskFullError(OutputError):
+    """A result for which the disk, or the user's quota of it, has no room left: the next one has none either."""
+
+
 class _ShortRepr(reprlib.Repr):
     """A bounded repr: a few items per level, a few levels, the start of a text."""
 

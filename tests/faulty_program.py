@@ -6,7 +6,8 @@
 error, `hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter.
 Stages beside those of the progress: `start`, before anything is imported; `import`, when signals are handled and the
 verb imports; `join`, before the processes meet; `load`, before weights are read; `write`, between the first process's
-temporary files and their names; `end`, when all items are made. `{"seconds": {NAME: SECONDS}}`: limits of
+temporary files and their names; `chunk`, before a stream's chunk of this number, from 1; `end`, when all items are
+made. `{"seconds": {NAME: SECONDS}}`: limits of
 signs_of_life. The file `happened` is there once a fault has begun, `heard` once a deaf process was interrupted.
 """
 
@@ -100,6 +101,7 @@ def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
+    from diffusion_runtime.chunked_denoiser import ChunkStream
     from diffusion_runtime.cli import app, generation
     from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
@@ -144,6 +146,17 @@ def meddle() -> None:
 
     World.join = watched_join  # type: ignore[method-assign]
     native_model.check_component_files = watched_check
+
+    following = ChunkStream.__next__
+    num_chunks = 0
+
+    def watched_chunk(self: ChunkStream) -> Any:
+        nonlocal num_chunks
+        num_chunks += 1
+        misbehave("chunk", num_chunks)
+        return following(self)
+
+    ChunkStream.__next__ = watched_chunk  # type: ignore[method-assign]
 
     rewrite = app.rewrite_dotted_flags
 

@@ -68,7 +68,7 @@ def write_to_cache(
     _grid_of(inputs, layer, cache)
     check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, causal)
     store = context.state.of_layer(layer, context.step).get_or_create(
-        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(inputs.k)
+        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(inputs.k, context.step.branch)
     )
     store.write(cache.plan, inputs.k, inputs.v)
     return store

@@ -84,10 +84,11 @@ class RequestCache:
         """The scope under a key of a FixedState's."""
         return self._scope(key)
 
-    def find_all(self, name: str) -> Iterator[object]:
-        """Every scope's values whose key begins with the name of a user."""
-        for scope in self._scopes.values():
-            yield from scope.find_all(name)
+    def find_all(self, name: str, branch: str | None = None) -> Iterator[object]:
+        """Every scope's values whose key begins with the name of a user. branch: those of one guidance branch alone."""
+        for key, scope in self._scopes.items():
+            if branch is None or _is_of(key, branch):
+                yield from scope.find_all(name)
 
     def adopt(self, other: RequestCache, name: str, taken: Callable[[object], object] = lambda value: value) -> None:
         """Take over the values of another whose key begins with the name of a user, scope by scope. taken: what of
@@ -102,6 +103,11 @@ class RequestCache:
             return
         self._expert = expert
         for key in [key for key in self._scopes if isinstance(key, tuple) and key[0] != expert]:
+            del self._scopes[key]
+
+    def drop_branch(self, branch: str) -> None:
+        """Drop what belongs to a guidance branch of any expert, which does not run again."""
+        for key in [key for key in self._scopes if _is_of(key, branch)]:
             del self._scopes[key]
 
     def is_first(self, what: str) -> bool:
@@ -119,6 +125,11 @@ class RequestCache:
 
     def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that stands for another
         return CacheScope()
+
+
+def _is_of(scope: Hashable, branch: str) -> bool:
+    """Whether the key of a scope is one of a guidance branch, or of a layer in it."""
+    return isinstance(scope, tuple) and scope[1] == branch
 
 
 @dataclass(frozen=True)

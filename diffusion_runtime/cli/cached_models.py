@@ -47,14 +47,11 @@ def show_cached(*, as_json: bool) -> None:
 
     def row(model: CachedModel) -> tuple[str, str, str]:
         revision = f"{', '.join((*model.refs, model.commit[:12]))}"
-        return (
-            f"{model.hub_id}\n  {revision}" + (f"\n  {model.lacks}" if model.lacks else ""),
-            _runs(model),
-            size_text(model.num_bytes),
-        )
+        runs = _runs(model) if model.lacks is None else f"{_runs(model)}: {model.lacks}"
+        return f"{model.hub_id}\n  {revision}", size_text(model.num_bytes), runs
 
     if models:
-        console.print(plain_table(("model, revision", "runs", "size"), map(row, models), "In the hub's cache"))
+        console.print(plain_table(("model, revision", "size", "runs"), map(row, models), "In the hub's cache"))
     else:
         console.print("There is no model in the hub's cache: `diffusion-runtime models download NAME` puts one there.")
     console.print(Text(f"{cache}: `hf cache rm` and `hf cache prune` make room."), soft_wrap=True)

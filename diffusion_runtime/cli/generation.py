@@ -70,6 +70,7 @@ def run_generate(
         outputs.check_without_writing()
         prepared, items = prepare_items(settings, outputs, is_dry_run=True)
         warn_of_changed_files(settings, items, prepared.description, terminal)
+        prepared.check_files()
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     writes_files = output_flags.stream != STANDARD_OUTPUT
@@ -225,6 +226,17 @@ def to_json_object(result: BatchResult, timings: dict[str, float]) -> dict[str, 
     }
 
 
+def _failed_lines(result: BatchResult) -> list[str]:
+    """One for each failed item of several, but for the one that has just been reported as the end of the batch."""
+    outcomes = result.outcomes[: -1 if result.disk_is_full else None]
+    failed = [outcome for outcome in outcomes if outcome.failure is not None] if result.num_items > 1 else []
+    return [
+        f"  {each.request.prompt!r}, seed {each.request.seed}: {each.failure.message}"
+        for each in failed
+        if each.failure is not None
+    ]
+
+
 def _report_end(result: BatchResult, timings: dict[str, float], terminal: Terminal) -> None:
     reports = [outcome.attention_report for outcome in result.finished]
     if reports:
@@ -236,12 +248,7 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
             terminal.error(
                 f"interrupted: {len(result.finished)} of {result.num_items} finished{_finished_paths(result)}"
             )
-    elif result.failures and result.num_items > 1:
-        lines = [
-            f"  {outcome.request.prompt!r}, seed {outcome.request.seed}: {outcome.failure.message}"
-            for outcome in result.outcomes
-            if outcome.failure is not None
-        ]
+    elif lines := _failed_lines(result):
         terminal.error("\n".join([f"{len(lines)} of {result.num_items} failed:", *lines]))
     if result.finished:
         count = f"{len(result.finished)} file{'s' if len(result.finished) > 1 else ''}"

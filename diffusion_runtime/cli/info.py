@@ -12,6 +12,7 @@ from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
+from diffusion_runtime.cli.weights_info import WEIGHT_SUFFIXES
 from diffusion_runtime.session.reporter import seconds_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run_info(path: str, *, as_json: bool) -> int:
     """The verb: what is known of `path`, on standard output. Raises OutputError."""
     from diffusion_runtime.media import read_media_file
 
-    media = read_media_file(path)
+    media = read_media_file(path, also=WEIGHT_SUFFIXES)
     if as_json:
         put_on_stdout(json_text(_to_json_object(media)))
         return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
 from diffusion_runtime.session.failures import INTERRUPTED
+from diffusion_runtime.session.growing_file import with_kept_frames
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 
@@ -88,6 +89,8 @@ def launch_processes(
     if failure is None:
         return 0
     if not failure.is_reported:
+        if failure.growing_file is not None:
+            failure = with_kept_frames(failure, Path(failure.growing_file))
         report_failure(terminal, failure, schema)
     return failure.exit_code
 

@@ -49,6 +49,7 @@ def download(
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.models import hub
+        from diffusion_runtime.models.cached_folder import commit_of
         from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
         from diffusion_runtime.models.published import model_of_name
 
@@ -69,7 +70,7 @@ def download(
         if not dry_run:
             _fetch([file for file in needed if not file.is_here], hub_id, commit, terminal)
             path = hub.download(hub_id, revision=asked.revision, variant=asked.variant)
-            if hub.commit_of(path) != commit:
+            if commit_of(path) != commit:
                 terminal.warn(f"{hub_id} moved on while it was downloaded: this is {path.name}")
     if as_json:
         values = [{"name": file.name, "num_bytes": file.num_bytes, "was_here": file.is_here} for file in needed]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.output_flags import OutputFlags
@@ -21,6 +22,7 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, Request
 from diffusion_runtime.session.batch import title_of
 from diffusion_runtime.session.coordinator import Coordinator
 from diffusion_runtime.session.failures import INTERRUPTED
+from diffusion_runtime.session.growing_file import kept_frames
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 
@@ -111,6 +113,8 @@ def run_stream(
         typed = stack.enter_context(_typed_prompts()) if flags.interactive and coordinator.is_first else None
         stream: GenerationStream = stack.enter_context(pipeline.stream(request, endless=is_endless))
         clip = stack.enter_context(_clip(stream, flags.stream)) if coordinator.is_first else None
+        if growing := coordinator.from_first(lambda: "" if clip is None or clip.path is None else str(clip.path)):
+            coordinator.note_growing_file(Path(growing))
         ended_by: BaseException | None = None
         try:
             _write(stream, clip, typed, terminal, coordinator, is_interactive=flags.interactive, is_endless=is_endless)
@@ -132,6 +136,9 @@ def run_stream(
                     terminal.error(f"interrupted: the {clip.num_frames} frames made so far are in {where}")
                 elif ended_by is None:
                     terminal.say(f"wrote {clip.num_frames} frames to {where}")
+        if path is not None and isinstance(ended_by, DiffusionRuntimeError):
+            assert clip is not None
+            ended_by.args = (f"{ended_by}; {kept_frames(clip.num_frames, path)}", *ended_by.args[1:])
         if ended_by is not None and not (is_interrupted and (clip is None or clip.num_frames)):
             raise ended_by
     timings = {"load": load_seconds, **stream.timings, "total": time.perf_counter() - started}

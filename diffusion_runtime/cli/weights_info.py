@@ -13,10 +13,14 @@ from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 SCHEMA = "diffusion_runtime.weights/1"
 
 
+# Of the files that `info` shows, those of weights; a LoRA is one of them.
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+
+
 def is_weights_path(path: str) -> bool:
     """Whether a path names weights rather than a LoRA or a generated file. Raises ModelLoadError for a safetensors file
     that cannot be read."""
-    if not path.endswith((".safetensors", ".gguf")) and not os.path.isfile(os.path.join(path, "config.json")):
+    if not path.endswith(WEIGHT_SUFFIXES) and not os.path.isfile(os.path.join(path, "config.json")):
         return False
     from diffusion_runtime.models.weight_summary import holds_weights
 

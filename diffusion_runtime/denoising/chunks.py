@@ -103,6 +103,23 @@ def cache_passes(
     )
 
 
+def guided_frames(request: GenerationRequest, chunks: ChunkPlan) -> int | None:
+    """Latent frames of the first chunks, those with guidance; None where it does not end with a chunk, as in a rolling
+    window, whose passes have several."""
+    if request.guided_chunks is None or is_rolling(request):
+        return None
+    ends = (chunk.frames.stop for chunk in itertools.islice(chunks, request.guided_chunks))
+    return max(ends, default=0)
+
+
+def cached_tokens(passes: CachePasses, request: GenerationRequest, chunks: ChunkPlan, *, is_guided: bool) -> int:
+    """Tokens of the video for which a cache with these passes has room, of all guidance branches together."""
+    if not is_guided:
+        return passes.capacity
+    frames = guided_frames(request, chunks)
+    return passes.capacity + (passes.capacity if frames is None else passes.capacity_for(frames))
+
+
 def is_rolling(request: GenerationRequest) -> bool:
     """Whether several chunks are denoised at once (denoising/rolling_window.py)."""
     return request.chunk_schedule == "rolling"

@@ -33,6 +33,7 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, a
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index
+from diffusion_runtime.models.cached_folder import way_to_complete
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import supported_transformer_classes
@@ -200,9 +201,7 @@ def check_weights(folder: ModelFolder) -> str | None:
     variant: str | None = None
     for component, entry in _components(read_index(folder)):
         if not (folder / component).is_dir():
-            raise ModelLoadError(
-                f"{shown_path(folder / component)} is missing; copy or download the whole model folder"
-            )
+            raise ModelLoadError(f"{shown_path(folder / component)} is missing; {way_to_complete(folder / component)}")
         stem = _STEMS.get(entry[0])
         # Schedulers and tokenizers have no config.json.
         if stem is None or not (folder / component / "config.json").is_file():

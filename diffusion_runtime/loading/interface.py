@@ -35,6 +35,10 @@ class Prepared(Protocol):
         Raises DeviceMemoryError where it does not fit, with what would.
         """
 
+    def check_files(self) -> None:
+        """Raises ModelLoadError where the weight files of a part are not there, as `load` does; reads none of them, and
+        leaves out what `load` would download."""
+
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> GenerationPipeline:
         """Read the weights. on_stage: called with a phrase before each part is loaded, and with how far it is, from
         a thread of its own, where that takes long. requests: those that will come, resolved, for which memory is

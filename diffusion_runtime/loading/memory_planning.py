@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.denoising.chunks import cached_tokens
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
 from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, share_of_device
@@ -279,12 +280,23 @@ def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedReques
     return larger or _num_images(planned) > _num_images(than)
 
 
-def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int]:
-    """(tokens of a forward pass, branches of which something is kept for later steps, pixels to decode)."""
+def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int, int]:
+    """(tokens of a forward pass, branches of which something is kept for later steps, pixels to decode, tokens of a
+    key-value cache)."""
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
     num_tokens = rules.geometry.num_tokens(size.height, size.width, size.num_frames)
-    return passes * num_tokens, branches + len(planned.further_branches), size.height * size.width * size.num_frames
+    cached = 0
+    if rules.is_causal:
+        settings = BatchSettings.of([planned.request], rules)
+        chunks, is_guided = settings.chunks, planned.is_guided
+        cached = cached_tokens(settings.cache_passes(), planned.request, chunks, is_guided=is_guided)
+    return (
+        passes * num_tokens,
+        branches + len(planned.further_branches),
+        size.height * size.width * size.num_frames,
+        planned.num_samples * cached,
+    )
 
 
 def _num_images(planned: PlannedRequest) -> int:

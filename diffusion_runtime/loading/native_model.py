@@ -56,7 +56,7 @@ from diffusion_runtime.models.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch, Rewrite
 from diffusion_runtime.models.memory_demand import PlannedRequest
-from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import part_files
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
@@ -120,6 +120,12 @@ class PreparedModel:
         return dataclasses.replace(
             self, description=dataclasses.replace(self.description, memory=memory), planned=planned
         )
+
+    def check_files(self) -> None:
+        """See Prepared.check_files."""
+        config, opened = self.description.config, self.model
+        elsewhere = [file.component for file in opened.transformer_files]
+        check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
         self,

@@ -24,7 +24,7 @@ from diffusion_runtime.loading.compilation import check_compilation, keep_artefa
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import with_parts
 from diffusion_runtime.models.weight_files import check_components
 from diffusion_runtime.request import GenerationRequest
@@ -51,6 +51,11 @@ class PreparedPassthrough:
         """See Prepared.planned_for. What diffusers' pipeline takes is not known here: there is no plan."""
         del requests
         return self
+
+    def check_files(self) -> None:
+        """See Prepared.check_files."""
+        config = self.description.config
+        check_weights_are_there(config.model_path, self.description.model_folder, offline=config.offline)
 
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> DiffusersPipeline:
         """As `Prepared.load`. requests: not read, as nothing is planned."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy
 
-from diffusion_runtime.errors import OutputError
+from diffusion_runtime.errors import DiskFullError, OutputError
 from diffusion_runtime.media.encode import FrameChunks, encode
 from diffusion_runtime.media.formats import SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
@@ -173,4 +174,5 @@ class _Abandoned(Exception):
 
 def cannot_write(target: Path, error: OSError) -> OutputError:
     """The error for users when a file cannot be written."""
-    return OutputError(f"cannot write {target}: {error.strerror or error}; nothing was left behind")
+    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
+    return kind(f"cannot write {target}: {error.strerror or error}; nothing was left behind")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import wave
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,9 @@ def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
     return recipe
 
 
-def read_media_file(path: str | Path, key: str = "") -> MediaFile:
-    """The metadata of a media file and its sidecar. key: the flag that named it, for messages.
+def read_media_file(path: str | Path, key: str = "", also: Sequence[str] = ()) -> MediaFile:
+    """The metadata of a media file and its sidecar. key: the flag that named it, for messages; also: extensions of
+    other files that the caller takes.
 
     Raises OutputError when the file is broken, and ConfigError for one that is missing or may not be read.
     """
@@ -79,7 +80,8 @@ def read_media_file(path: str | Path, key: str = "") -> MediaFile:
     file_format = source.suffix.lower().removeprefix(".")
     check_file(source, key, max_bytes=None if file_format == "npy" else MAX_MEDIA_BYTES)
     if file_format not in _KNOWN_FORMATS:
-        raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in _KNOWN_FORMATS)}")
+        known = ", ".join((*(f".{name}" for name in _KNOWN_FORMATS), *also))
+        raise OutputError(f"{source}: expected a file that ends in {known}")
     try:
         facts = _READERS[file_format](source)
     except OSError as error:

@@ -21,7 +21,7 @@ def cache_bytes(
     """Keys and values of all cached layers of all experts on one process, before a sequence is shared.
 
     Where they are stored in 8 bits or in pages, also those of one layer as it reads them. request: resolved.
-    num_tokens: that there is room for (CachePasses.capacity). num_samples: of all guidance branches together.
+    num_tokens: of a sample that there is room for, in the stores of all guidance branches together (cached_tokens).
     """
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]
     numbers = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys]

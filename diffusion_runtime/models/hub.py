@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.model_folder import INDEX_FILE, check_model_files, read_index
+from diffusion_runtime.models.cached_folder import COMMIT, commit_of
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import VARIANTS, check_component_files
 from diffusion_runtime.untrusted.document import DocumentError
@@ -34,8 +35,6 @@ _WEIGHT_FILES = ("*/*.safetensors",)
 _COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 # COMPONENT/STEM[.VARIANT][-00001-of-00002].safetensors, and indexes of shards.
 _WEIGHTS = re.compile(r"([^/]+)/(?:model|diffusion_pytorch_model)(?:\.([a-zA-Z0-9_]+))?(?:-\d+-of-\d+)?\.safetensors")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOTS = "snapshots"
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,6 @@ class CachedModel:
     pipeline: str | None
     is_native: bool
     lacks: str | None
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit of a folder in the hub's cache; None for any other folder."""
-    return folder.name if folder.parent.name == _SNAPSHOTS and _COMMIT.fullmatch(folder.name) else None
 
 
 def needed_files(
@@ -106,7 +100,7 @@ def list_files(hub_id: str, revision: str | None = None) -> tuple[str, list[HubF
 
     try:
         api = HfApi()
-        is_commit = revision is not None and _COMMIT.fullmatch(revision)
+        is_commit = revision is not None and COMMIT.fullmatch(revision)
         commit = str(revision) if is_commit else str(api.model_info(hub_id, revision=revision).sha)
         entries = api.list_repo_tree(hub_id, recursive=True, revision=commit)
         files = [
@@ -203,6 +197,11 @@ def cache_path() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def is_offline() -> bool:
+    """Whether the environment says that the hub is not to be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def cached_models() -> tuple[list[CachedModel], list[str]]:
     """Every revision of every model in the hub's cache, and what is damaged in it. Asks no network."""
     from huggingface_hub import scan_cache_dir
@@ -232,7 +231,8 @@ def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
             is_native = isinstance(entry, list) and len(entry) == 2 and is_supported(str(entry[1]))
             check_component_files(folder)
         except (ModelLoadError, DocumentError) as error:
-            lacks = first_line(error)
+            # The folder is known.
+            lacks = str(error).removeprefix(f"{folder}/")
     refs = tuple(sorted(revision.refs))
     return CachedModel(hub_id, revision.commit_hash, refs, revision.size_on_disk, folder, pipeline, is_native, lacks)
 
@@ -267,7 +267,7 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
     if isinstance(error, LocalEntryNotFoundError):
         if offline:
             why = f"--offline is given: leave it out, or `diffusion-runtime models download {named}` with a network"
-        elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        elif is_offline():
             why = "HF_HUB_OFFLINE is set: unset it"
         else:
             why = "the hub cannot be reached: check the network"

@@ -18,7 +18,7 @@ from torch import nn
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.denoising.chunks import cache_passes, chunks_of, longest_pass
+from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
 from diffusion_runtime.memory.blocks import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
@@ -183,8 +183,8 @@ def _cache_bytes(
     shape, request = model.geometry.sample_shape(planned.size), planned.request
     chunks = chunks_of(request, shape[1])
     passes = cache_passes(request, chunks, model.geometry.grid(shape), model.history, tuple(shape))
-    num_samples = planned.num_samples * (2 if planned.is_guided else 1)
-    return cache_bytes(modules, request, passes.capacity, num_samples, dtype)
+    num_tokens = cached_tokens(passes, request, chunks, is_guided=planned.is_guided)
+    return cache_bytes(modules, request, num_tokens, planned.num_samples, dtype)
 
 
 def forward_on_meta(

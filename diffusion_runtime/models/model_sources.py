@@ -11,10 +11,11 @@ from diffusion_runtime.config import split_revision
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.models import hub
+from diffusion_runtime.models.cached_folder import commit_of
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
-from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, listed
+from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, find_component_files, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
 
 # The models that ship inside the package, and where they are; the first one is the default, the other goes on chunk by
@@ -138,15 +139,28 @@ def fetch_weights(
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
     folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
     resolve_model_folder raises."""
-    is_local = model_path in EMBEDDED_FOLDERS or check_path(expand_home(model_path), "model_path").is_dir()
-    if is_local:
+    if _is_local(model_path):
         return
     # The commit that was opened, whatever its branch is by now.
     path = folder.path if isinstance(folder, ModelFolder) else folder
-    commit = hub.commit_of(path)
+    commit = commit_of(path)
     found = resolve_model_folder(model_path, elsewhere=elsewhere, revision=commit, offline=offline, variant=variant)
     if str(found) != str(folder):
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
+
+
+def check_weights_are_there(
+    model_path: str, folder: AnyFolder, elsewhere: Sequence[str] = (), *, offline: bool = False
+) -> None:
+    """Raises ModelLoadError where `fetch_weights` downloads nothing and a component has no weight files; reads none of
+    them. elsewhere: see fetch_weights."""
+    is_in_package = isinstance(folder, ModelFolder) and folder.download_gb is not None
+    if not is_in_package and (_is_local(model_path) or offline or hub.is_offline()):
+        find_component_files(folder, elsewhere)
+
+
+def _is_local(model_path: str) -> bool:
+    return model_path in EMBEDDED_FOLDERS or check_path(expand_home(model_path), "model_path").is_dir()
 
 
 def _siblings(path: Path, typed: str = "") -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
+from diffusion_runtime.models.cached_folder import way_to_complete
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import check_path, open_file
@@ -67,7 +68,7 @@ def has_variant(folder: Path, stem: str, variant: str) -> bool:
 
 def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     if not folder.is_dir():
-        raise ModelLoadError(f"{folder} is missing; copy or download the whole model folder")
+        raise ModelLoadError(f"{folder} is missing; {way_to_complete(folder)}")
     for variant in ("", *_variants(folder, stem)):
         index = folder / f"{stem}.safetensors.index{variant}.json"
         if index.exists():
@@ -92,7 +93,7 @@ def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     if any(re.fullmatch(rf"{re.escape(stem)}.*-\d+-of-\d+.*\.safetensors", name) for name in names):
         raise ModelLoadError(f"{expected}; shards are there and their index is not: copy or download it too")
     found = f"found {listed(names)}" if names else "the folder is empty"
-    raise ModelLoadError(f"{expected}; {found}: copy or download the whole model folder")
+    raise ModelLoadError(f"{expected}; {found}: {way_to_complete(folder)}")
 
 
 def check_whole(path: Path) -> None:
@@ -262,8 +263,8 @@ def _shards(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelLoadError(
-            f"{index.parent}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}; copy or "
-            "download them"
+            f"{index.parent}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}; "
+            f"{way_to_complete(index)}"
         )
     return [index.parent / name for name in names]
 
@@ -342,20 +343,29 @@ def _is_modelopt_fp8(settings: object) -> bool:
     return algorithm == "FP8"
 
 
-def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
-    """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised in
-    a way that is not read, damaged or cut off. elsewhere: components whose weights are read from other files."""
+def find_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> dict[str, list[Path]]:
+    """The weight files of every component, all of them present; none is read. elsewhere: components whose weights are
+    read from other files. Raises ModelLoadError for a component that is missing, and for weight files that are missing
+    or pickled."""
     for component, _ in _components(folder):
         if not (folder / component).is_dir():
             raise ModelLoadError(
-                f"{folder / component}/ is missing, and {INDEX_FILE} names it; copy or download the whole model folder"
+                f"{folder / component}/ is missing, and {INDEX_FILE} names it; {way_to_complete(folder / component)}"
             )
-    for component, stem in _with_weights(folder):
-        if component in elsewhere:
-            continue
+    return {
+        component: find_weight_files(folder / component, stem)
+        for component, stem in _with_weights(folder)
+        if component not in elsewhere
+    }
+
+
+def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
+    """As find_component_files, by the heads of the files: raises ModelLoadError besides for weights that are quantised
+    in a way that is not read, damaged or cut off."""
+    for component, files in find_component_files(folder, elsewhere).items():
         reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
         refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised
-        for path in find_weight_files(folder / component, stem):
+        for path in files:
             refuse(path, stored_dtypes(path))
 
 

@@ -13,6 +13,8 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 
 # The key of the record in an error file of torch's elastic launcher, beside torch's own key `message`.
 _RECORD_KEY = "diffusion_runtime"
+# Beside the error file of rank 0.
+_GROWING_FILE = "growing_file.txt"
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class RankFailure:
     """The rank that failed, and how.
 
     rank: the rank at fault, which need not be the one that detected it. kind: the error's class name; message: for
-    users; trace: where it was raised. is_reported: the user has already seen it.
+    users; trace: where it was raised. is_reported: the user has already seen it. growing_file: what rank 0 was writing
+    while it was made (`note_growing_file`), which stays.
     """
 
     rank: int
@@ -29,6 +32,7 @@ class RankFailure:
     exit_code: int = 1
     trace: str = ""
     is_reported: bool = False
+    growing_file: str | None = None
 
     @classmethod
     def of_interruption(cls, message: str) -> Self:
@@ -59,6 +63,17 @@ class RankFailure:
             return cls(**content[_RECORD_KEY])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def note_growing_file(error_file: str | Path, path: Path) -> None:
+    """For the launcher, however this process ends: the file that grows while the run goes on. error_file: of this
+    process (ProcessInfo.error_file)."""
+    Path(error_file).with_name(_GROWING_FILE).write_text(str(path), encoding="utf-8")
+
+
+def read_growing_file(folder: str | Path) -> str | None:
+    """What a process of the run has noted, by the launcher's folder; None for nothing."""
+    return next((path.read_text(encoding="utf-8") for path in Path(folder).glob(f"**/{_GROWING_FILE}")), None)
 
 
 class RunEnded(BaseException):

@@ -3,6 +3,7 @@ ended."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diffusion_runtime.parallel.failure import RankFailure
+from diffusion_runtime.parallel.failure import RankFailure, read_growing_file
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, TERMINATED
 from diffusion_runtime.parallel.signs_of_life import children_of, is_alive
 
@@ -121,7 +122,7 @@ def launch(
             if not cause.is_reported:
                 # A rank may fail of what the check finds, which says it without a rank.
                 checked.raise_error()
-            return cause
+            return dataclasses.replace(cause, growing_file=read_growing_file(folder))
         except (SignalException, KeyboardInterrupt) as error:
             if isinstance(error, SignalException) and error.sigval == _KILL:
                 _kill_ranks(others)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.errors import BatchFailedError
+from diffusion_runtime.errors import BatchFailedError, DiskFullError
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -89,12 +89,14 @@ class Done:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """num_items: all of this run; done: those of the command that an earlier run made."""
+    """num_items: all of this run; done: those of the command that an earlier run made. disk_is_full: the last outcome's
+    failure ended the batch, and was reported with what was left of it."""
 
     outcomes: tuple[Outcome, ...]
     num_items: int
     interrupted: bool = False
     done: tuple[Done, ...] = ()
+    disk_is_full: bool = False
 
     @property
     def finished(self) -> list[Outcome]:
@@ -125,7 +127,7 @@ def run_batch(
     on_file: Callable[[Path], None] | None,
     coordinator: Coordinator | None = None,
 ) -> BatchResult:
-    """Make every item. on_file: called with each file's path once the file is complete. coordinator: of the processes
+    """Make every item, until one fails for a full disk. on_file: called with each file's path once the file is complete. coordinator: of the processes
     that make them; None for one alone."""
     coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     outcomes: list[Outcome] = []
@@ -139,16 +141,24 @@ def run_batch(
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
 
-    interrupted = False
+    interrupted = disk_is_full = False
     try:
         for number, item in enumerate(items, start=1):
             _run_item(item, number, len(items), generate, outputs, reporter, coordinator, outcomes)
             report_files()
+            disk_is_full = _disk_is_full(outcomes[-1].failure)
+            if disk_is_full:
+                break
     except KeyboardInterrupt:
         interrupted = True
         # What was published before the interruption is finished.
         report_files()
-    return BatchResult(tuple(outcomes), len(items), interrupted)
+    return BatchResult(tuple(outcomes), len(items), interrupted, disk_is_full=disk_is_full)
+
+
+def _disk_is_full(failure: Failure | None) -> bool:
+    """By name: a failure may be another process's."""
+    return failure is not None and failure.kind == DiskFullError.__name__
 
 
 def _run_item(
@@ -183,7 +193,10 @@ def _run_item(
             save = functools.partial(media.save, target, overwrite=False, on_published=finish, writer=writer)
             path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
-        reporter.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
+        left = num_items - number
+        rest = f"; {left} of {num_items} were not begun: make room, and --resume goes on"
+        message = f"{failure.message}{rest}" if left and _disk_is_full(failure) else failure.message
+        reporter.error(f"{title_of(request, number, num_items)}: {message}", failure.trace)
         outcomes.append(Outcome(request, failure))
         return
     assert media is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from diffusion_runtime.parallel.failure import note_growing_file
 from diffusion_runtime.session.failures import Failure
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class Coordinator(ABC):
     @abstractmethod
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on every rank; only rank 0 calls it."""
+
+    def note_growing_file(self, path: Path) -> None:  # noqa: B027 - one process alone reports its own end
+        """A file that the first process writes while it is made, the same on all: named by whichever process, or
+        launcher, reports why the run ended."""
 
     def attempt(self, work: Callable[[], Made]) -> tuple[Made | None, Failure | None]:
         """What `work` makes, or why it could not; on all processes alike."""
@@ -65,6 +70,7 @@ class MultiProcessCoordinator(Coordinator):
     def __init__(self, world: World) -> None:
         self._world = world
         self.world = world
+        self.growing_file: Path | None = None
 
     @property
     def is_first(self) -> bool:
@@ -76,3 +82,8 @@ class MultiProcessCoordinator(Coordinator):
 
     def from_first(self, make: Callable[[], str]) -> str:
         return self._world.from_first(make)
+
+    def note_growing_file(self, path: Path) -> None:
+        self.growing_file = path
+        if self._world.place.error_file is not None:
+            note_growing_file(self._world.place.error_file, path)

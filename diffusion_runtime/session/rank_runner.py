@@ -15,6 +15,7 @@ from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import TERMINATED, ProcessInfo, end_with_launcher
 from diffusion_runtime.session.coordinator import MultiProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.session.growing_file import with_kept_frames
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RankRunner:
         self._report = report
         self._verbose = verbose
         self._world: World | None = None
+        self._coordinator: MultiProcessCoordinator | None = None
         self._is_announcing = False
         self._is_ending = False
 
@@ -61,7 +63,8 @@ class RankRunner:
             from diffusion_runtime.parallel.world import World
 
             world = self._world = World.join(self._process_info, announce=self._announce, describe=_describe)
-            code = work(MultiProcessCoordinator(world))
+            self._coordinator = MultiProcessCoordinator(world)
+            code = work(self._coordinator)
             if code == INTERRUPTED:
                 code = self._end_interrupted(world, is_reported=True)
             else:
@@ -144,7 +147,8 @@ class RankRunner:
         """Report to the user, or to the launcher, which does. It may be called in the watchdog's thread."""
         self._is_announcing = True
         if is_reported or not self._process_info.is_launched:
-            self._report(failure)
+            growing = None if self._coordinator is None else self._coordinator.growing_file
+            self._report(failure if growing is None or is_reported else with_kept_frames(failure, growing))
             # torchrun shows what stands in this file at the end.
             failure = dataclasses.replace(failure, message="reported above", trace="reported above", is_reported=True)
         if self._process_info.error_file is not None:

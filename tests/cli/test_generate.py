@@ -236,7 +236,7 @@ def test_a_dry_run_reads_no_weights(command: Command, tiny_wan_copy: object, tin
     assert callable(tiny_wan_copy)
     folder = tiny_wan_copy()
     for weights in folder.rglob("*.safetensors"):
-        weights.unlink()
+        weights.write_bytes(b"")
     assert command("generate", "a star", *tiny_flags, "--model-path", str(folder), "--dry-run").code == 0
     result = command("generate", "a star", *tiny_flags, "--model-path", str(folder))
     assert result.code == 1
@@ -263,6 +263,9 @@ def test_info_shows_how_a_file_was_made(command: Command, tiny_flags: Flags) -> 
     assert (told["num_frames"], told["fps"], told["format"]) == (5, 16.0, "mp4")
     assert told["recipe"]["request"]["seed"] == 12
     assert told["attention_report"]["num_calls"] == 8
+    Path("lo.pt").touch()
+    assert "lo.pt: expected a file that ends in .mp4, " in (said := command("info", "lo.pt").said)
+    assert said.endswith(", .safetensors, .gguf")
 
 
 @pytest.mark.parametrize(("name", "said"), [("x.wav", "1.5 s, 1 channels, 8000 Hz"), ("x.gif", "8000 Hz, in x.wav")])

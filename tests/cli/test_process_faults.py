@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from several_processes import GENERATE, end, files_in, finish, start, wait_for
 
+from diffusion_runtime.media.clips import inspect_clip
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
 
 # Seconds after which a stopped process and a silent one are given up, where the test does not wait for the real ones.
@@ -62,6 +64,21 @@ def test_a_fault_ends_all_processes_with_one_error(faults: list[dict[str, Any]],
     assert ("RuntimeError: a fault of the test" in message) == (faults[0]["fault"] == "raise")
     assert result.err.count("Traceback") == message.count("Traceback")
     assert files_in(tmp_path) == ["faulty_program.py", "happened", "plan.json"]
+
+
+def test_a_killed_process_of_a_stream_leaves_a_clip_that_the_error_names(tmp_path: Path) -> None:
+    """The one that writes it, which can say nothing more."""
+    flags = ("--model-path", "shapes-causal", "--device", "cpu", "--height", 64, "--width", 64, "--num-frames", 61)
+    plan = {"faults": [{"rank": 0, "stage": "chunk", "step": 5, "fault": "kill"}]}
+    command = ("generate", "a red circle", *flags, "--num-gpus", 2, "--stream", "x.mp4", "--json")
+    result = finish(start(tmp_path, *command, plan=plan))
+    assert result.code == 1, result.err
+    num_frames = inspect_clip(str(tmp_path / "x.mp4"), "video_path", 100).num_frames
+    assert num_frames > 0
+    message = result.json["error"]
+    assert message.startswith("rank 0 (process ")
+    assert message.endswith(f"; the {num_frames} frames made so far are in x.mp4")
+    assert result.err.count("error: ") == result.err.count("x.mp4") == 1, result.err
 
 
 def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_an_interrupted_batch_keeps_what_is_finished(tiny_wan_folder: Path, tmp_
     assert sorted((tmp_path / "outputs").iterdir()) == sorted(expected)
 
 
-def test_a_disk_that_fills_up_fails_the_rest_of_the_batch(tiny_wan_folder: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_ends_the_batch(tiny_wan_folder: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], capture_output=True).returncode:
@@ -73,10 +73,13 @@ def test_a_disk_that_fills_up_fails_the_rest_of_the_batch(tiny_wan_folder: Path,
         written = [item for item in result.json["items"] if "path" in item]
         failed = [item for item in result.json["items"] if "path" not in item]
         assert written
-        assert failed
-        assert {item["kind"] for item in failed} == {"OutputError"}
-        assert "no space left" in failed[0]["error"].lower()
-        assert f"{len(failed)} of 6 failed:" in result.err
+        (full,) = failed
+        assert full["kind"] == "DiskFullError"
+        assert "no space left" in full["error"].lower()
+        left = 6 - len(written) - 1
+        assert left > 0
+        assert f"{left} of 6 were not begun: make room, and --resume goes on" in " ".join(result.err.split())
+        assert result.err.count("error: ") == result.err.lower().count("no space left") == 1
         assert sorted(path.name for path in small.iterdir()) == sorted(
             Path(item[name]).name for item in written for name in ("path", "sidecar")
         )

@@ -132,7 +132,12 @@ def test_what_ends_a_stream_leaves_what_was_made(
     following = ChunkStream.__next__
     for error, number, code, said in (
         (KeyboardInterrupt(), 3, 130, "interrupted: the 21 frames made so far are in x.mp4"),
-        (DiffusionRuntimeError("numbers overflowed"), 3, DiffusionRuntimeError.exit_code, "numbers overflowed"),
+        (
+            DiffusionRuntimeError("numbers overflowed"),
+            3,
+            DiffusionRuntimeError.exit_code,
+            "numbers overflowed; the 21 frames made so far are in x.mp4",
+        ),
         (KeyboardInterrupt(), 1, 130, "interrupted: nothing was finished"),
     ):
         num_made = 0

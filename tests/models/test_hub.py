@@ -133,11 +133,41 @@ def test_download_list_and_a_generation_without_the_network(
     assert "at commit" not in err
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     shown = " ".join(command("models", "list", "--cached")[0].split())
-    assert "native, incomplete" in shown
+    assert "native, incomplete: transformer: expected" in shown
+    # No branch that is called main.
+    way = f"`diffusion-runtime models download owner/tiny --revision {hub.commit_of('v1')}` downloads the rest"
+    assert way in shown
+    for flags in ((), ("--dry-run",)):
+        path = f"owner/tiny@{hub.commit_of('v1')}"
+        _, err = command("generate", "x", "--model-path", path, *sizes, "--offline", *flags, code=1)
+        assert way in " ".join(err.split())
     _, err = command("generate", "x", "--model-path", "owner/tiny", "--offline", code=1)
     assert "--offline is given: leave it out, or `diffusion-runtime models download owner/tiny`" in " ".join(
         err.split()
     )
+
+
+def test_a_dry_run_misses_the_weight_files_that_a_load_would(
+    tiny_wan_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And reads none of those that are there."""
+    folder = tmp_path / "incomplete"
+    shutil.copytree(tiny_wan_folder, folder)
+    for path in folder.rglob("*.safetensors"):
+        path.write_bytes(b"")
+    flags = ("generate", "x", "--dry-run", *tiny_arguments(folder))
+    assert run(flags) == 0, capsys.readouterr().err
+    for name in ("vae/diffusion_pytorch_model", "text_encoder/model", "transformer/diffusion_pytorch_model"):
+        path = folder / f"{name}.safetensors"
+        path.unlink()
+        for backend in ("native", "diffusers"):
+            assert run((*flags, "--backend", backend)) == 1
+            said = " ".join(capsys.readouterr().err.split())
+            assert f"error: {path.parent}: expected {path.name}, or" in said
+            assert "copy or download the whole model folder" in said
+        path.touch()
+    shutil.rmtree(folder / "vae")
+    assert run(flags) == 1
 
 
 def test_a_revision_that_cannot_be(hub: SimpleNamespace, tiny_wan_folder: Path) -> None:

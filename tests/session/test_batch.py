@@ -9,7 +9,13 @@ import pytest
 from sample_media import make_media
 
 from diffusion_runtime.cli.terminal import Terminal
-from diffusion_runtime.errors import BackendUnavailableError, DeviceMemoryError, ModelLoadError, OutputError
+from diffusion_runtime.errors import (
+    BackendUnavailableError,
+    DeviceMemoryError,
+    DiskFullError,
+    ModelLoadError,
+    OutputError,
+)
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.progress import Progress
@@ -25,6 +31,7 @@ def make(
     """Media whose prompt may name what goes wrong instead."""
     wrong: dict[str, BaseException] = {
         "memory": DeviceMemoryError("too large"),
+        "full": DiskFullError("no room"),
         "unexpected": KeyError("inside"),
         "interrupt": KeyboardInterrupt(),
     }
@@ -70,6 +77,15 @@ def test_a_failed_item_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert "error: [2/3] memory, seed 0: too large" in said
     assert "Traceback" not in said
+
+
+def test_a_full_disk_ends_the_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, told = run_prompts(tmp_path, "a", "full", "b", "c")
+    assert told == [tmp_path / "a-seed0.png"]
+    assert [outcome.failure is None for outcome in result.outcomes] == [True, False]
+    assert (result.disk_is_full, result.num_items, result.exit_code) == (True, 4, 5)
+    said = capsys.readouterr().err
+    assert "error: [2/4] full, seed 0: no room; 2 of 4 were not begun: make room, and --resume goes on" in said
 
 
 def test_an_item_that_cannot_be_made_is_not_tried(tmp_path: Path) -> None:

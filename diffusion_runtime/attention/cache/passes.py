@@ -33,6 +33,10 @@ class CachePasses(ABC):
         """Of the next pass, over `frames`. kind: `denoise` or `commit`; `compress` is a commit in larger patches
         (attention/cache/history.py)."""
 
+    def capacity_for(self, num_frames: int) -> int:  # noqa: ARG002 - of caches that place frames otherwise
+        """Tokens that a store needs to which only the first `num_frames` latent frames of the video are written."""
+        return self.capacity
+
     def fork(self) -> Self:
         """Of another video that goes on from here."""
         # What has been written so far is a number.
@@ -55,6 +59,11 @@ class SlidingPasses(CachePasses):
     @property
     def oldest_frame(self) -> int:
         return self._slots.oldest_kept(self._written_to)
+
+    def capacity_for(self, num_frames: int) -> int:
+        """See CachePasses: in a ring that fills, frames stand in their order."""
+        is_ordered = self._slots.order is None
+        return min(num_frames, self.num_slots) * self._tokens_per_frame if is_ordered else self.capacity
 
     def plan(self, frames: range, kind: str) -> CachePlan:
         self._written_to = max(self._written_to, frames.stop)

@@ -58,6 +58,7 @@ class _Form:
     """Forward passes of one kind: the same kernels on tensors of the same sizes."""
 
     def __init__(self) -> None:
+        self.branch = ""
         self.num_passes = 0
         self.time: ForwardTime | None = None
         self.graph: CapturedForward | None = None
@@ -122,10 +123,11 @@ class ForwardGraphs:
         finally:
             self.pause_reason = None
 
-    def forget_videos(self) -> None:
+    def forget_videos(self, branch: str | None = None) -> None:
         """End the graphs of passes with a key-value cache, which hold the keys of the video that they were captured
-        for: gigabytes that the next video has anew."""
-        for key in [key for key, form in self._forms.items() if form.holds_cache]:
+        for: gigabytes that the next video has anew. branch: of one guidance branch alone."""
+        held = [key for key, form in self._forms.items() if form.holds_cache and branch in (None, form.branch)]
+        for key in held:
             del self._forms[key]
 
     def form(self, key: Hashable) -> _Form:
@@ -185,7 +187,7 @@ class GraphedForward:
             return self._run(given, refusal)
         form = self._graphs.form(self._key(given))
         form.num_passes += 1
-        form.holds_cache = given.context.cache is not None
+        form.branch, form.holds_cache = given.context.step.branch, given.context.cache is not None
         if form.graph is not None:
             return self._replay(form, given)
         if form.num_passes == 1:
@@ -206,6 +208,10 @@ class GraphedForward:
         pool_bytes = self._graphs.capture.pool_bytes() if num_graphs else 0
         num_passes = self._num_replayed + sum(eager.values())
         self._recorder.record_graphs(GraphReplays(num_passes, self._num_replayed, num_graphs, pool_bytes, eager))
+
+    def end_branch(self, branch: str) -> None:
+        """No further pass of a guidance branch reads the key-value cache of this generation."""
+        self._graphs.forget_videos(branch)
 
     def end_video(self) -> None:
         """No further pass reads the key-value cache of this generation."""

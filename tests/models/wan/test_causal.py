@@ -14,7 +14,7 @@ import torch
 from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, chunked_denoiser, load_pipeline
 from diffusion_runtime.attention import AttentionCall, AttentionResult, TokenLayout, register_backend
 from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
@@ -28,7 +28,7 @@ from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.cli.report_remarks import remarks_of
-from diffusion_runtime.denoising.chunks import passes_of
+from diffusion_runtime.denoising.chunks import cached_tokens, passes_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
@@ -216,6 +216,46 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     unnamed = pipeline(dataclasses.replace(request, guided_chunks=None, guidance_mode="two_pass")).frames
     assert (all_guided == unnamed).all()
     assert (all_guided != media.frames).any()
+
+
+def test_the_branch_without_guidance_is_kept_for_the_guided_chunks_alone(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames are those of a cache that keeps both branches whole, under other prompts too; a plan has its bytes."""
+    request = dataclasses.replace(
+        REQUEST, sampler="unipc", num_inference_steps=2, guidance_scale=3.0, chunk_frames=3, kv_window=7, kv_sink=2
+    )
+    per_frame = 2 * 2 * 4 * 4 * 16 * 4
+    for values, slots in (
+        ({"guided_chunks": 1}, 3),
+        ({"guided_chunks": 2, "page_size": 4, "prompt_switches": ((9, "a blue ring"), (33, "a star"))}, 6),
+        ({"guided_chunks": 3, "kv_cache_dtype": "fp8_e4m3", "switch_mode": "recache_at_once"}, 7),
+    ):
+        given = dataclasses.replace(request, **values)
+        with pipeline.stream(given, keeps_frames=True) as stream:
+            num_bytes = [(next(stream), stream.cache_bytes)[1] for _ in range(4)]
+        media, num_guided = stream.media(), given.guided_chunks
+        one = pipeline(dataclasses.replace(given, guidance_scale=1.0)).attention_report.cache
+        assert num_guided is not None
+        assert one is not None
+        assert media.attention_report.cache is not None
+        both = num_bytes[0]
+        assert num_bytes == [both] * num_guided + [one.num_bytes] * (4 - num_guided)
+        assert media.attention_report.cache.num_bytes == both
+        resolved = pipeline.resolve(given)
+        settings = BatchSettings.of([resolved], pipeline.rules)
+        tokens = cached_tokens(settings.cache_passes(), resolved, settings.chunks, is_guided=True)
+        assert tokens == 4 * (7 + slots)
+        if num_guided == 1:
+            assert both == (7 + slots) * per_frame
+            assert cache_bytes([pipeline.transformer], resolved, tokens, 1, torch.float32) == both
+        with monkeypatch.context() as patch:
+            patch.setattr(chunked_denoiser, "guided_frames", lambda *_: None)
+            patch.setattr(chunked_denoiser._FrameForward, "_end_guidance", lambda _: None)
+            whole = pipeline(given)
+        assert whole.attention_report.cache is not None
+        assert whole.attention_report.cache.num_bytes == 2 * one.num_bytes
+        assert (whole.frames == media.frames).all()
 
 
 @pytest.mark.parametrize(
@@ -569,6 +609,22 @@ def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str,
     assert len(PlanningBackend.reserved) == 1 + graphs.num_graphs
     # A graph holds the keys of its video, which ends with it.
     assert pipeline._graphs.num_graphs == 0
+
+
+def test_graphs_of_the_branch_without_guidance_end_with_the_guided_chunks(folder: Path) -> None:
+    register_backend(PlanningBackend)
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
+        request = dataclasses.replace(REQUEST, num_frames=81, guidance_scale=3.0, guided_chunks=5)
+        expected = pipeline(request).frames
+        graphs = pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        with pipeline.stream(request, keeps_frames=True) as stream:
+            held = [{form.branch for form in graphs._forms.values() if form.graph} for _ in stream]
+        frames = stream.media().frames
+    finally:
+        unregister_backend(PlanningBackend.name)
+    assert held == [set()] * 2 + [{"cond", "uncond"}] * 3 + [{"cond"}] * 2
+    assert abs(frames.astype(int) - expected).max() <= 1
 
 
 def test_explain_counts_every_pass_and_the_keys_it_has_in_sight(pipeline: Pipeline, folder: Path) -> None:
