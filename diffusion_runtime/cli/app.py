@@ -46,7 +46,7 @@ from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.cli.tune import EPILOG as TUNE_EPILOG
 from diffusion_runtime.cli.tune import tune
-from diffusion_runtime.errors import UsageError
+from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
 from diffusion_runtime.session.bytecode import keep_bytecode
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -71,8 +71,12 @@ app = typer.Typer(
 
 def main() -> None:
     """The `diffusion-runtime` command."""
+<<<<<<< HEAD
     prepare_standard_streams()
     keep_bytecode()
+=======
+    has_output = prepare_standard_streams()
+>>>>>>> wip-c
     if is_rank(os.environ):
         interruptions.install_in_starting_rank(is_launched=LAUNCHED_VARIABLE in os.environ)
     else:
@@ -83,7 +87,7 @@ def main() -> None:
         # 2.24 s without, 2.51 s with it (Wan 14B, medians of 7 pairs, two cores of a Xeon); with `_end_at_once` a
         # quarter, 2.04 and 2.80 s (9 pairs).
         gc.disable()
-    code = run(sys.argv[1:])
+    code = run(sys.argv[1:], has_output=has_output)
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
@@ -104,14 +108,20 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; every error becomes one message."""
+def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
+    """Run one command line and return its exit code; every error becomes one message. has_output: whether standard
+    output leads anywhere; without it nothing is run whose one result is an object there (`--json`)."""
     terminal = Terminal(
         quiet=any(flag in arguments for flag in ("--quiet", "-q")),
         verbose=any(flag in arguments for flag in ("--verbose", "-v")),
         log_format="json" if _asks_for_json_lines(arguments) else None,
     )
     try:
+        if not has_output and "--json" in arguments:
+            raise OutputError(
+                "cannot write to standard output: it is closed, and --json prints the result there; leave --json out, or "
+                "redirect it, as in `> FILE`"
+            )
         if (shell := asked_shell(arguments)) is not None:
             # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.
             put_script(shell, _command())

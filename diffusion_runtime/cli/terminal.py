@@ -166,17 +166,20 @@ class _TerminalHandler(logging.Handler):
             self.handleError(record)
 
 
-def prepare_standard_streams() -> None:
-    """For a process of its own, before anything else: no output can end a run.
+def prepare_standard_streams() -> bool:
+    """For a process of its own, before anything else: no output can end a run. Returns whether there is a standard
+    output, which results go to.
 
     A standard stream that is closed leads nowhere from here on; else the next file that is opened would get its number,
     and whatever is printed. What standard output cannot show in its encoding (ascii, latin-1, cp1252) is escaped, as
     Python does on standard error.
     """
+    has_output = True
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
+            has_output = has_output and number != 1
             # The lowest free number is the one that is given.
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
     if sys.stdout is None:
@@ -186,6 +189,7 @@ def prepare_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    return has_output
 
 
 def put_path_on_stdout(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Standard streams that cannot show every letter, are closed, full, or left by their reader: the command succeeds."""
+"""Standard streams that cannot show every letter, are closed, full, or left by their reader: the command succeeds,
+unless its one result is an object on standard output, and there is none."""
 
 from __future__ import annotations
 
@@ -57,8 +58,15 @@ def test_json_is_ascii_on_every_stream(npy: Path) -> None:
 
 @pytest.mark.parametrize(("streams", "has_output"), [(">&-", False), ("<&- >&- 2>&-", False), ("2>/dev/full", True)])
 def test_a_stream_that_is_closed_or_full(streams: str, has_output: bool, npy: Path) -> None:
-    done = command("info", NAME, "--json", cwd=npy.parent, streams=streams)
+    done = command("info", NAME, cwd=npy.parent, streams=streams)
     assert (done.returncode, done.stderr, bool(done.stdout)) == (0, b"", has_output)
     # An error has its exit code, and no traceback.
-    failed = command("info", "missing.npy", "--json", cwd=npy.parent, streams=streams)
+    failed = command("info", "missing.npy", cwd=npy.parent, streams=streams)
     assert (failed.returncode, failed.stderr) == (2, b"" if "2>" in streams else b"error: missing.npy: no such file\n")
+    if not has_output:
+        for verb in (("info", NAME), ("doctor",)):
+            lost = command(*verb, "--json", cwd=npy.parent, streams=streams)
+            assert lost.returncode == 1
+            said = b"" if "2>" in streams else b"error: cannot write to standard output: it is closed, and --json"
+            assert lost.stderr.startswith(said)
+            assert lost.stderr.count(b"\n") == len(said[:1])
