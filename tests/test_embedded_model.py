@@ -30,16 +30,17 @@ def shapes() -> Iterator[Pipeline]:
 
 def test_one_object_prompts_at_the_draft_size(shapes: Pipeline) -> None:
     """Measured over more prompts in benchmarks/results/prompt_accuracy.json; here enough to see a broken model."""
-    prompts = evaluation_prompts("one_object", 12)
+    prompts = evaluation_prompts("one_object", 6)
     requests = [shapes.resolve(GenerationRequest(p.text, seed=p.seed), preset="draft") for p in prompts]
     media = shapes.generate(requests)
     verdicts = [check_clip(p.attributes, torch.from_numpy(m.frames)) for p, m in zip(prompts, media, strict=True)]
     right = sum(verdict.joint for verdict in verdicts)
-    assert right >= 8, [(p.text, v) for p, v in zip(prompts, verdicts, strict=True) if not v.joint]
+    assert right >= 4, [(p.text, v) for p, v in zip(prompts, verdicts, strict=True) if not v.joint]
 
 
 def test_the_first_prompt_of_the_readme_at_the_default_size(shapes: Pipeline) -> None:
-    media = shapes(GenerationRequest("a red circle moving left", seed=0))
+    """In half of the default steps, of which one frame takes all below."""
+    media = shapes(GenerationRequest("a red circle moving left", seed=0, num_inference_steps=6))
     assert media.frames.shape == (29, 256, 256, 3)
     says = SceneAttributes((ObjectAttributes("red", "circle", "left"),), None)
     assert check_clip(says, torch.from_numpy(media.frames)).joint
@@ -48,11 +49,11 @@ def test_the_first_prompt_of_the_readme_at_the_default_size(shapes: Pipeline) ->
 
 
 def test_one_frame_is_an_image(shapes: Pipeline) -> None:
-    prompts = evaluation_prompts("one_object", 8, image=True)
+    prompts = evaluation_prompts("one_object", 4, image=True)
     media = shapes.generate([GenerationRequest(p.text, num_frames=1, seed=p.seed) for p in prompts])
     assert {m.frames.shape for m in media} == {(1, 256, 256, 3)}
     right = sum(check_clip(p.attributes, torch.from_numpy(m.frames)).joint for p, m in zip(prompts, media, strict=True))
-    assert right >= 4
+    assert right >= 3
 
 
 def test_four_steps_with_the_shipped_lora(shapes: Pipeline) -> None:
@@ -91,9 +92,9 @@ def test_the_record_says_what_was_measured() -> None:
 
 
 def test_the_causal_model_goes_on_and_follows_another_prompt() -> None:
-    """4 s at 256 x 256. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
+    """3 s at 256 x 256. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
     pipeline = load_pipeline("shapes-causal", device="cpu", dtype="float32")
-    request = GenerationRequest("a red circle", seconds=4, seed=1, prompt_switches=((13, "a blue circle"),))
+    request = GenerationRequest("a red circle", seconds=3, seed=1, prompt_switches=((13, "a blue circle"),))
     with pipeline.stream(request) as stream:
         frames = torch.cat([torch.from_numpy(chunk.frames) for chunk in stream])
     assert frames.shape[1:] == (256, 256, 3)

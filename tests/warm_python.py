@@ -71,6 +71,16 @@ def run_python(
     return subprocess.CompletedProcess(list(map(str, words)), process.returncode, out, err)
 
 
+def run_worker(script: Path, *words: object) -> str:
+    """What a program of tests prints, which may fork ranks; fails where it does, with what it said."""
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join(map(str, (root, root / "tests")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_python(script, *words, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class WarmProcess:
     """A forked program, with the part of Popen's interface that tests use."""
 

@@ -71,12 +71,8 @@ app = typer.Typer(
 
 def main() -> None:
     """The `diffusion-runtime` command."""
-<<<<<<< HEAD
-    prepare_standard_streams()
-    keep_bytecode()
-=======
     has_output = prepare_standard_streams()
->>>>>>> wip-c
+    keep_bytecode()
     if is_rank(os.environ):
         interruptions.install_in_starting_rank(is_launched=LAUNCHED_VARIABLE in os.environ)
     else:
@@ -119,8 +115,8 @@ def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
     try:
         if not has_output and "--json" in arguments:
             raise OutputError(
-                "cannot write to standard output: it is closed, and --json prints the result there; leave --json out, or "
-                "redirect it, as in `> FILE`"
+                "cannot write to standard output: it is closed, and --json prints the result there; leave --json out, "
+                "or redirect it, as in `> FILE`"
             )
         if (shell := asked_shell(arguments)) is not None:
             # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.

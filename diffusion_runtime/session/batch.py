@@ -127,13 +127,8 @@ def run_batch(
     on_file: Callable[[Path], None] | None,
     coordinator: Coordinator | None = None,
 ) -> BatchResult:
-<<<<<<< HEAD
     """Make every item, until one fails for a full disk. on_file: called with each file's path once it is complete.
     coordinator: of the processes that make them; None for one alone."""
-=======
-    """Make every item, until one fails for a full disk. on_file: called with each file's path once the file is
-    complete. coordinator: of the processes that make them; None for one alone."""
->>>>>>> wip-c
     coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     outcomes: list[Outcome] = []
     num_reported = 0

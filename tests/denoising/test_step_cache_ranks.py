@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_worker
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_process_decides_as_one_alone(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/denoising/step_cache_worker.py"), str(tmp_path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(ROOT / "tests/denoising/step_cache_worker.py", tmp_path)
     results = sorted(tmp_path.glob("result-*.json"))
     assert len(results) == 6
     for path in results:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from cli_support import process_environment
 from tiny_models import write_tiny_wan
+from warm_python import start_python
 
 WORKER = Path(__file__).with_name("spatial_parallel_worker.py")
 NUM_PROCESSES = 3
@@ -17,13 +16,7 @@ def test_bands_have_no_seams(tmp_path: Path) -> None:
     """All three kinds of Wan's decoder, with bands of 2, 2 and 3 rows: one has neighbours on both sides."""
     folders = [str(write_tiny_wan(tmp_path / kind, vae=kind)) for kind in ("patched", "plain", "residual")]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(NUM_PROCESSES), str(tmp_path / "store"), *folders],
-            env=process_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_python(WORKER, rank, NUM_PROCESSES, tmp_path / "store", *folders, cwd=tmp_path, env=process_environment())
         for rank in range(NUM_PROCESSES)
     ]
     results = [process.communicate(timeout=600) for process in processes]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from diffusers import (
     AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
 )
+from warm_python import start_python
 
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
@@ -141,16 +140,7 @@ def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) ->
     worker = Path(__file__).with_name("shared_tiles_worker.py")
     tests = str(worker.parents[1])
     environment = {**process_environment(), "PYTHONPATH": os.pathsep.join([str(worker.parents[2]), tests])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), "2", str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes = [start_python(worker, rank, 2, tmp_path / "store", cwd=tmp_path, env=environment) for rank in range(2)]
     results = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     for lines in zip(*(out.splitlines() for out, _ in results), strict=True):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tables import table
+from warm_python import run_worker
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,16 +16,7 @@ ROOT = Path(__file__).parents[2]
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What each process measured."""
     folder = tmp_path_factory.mktemp("world")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/models/shared_sequence_worker.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(ROOT / "tests/models/shared_sequence_worker.py", folder)
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -8,15 +8,13 @@ import fnmatch
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.tensor_parallel_worker import IN_8_BITS, NARROW, SPARSE
 from tables import table
+from warm_python import run_worker
 
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.benchmark.step_model import open_step_model
@@ -35,16 +33,7 @@ ROOT = Path(__file__).parents[2]
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What each process measured."""
     folder = tmp_path_factory.mktemp("world")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/models/tensor_parallel_worker.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(ROOT / "tests/models/tensor_parallel_worker.py", folder)
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(4)]
 
 

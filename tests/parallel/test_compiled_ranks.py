@@ -4,25 +4,15 @@ nothing is compiled anew over steps, layers, branches, texts and sizes."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from warm_python import run_worker
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_compiled_blocks_on_processes_that_share_a_model(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/parallel/compiled_worker.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(ROOT / "tests/parallel/compiled_worker.py", tmp_path)
     for rank in range(2):
         measured = json.loads((tmp_path / f"result-{rank}.json").read_text())
         # Both models have blocks of one kind, and one graph serves every way to share the tokens; a part of the weights

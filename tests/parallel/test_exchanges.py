@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from parallel.exchange_cases import HEAD_DIM, SMALL, WORLDS
+from warm_python import run_worker
 
 from benchmarks.communication_volume import ForwardShape, communication_volume
 
@@ -25,20 +26,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 
 def run_worlds(folder: Path, num_gpus: int = 0) -> dict[int, list[dict[str, Any]]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/parallel/exchange_worker.py"), str(folder), str(num_gpus)],
-        env=environment if num_gpus else environment | {"CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    worker = ROOT / "tests/parallel/exchange_worker.py"
+    if num_gpus:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        done = subprocess.run(
+            [sys.executable, str(worker), str(folder), str(num_gpus)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+    else:
+        run_worker(worker, folder, num_gpus)
     return {
         world: [json.loads((folder / f"result-{world}-{rank}.json").read_text()) for rank in range(world)]
         for world in WORLDS

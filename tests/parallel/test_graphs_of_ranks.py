@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from warm_python import run_worker
 
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED
 from diffusion_runtime.latent_denoiser import LatentDenoiser
@@ -20,16 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_what_two_processes_capture_together(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/parallel/graphs_worker.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(ROOT / "tests/parallel/graphs_worker.py", tmp_path)
     of_ranks = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     for measured in of_ranks:
         every = [each for value in measured.values() for each in (value if isinstance(value, list) else [value])]

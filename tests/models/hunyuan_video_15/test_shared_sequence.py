@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
+from warm_python import run_worker
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The largest difference by model and way of sharing, over the largest value; a hang ends in an error."""
     result = tmp_path_factory.mktemp("shared") / "result.json"
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "shared_sequence_worker.py"), str(result)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker(Path(__file__).parent / "shared_sequence_worker.py", result)
     errors: dict[str, float] = json.loads(result.read_text())
     return errors
 
