@@ -119,10 +119,12 @@ class Count:
     kind: ClassVar[type] = int
 
     def __call__(self, name: str, value: object) -> None:
-        if type(value) is not int or value < self.minimum:
-            raise RequestError(f"{name}: expected a whole number of {self.minimum} or more, got {shown(value)}")
-        if value > self.maximum:
-            raise RequestError(f"{name}: expected a whole number of at most {self.maximum}, got {shown(value)}")
+        if type(value) is not int or not self.minimum <= value <= self.maximum:
+            is_range = self.maximum < MAX_COUNT
+            among = f"from {self.minimum} to {self.maximum}" if is_range else f"of {self.minimum} or more"
+            if type(value) is int and value > self.maximum and not is_range:
+                among = f"of at most {self.maximum}"
+            raise RequestError(f"{name}: expected a whole number {among}, got {shown(value)}")
 
 
 @dataclass(frozen=True)

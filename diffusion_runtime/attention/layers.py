@@ -459,30 +459,37 @@ class AttentionLayer(nn.Module, ABC):
     def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
         """What the report of a request will say computed a call at `step`, asked before there is one; None where that
         is found at the call."""
+        backend, known = self._expected_call(step, form)
+        return expected_implementation(backend, known)
+
+    def expected_warning(self, step: StepInfo, form: KnownCall) -> str | None:
+        """As expected_implementation: what the call would warn of, None for nothing."""
+        backend, known = self._expected_call(step, form)
+        return backend.expected_warning(known)
+
+    def _expected_call(self, step: StepInfo, form: KnownCall) -> tuple[Backend, CallForm]:
         device = resolve_device(self.policy.device)
         features = features_used(layout=form.layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
         rules = self.policy.rules_now(self.layer, step)
         served = self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, features))
         resolved = served.resolved
-        return expected_implementation(
-            resolved.backend,
-            CallForm(
-                hardware=detect_hardware(str(device)),
-                dtype=form.dtype,
-                q_shape=form.q_shape,
-                k_shape=form.k_shape,
-                layout=form.layout,
-                options=resolved.options,
-                layer=self.layer,
-                step=step,
-                dense=resolved.dense,
-                mask=form.mask,
-                has_gate=form.has_gate,
-                scale=self.scale,
-                causal=self.causal,
-                return_lse=served.needs_lse,
-            ),
+        known = CallForm(
+            hardware=detect_hardware(str(device)),
+            dtype=form.dtype,
+            q_shape=form.q_shape,
+            k_shape=form.k_shape,
+            layout=form.layout,
+            options=resolved.options,
+            layer=self.layer,
+            step=step,
+            dense=resolved.dense,
+            mask=form.mask,
+            has_gate=form.has_gate,
+            scale=self.scale,
+            causal=self.causal,
+            return_lse=served.needs_lse,
         )
+        return resolved.backend, known
 
     def _served(
         self,

@@ -128,7 +128,7 @@ def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
         code = _command()(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten))
         return code if isinstance(code, int) else 0
     except _ParserError as error:
-        failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
+        failure = Failure(UsageError.__name__, _parser_message(error, arguments), UsageError.exit_code, "")
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
     with interruptions.reporting() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
@@ -157,9 +157,12 @@ def _asks_for_json_lines(arguments: Sequence[str]) -> bool:
     return "--log-format=json" in arguments or ("--log-format", "json") in itertools.pairwise(arguments)
 
 
-def _parser_message(error: Any) -> str:
+def _parser_message(error: Any, arguments: Sequence[str]) -> str:
     """The parser's message, with the command that explains the flags."""
-    command = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
+    verbs = {each.name for each in app.registered_commands} | {each.name for each in app.registered_groups}
+    # A value that one of our own functions refuses comes without a context.
+    verb = f" {arguments[0]}" if arguments and arguments[0] in verbs else ""
+    command = error.ctx.command_path if error.ctx is not None else f"diffusion-runtime{verb}"
     # What the parser quotes is a whole argument.
     message = error.format_message()
     option = getattr(error, "option_name", None)

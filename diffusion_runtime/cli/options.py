@@ -4,11 +4,13 @@ others stand here. Names and types only; nothing is decided here."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 import typer
 
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
 
@@ -452,8 +454,27 @@ def request_parameters(panel: str) -> list[inspect.Parameter]:
             flag = declared.flag or f"--{name.replace('_', '-')}"
             kind: Any = list[str] if declared.repeatable or name in INPUT_FIELDS else declared.check.kind
             option = _flag(panel, declared.help, flag, metavar=declared.check.metavar)
+            if kind in (int, float):
+                option.parser = _number_parser(flag, kind, declared.check)
             parameters.append(_parameter(name, Annotated[kind | None, option], None))
     return parameters
+
+
+def _number_parser(flag: str, kind: type[int | float], check: Callable[[str, object], None]) -> Callable[[str], Any]:
+    """Of the number of a request field. What is none is refused in the field's words: the parser's own say neither
+    what was typed nor what may be."""
+
+    def parse(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            try:
+                check("", text)
+            except RequestError as error:
+                raise typer.BadParameter(str(error).removeprefix(": "), param_hint=f"'{flag}'") from None
+            raise
+
+    return parse
 
 
 def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:

@@ -50,7 +50,7 @@ class LayerSchedule:
     computed; None where the content decides. commit: what computes the keys of finished frames, in a video that is made
     chunk by chunk, or of a prefix; None elsewhere. Rules by chunk are shown as of the first one. implementations: by
     step, what computes the call, as the report of a generation names it; None where that is found at the call, or the
-    layer does not run.
+    layer does not run. warnings: of its calls.
     """
 
     role: str
@@ -59,11 +59,13 @@ class LayerSchedule:
     density: tuple[float | None, ...]
     commit: str | None = None
     implementations: tuple[str | None, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `commit` where there is none."""
+        """Without `commit` where there is none; warnings are the explanation's remarks."""
         lists = {name: list(getattr(self, name)) for name in ("backends", "density", "implementations")}
         plain = {**asdict(self), **lists}
+        del plain["warnings"]
         return {name: value for name, value in plain.items() if name != "commit" or value is not None}
 
 
@@ -94,7 +96,7 @@ class Explanation:
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out."""
+    out. warnings: what calls will warn of."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -107,6 +109,7 @@ class Explanation:
     schedule: tuple[LayerSchedule, ...]
     parts: tuple[PartCost, ...]
     is_bound: bool
+    warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line: `schedule` has every layer and step."""
@@ -127,7 +130,7 @@ class Explanation:
             if skipping
             else ()
         )
-        return (*self.description.rules.unused(self.request), *counted)
+        return (*self.description.rules.unused(self.request), *self.warnings, *counted)
 
     @property
     def passes_text(self) -> str:
@@ -181,6 +184,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
             "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
             "generate --dry-run says what is known before"
         )
+    reads_files = prepared.model.make_room(prepared.transformer)
     settings = BatchSettings.of([request], prepared.rules)
     planned = planned_batch(prepared.rules, [request])
     num_steps = settings.num_steps
@@ -225,6 +229,10 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         schedule=schedule,
         parts=_parts(prepared, planned, stages, branches, prefill),
         is_bound=any(each is None for row in schedule for each in row.density),
+        warnings=tuple(
+            each if reads_files else f"its weights are not here, and tell whether this holds: {each}"
+            for each in dict.fromkeys(each for row in schedule for each in row.warnings)
+        ),
     )
 
 
@@ -324,8 +332,9 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
     backends = tuple(each for row in rows for each in row.backends)
     density = tuple(each for row in rows for each in row.density)
     implementations = tuple(each for row in rows for each in row.implementations)
+    warnings = tuple(dict.fromkeys(each for row in rows for each in row.warnings))
     # Of a video whose first chunk is apart, commits are for the others.
-    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[-1].commit, implementations)
+    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[-1].commit, implementations, warnings)
 
 
 def _schedules_of(
@@ -341,6 +350,7 @@ def _schedules_of(
 def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
     backends, density, implementations = [], [], []
     known: dict[Hashable, str | None] = {}
+    warnings: dict[str, None] = {}
     for index in steps:
         step = StepInfo(index=index, num_steps=num_steps)
         resolved = cost.layer.resolved_at(step, cost.layout)
@@ -353,13 +363,17 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
         kind = id(resolved), resolved.backend.step_key(resolved.options, cost.layer.layer, step)
         if kind not in known:
             known[kind] = cost.layer.expected_implementation(step, cost.call)
+            if (warning := cost.layer.expected_warning(step, cost.call)) is not None:
+                warnings[warning] = None
         implementations.append(known[kind])
     commit = None
     if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
         ran = commits.layer.resolved_at(last, commits.layout).decision.backend
         commit = ran if commits.in_commits else NOT_RUN
-    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit, tuple(implementations))
+    return LayerSchedule(
+        cost.role, cost.index, tuple(backends), tuple(density), commit, tuple(implementations), tuple(warnings)
+    )
 
 
 def _parts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -206,12 +205,17 @@ class Model(Generic[C, G]):
             model._checkpoint(file.component).close()
         return model
 
-    def make_room(self, transformer: DiffusionTransformer) -> None:
+    def make_room(self, transformer: DiffusionTransformer) -> bool:
         """Give an empty transformer the parts that only the names of the files' tensors tell of, such as gates; nothing
-        where there are no files yet, or none that can be read."""
+        where there are no files yet, or none that can be read. Returns whether all of them could be."""
+        reads_files = True
         for component, module in self.modules(transformer).items():
-            with contextlib.suppress(ModelLoadError), self._checkpoint(component) as checkpoint:
-                self._make_room(module, checkpoint.shapes)
+            try:
+                with self._checkpoint(component) as checkpoint:
+                    self._make_room(module, checkpoint.shapes)
+            except ModelLoadError:
+                reads_files = False
+        return reads_files
 
     def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
         """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights

@@ -310,6 +310,10 @@ class Backend(ABC):
         None where it depends on the numbers."""
         return 1.0
 
+    def expected_warning(self, form: CallForm) -> str | None:  # noqa: ARG002
+        """What such a call would warn of, such as a result that lacks something; None for nothing."""
+        return None
+
     def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
         """What AttentionResult.implementation will say of such a call, before anything is computed; None where that is
         found at the call. Of a call whose samples differ in their lengths a result may say that beside it."""

@@ -124,6 +124,19 @@ class VideoSparseBackend(SparseBackend):
         expected = super().expected_dense(form, reason)
         return expected if expected is None or not form.has_gate else expected + _GATED
 
+    def expected_warning(self, form: CallForm) -> str | None:
+        has_grid = form.layout is not None and form.layout.num_grid_tokens > 0
+        if form.has_gate or not has_grid or self.dense_reason(form) is not None:
+            return None
+        return self._without_gate(form.options)
+
+    def _without_gate(self, options: VideoSparseOptions) -> str:
+        return (
+            f"{self.name}: this checkpoint brings no trained gate, so it was not trained for a sparsity of "
+            f"{options.sparsity:g} and the result loses detail; lower the sparsity, or use a checkpoint trained with "
+            "Video Sparse Attention"
+        )
+
     def averaged(self, call: AttentionCall) -> Averaged:
         return _averaged(call)
 
@@ -142,12 +155,7 @@ class VideoSparseBackend(SparseBackend):
             result = self.run_dense(call, reason)
             return result if call.gate is None else self._add_coarse(result, call, call.gate)
         if call.gate is None and call.state.is_first(f"{self.name}: no gate"):
-            _logger.warning(
-                "%s: this checkpoint brings no trained gate, so it was not trained for a sparsity of %g and the result "
-                "loses detail; lower the sparsity, or use a checkpoint trained with Video Sparse Attention",
-                self.name,
-                call.options.sparsity,
-            )
+            _logger.warning("%s", self._without_gate(call.options))
         means, packed = _read_tokens(call)
         plan, pooled = self.select_tiles(call, means)
         branch = None if pooled is None or call.gate is None else PooledBranch(pooled, call.gate)

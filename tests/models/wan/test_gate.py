@@ -13,13 +13,14 @@ from denoiser_inputs import text_inputs
 from safetensors.torch import load_file, save_file
 from sparse_oracle import masked_attention
 
-from diffusion_runtime import RuntimeConfig
+from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.attention import (
     AttentionConfig,
     AttentionContext,
     AttentionPolicy,
     StepInfo,
 )
+from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.wan.config import read_transformer_config
@@ -97,6 +98,32 @@ def test_the_gate_changes_sparse_results_and_no_dense_ones(tiny_wan_folder: Path
     dense = run(load(tiny_wan_folder))
     assert torch.equal(run(load(tiny_wan_folder, all_tiles)), dense)
     assert (run(load(gated_folder, all_tiles)) - dense).abs().max() > 1e-2 * dense.abs().max()
+
+
+def test_a_missing_gate_is_told_before_it_is_run(
+    tiny_wan_folder: Path, gated_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the folder's weights alone, by their names; where they are not here, nobody knows."""
+    request = GenerationRequest("a star", height=64, width=64, num_frames=21, num_inference_steps=2)
+    bare = Path(shutil.copytree(tiny_wan_folder, tmp_path / "bare"))
+    (bare / WEIGHTS).unlink()
+    said = {}
+    for folder in (tiny_wan_folder, gated_folder, bare):
+        choice = {"per_role": {"self": {"backend": "video_sparse_attn", "extra": {"sparsity": 0.5}}}}
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu", attention=choice))
+        resolved = prepared.rules.resolve(request)
+        said[folder] = [each for each in explain(prepared, resolved).remarks if "no trained gate" in each]
+        if folder != bare:
+            caplog.clear()
+            prepared.load()(resolved)
+            assert said[folder] == [each for each in caplog.messages if "no trained gate" in each]
+    (plain,) = said[tiny_wan_folder]
+    assert said[gated_folder] == []
+    assert said[bare] == [f"its weights are not here, and tell whether this holds: {plain}"]
+    # At no step is a call sparse.
+    dense = {"per_role": {"self": {"backend": "video_sparse_attn", "extra": {"sparsity": 0.0}}}}
+    prepared = prepare(RuntimeConfig(str(tiny_wan_folder), device="cpu", attention=dense))
+    assert not any("gate" in each for each in explain(prepared, prepared.rules.resolve(request)).remarks)
 
 
 @pytest.mark.parametrize("index", [0, 1])
