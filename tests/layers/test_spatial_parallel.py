@@ -16,9 +16,7 @@ def test_bands_have_no_seams(tmp_path: Path) -> None:
     """All three kinds of Wan's decoder, with bands of 2, 2 and 3 rows: one has neighbours on both sides."""
     folders = [str(write_tiny_wan(tmp_path / kind, vae=kind)) for kind in ("patched", "plain", "residual")]
     processes = [
-        start_python(
-            WORKER, rank, NUM_PROCESSES, tmp_path / "store", *folders, cwd=tmp_path, env=process_environment()
-        )
+        start_python(WORKER, rank, NUM_PROCESSES, tmp_path / "store", *folders, cwd=tmp_path, env=process_environment())
         for rank in range(NUM_PROCESSES)
     ]
     results = [process.communicate(timeout=600) for process in processes]
