@@ -116,6 +116,8 @@ class StreamReading:
     seam_motion: float
     seam_flicker: float
     settings: LongSettings
+    motions: tuple[tuple[int, str | None], ...] = ()
+    """What the first object is to do, each with the frame from which on."""
 
 
 def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSettings = LongSettings()) -> StreamReading:
@@ -149,7 +151,8 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
             switches.append(_read_switch(frames, seen, prompts[index - 1], prompt, end, settings))
     seams = _seams(seen, torch.cat(flicker)[: num_frames - 1], prompts, settings)
     windows = [replace(each, seam=max(seams.ratios(each.first_frame, settings.window))) for each in windows]
-    return StreamReading(num_frames, tuple(windows), tuple(switches), *seams.ratios(), settings)
+    motions = tuple((prompt.first_frame, prompt.attributes.objects[0].motion) for prompt in prompts)
+    return StreamReading(num_frames, tuple(windows), tuple(switches), *seams.ratios(), settings, motions)
 
 
 def _read_window(

@@ -127,8 +127,13 @@ def window_record(reading: StreamReading) -> dict[str, object]:
 
     return {
         "frames": reading.num_frames,
+        "motions": [list(each) for each in reading.motions],
         "first_frames": [window.first_frame for window in reading.windows],
         "right": row(window.right for window in reading.windows),
+        **{
+            name: row(getattr(window, name) for window in reading.windows)
+            for name in ("motion", "background", "colour", "shape")
+        },
         "same": row(map(has_not_drifted, reading.windows)),
         "seamless": row(map(has_no_seam, reading.windows)),
     }

@@ -30,7 +30,9 @@ class CausalBucket:
     """One static shape of a training step."""
 
     kind: str
-    """`clip`: one chunk, of clips of 29 frames that do not go on; `near` and `far`: streams, see causal_pool.py."""
+    """`clip`: one chunk, of clips of 29 frames that do not go on; `near` and `far`: streams, see causal_pool.py;
+    `first`: the first chunk of streams alone, many at once, since of a stream's chunks it is one and of a stream's
+    mistakes the most."""
     num_latents: int
     size: int
     batch: int
@@ -40,6 +42,8 @@ class CausalBucket:
     capacity: int
     """Clips kept in the pool."""
     encode_batch: int
+    around: float | None = None
+    """Weight of the motion "around" among this bucket's streams; None: that of all."""
 
     @property
     def name(self) -> str:
@@ -52,7 +56,7 @@ class CausalBucket:
     def plan(self, random: Random, device: str) -> StepPlan:
         """How one step reads its batch: chunk, window, positions."""
         positions = torch.arange(self.num_latents)
-        if self.kind == "clip":
+        if self.kind in ("clip", "first"):
             return StepPlan(positions.to(device), self.first_shift)
         sizes = [chunk for chunk in CHUNKS if self.num_latents % chunk == 0 and chunk < self.num_latents]
         chunk = random.choices(sizes, [CHUNKS[size] for size in sizes])[0]
@@ -87,6 +91,15 @@ STAGES = {
         CausalBucket("far", 16, 128, 96, 0.10, 8.0, 6144, 96),
         CausalBucket("clip", 8, 256, 96, 0.18, 12.0, 12288, 64),
     ),
+    "long": (
+        CausalBucket("near", 16, 256, 24, 0.28, 12.0, 4096, 24),
+        CausalBucket("far", 16, 256, 24, 0.26, 12.0, 3072, 24),
+        CausalBucket("first", 2, 256, 192, 0.18, 12.0, 12288, 192, around=7.4),
+        CausalBucket("near", 16, 128, 96, 0.09, 8.0, 8192, 96),
+        CausalBucket("far", 16, 128, 96, 0.08, 8.0, 6144, 96),
+        CausalBucket("first", 2, 128, 512, 0.05, 8.0, 12288, 512, around=7.4),
+        CausalBucket("clip", 8, 256, 96, 0.06, 12.0, 12288, 64),
+    ),
     "laptop": (
         CausalBucket("near", 8, 128, 4, 0.6, 8.0, 64, 4),
         CausalBucket("far", 8, 128, 4, 0.4, 8.0, 64, 4),
@@ -94,8 +107,10 @@ STAGES = {
     "toy": (
         CausalBucket("near", 8, 32, 2, 0.5, 3.0, 8, 4),
         CausalBucket("far", 8, 32, 2, 0.3, 3.0, 8, 4),
+        CausalBucket("first", 2, 32, 4, 0.2, 3.0, 8, 4, around=7.4),
         CausalBucket("clip", 4, 32, 4, 0.2, 3.0, 8, 4),
     ),
 }
 """Buckets by the name of a stage: `small` and `mixed` on a GPU, one after the other, with as few shapes as may be,
-since each is compiled; `laptop`: a look at the direction on a CPU; `toy`: a dry run in seconds."""
+since each is compiled; `long`: `mixed` with first chunks, for several GPUs; `laptop`: a look at the direction on a CPU;
+`toy`: a dry run in seconds."""

@@ -53,6 +53,7 @@ CAPTIONS = CaptionSettings(
     filler=0.0,
 )
 """Everything is mentioned: what a prompt leaves free at first must not be asked for later."""
+FIRST_SEED = 77_003
 SAMPLED_AT_ONCE = 64
 DECODED_AT_ONCE = 4 * 733 * 256 * 256
 """Pixels, of all frames and streams together: four streams of a minute at 256 x 256."""
@@ -77,16 +78,17 @@ def tasks_of(
     two_object_fraction: float,
     switch_share: float,
     motion: str | None = None,
+    first_seed: int = FIRST_SEED,
 ) -> list[Task]:
     """Seeded streams of at least so many seconds, their switches at chunks. motion: those of them alone that begin with
-    it, of their first object."""
+    it, of their first object; first_seed: of the first stream, the others follow."""
     num_chunks = -(-(1 + (round(12 * seconds) + 2) // 4) // chunk)
     num_latents = num_chunks * chunk
     first = first_pixel_frames(num_latents).tolist()
     later = range(4 * chunk, num_latents - 4 * chunk, chunk)
     settings = StreamSettings(two_object_fraction, switch_share, switch_frames=tuple(first[each] for each in later))
     tasks: list[Task] = []
-    for seed in itertools.count(77_003):
+    for seed in itertools.count(first_seed):
         if len(tasks) == count:
             break
         streams = sample_streams(
@@ -301,6 +303,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--two-objects", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--switches", type=float, default=0.0, metavar="SHARE", help="of streams with a switch")
     parser.add_argument("--motion", choices=STREAM_MOTION_NAMES, help="only streams that begin with it")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the streams; another on each GPU")
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--chunk", type=int, default=2)
     parser.add_argument("--span", type=int, default=6, help="0 for everything")
@@ -366,6 +369,7 @@ def main() -> None:
         arguments.two_objects,
         arguments.switches,
         arguments.motion,
+        arguments.first_seed,
     )
     model: StreamModel | PackageModel | None = None
     if arguments.package:

@@ -2,6 +2,7 @@
 
 python -m scripts.train_shapes.causal_train --stage small --seconds 480 --out $OUT
 python -m scripts.train_shapes.causal_train --stage mixed --seconds 480 --resume FOLDER --out $OUT
+torchrun --standalone --nproc-per-node 4 -m scripts.train_shapes.causal_train --stage long --seconds 480 --out $OUT
 
 See CAUSAL.md for the order, and for what each stage is.
 """
@@ -26,6 +27,7 @@ from scripts.train_shapes.causal_objective import FIRST_CHUNK_WEIGHT
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.latent_pool import Encoder, LatentPool
+from scripts.train_shapes.ranks import Ranks, join_ranks
 from scripts.train_shapes.session import Clock, Log, cosine
 from scripts.train_shapes.train_transformer import load_encoder
 
@@ -33,6 +35,8 @@ SHAPES = Path("diffusion_runtime/assets/shapes")
 TWO_OBJECTS_IN_CLIPS = 0.6
 REFRESH_EVERY = 8
 """Steps between two refreshes of one encode batch."""
+AGREE_EVERY = 8
+"""Steps between two readings of the first process's clock by all: each waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Pool:
 
 def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int, settings: StreamSettings) -> Pool:
     """An empty pool of a bucket. settings: of its streams, unless it is of clips."""
+    if bucket.around is not None:
+        settings = replace(settings, around_weight=bucket.around)
     renderer = torch.compile(render_slots, dynamic=True) if device == "cuda" else render_slots
     tokenizer = build_tokenizer(streams=True)
     if bucket.kind == "clip":
@@ -84,17 +90,25 @@ def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int, set
     return Pool(bucket, clips)
 
 
-def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, arguments: argparse.Namespace) -> None:
-    """Train until the clock is over, or for --steps; save every --save-every seconds and at the end."""
-    random, saved, since = Random(arguments.seed + training.steps), time.monotonic(), time.monotonic()
-    began = training.steps
+def train(
+    training: CausalTraining, pools: list[Pool], clock: Clock, ranks: Ranks, log: Log, arguments: argparse.Namespace
+) -> None:
+    """Train until the first process's clock is over, or for --steps; save every --save-every seconds and at the end."""
+    # The same bucket and the same plan everywhere: a step is as long as that of the slowest process.
+    random, since = Random(arguments.seed + training.steps), time.monotonic()
+    began, seconds, saved = training.steps, 0.0, 0.0
     errors: dict[str, list[Tensor]] = {}
     while True:
         clock.wait_while(arguments.pause_file)
         done = training.steps - began
-        progress = done / arguments.steps if arguments.steps else clock.progress
+        if done % AGREE_EVERY == 0:
+            seconds = ranks.agree(clock.trained)
+        progress = done / arguments.steps if arguments.steps else min(1.0, seconds / clock.seconds)
         if progress >= 1.0:
             break
+        if seconds - saved > arguments.save_every:
+            training.save(arguments.out, seconds=round(seconds, 1))
+            saved = seconds
         pool = random.choices(pools, [each.bucket.share for each in pools])[0]
         if done % arguments.refresh_every == 0:
             pool.clips.refresh(pool.bucket.encode_batch)
@@ -106,11 +120,9 @@ def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, a
         if training.steps % arguments.log_every == 0:
             means = {name: round(float(torch.stack(each).nanmean()), 5) for name, each in sorted(errors.items())}
             speed = 1000 * (time.monotonic() - since) / arguments.log_every
-            log.write(step=training.steps, seconds=clock.trained, lr=rate, ms=speed, error=means)
+            apart = training.align()
+            log.write(step=training.steps, seconds=clock.trained, lr=rate, ms=speed, apart=apart, error=means)
             errors, since = {}, time.monotonic()
-        if time.monotonic() - saved > arguments.save_every:
-            training.save(arguments.out, seconds=round(clock.trained, 1))
-            saved = time.monotonic()
     training.save(arguments.out, seconds=round(clock.trained, 1))
 
 
@@ -159,8 +171,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Fill the pools, train by the clock, save every two minutes and at the end."""
     arguments = parse_arguments()
-    began = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    began, ranks = time.monotonic(), join_ranks()
+    device = ranks.device
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     torch._dynamo.config.automatic_dynamic_shapes = False
@@ -170,34 +182,36 @@ def main() -> None:
         torch.compiler.load_cache_artifacts(cache.read_bytes())
     torch.manual_seed(arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    log = Log(arguments.out / "causal_log.jsonl")
+    log = Log(arguments.out / "causal_log.jsonl" if ranks.is_first else None)
     compiled = device == "cuda" and not arguments.no_compile
     training = CausalTraining(
         *build_models(None if arguments.resume else arguments.init),
         seed=arguments.seed,
-        device=device,
+        ranks=ranks,
         optimizer=arguments.optimizer,
         muon_factor=arguments.muon_factor,
         decay=arguments.decay,
         compiled=compiled,
     )
     state = training.resume(arguments.resume) if arguments.resume else {}
-    log.write(event="start", device=device, stage=arguments.stage, compiled=compiled, **state)
+    log.write(event="start", device=device, ranks=ranks.count, stage=arguments.stage, compiled=compiled, **state)
     encode = load_encoder(arguments.vae, device)
     streams = StreamSettings(arguments.two_objects, around_weight=arguments.around)
     pools = []
     for index, bucket in enumerate(STAGES[arguments.stage]):
         start = time.monotonic()
-        pool = make_pool(bucket, encode, device, 1000 * (arguments.seed + training.steps) + index, streams)
-        pool.fill(0.25)
+        seed = ranks.seed(1000 * (arguments.seed + training.steps) + index)
+        pool = make_pool(bucket, encode, device, seed, streams)
+        pool.fill(max(0.08, 0.25 / ranks.count))
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
     clock = Clock(arguments.seconds - (time.monotonic() - began))
-    train(training, pools, clock, log, arguments)
-    if cache is not None and (made := torch.compiler.save_cache_artifacts()) is not None:
+    train(training, pools, clock, ranks, log, arguments)
+    if ranks.is_first and cache is not None and (made := torch.compiler.save_cache_artifacts()) is not None:
         cache.write_bytes(made[0])
         log.write(event="compile cache", bytes=len(made[0]))
     log.write(event="end", step=training.steps, seconds=clock.trained, wall=time.monotonic() - began)
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from scripts.train_shapes.causal_objective import CausalLoss, ErrorBank, StepPla
 from scripts.train_shapes.causal_pool import StreamTrainingBatch
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS
 from scripts.train_shapes.muon import Muon
+from scripts.train_shapes.ranks import GradientAverage, Ranks
 from scripts.train_shapes.session import Average
 from scripts.train_shapes.train_transformer import initial_states, split_parameters
 
@@ -49,7 +50,10 @@ def with_new_words(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[
 
 
 class CausalTraining:
-    """`step` is one update. Modules are float32; on CUDA they compute in bfloat16."""
+    """`step` is one update. Modules are float32; on CUDA they compute in bfloat16.
+
+    Several processes (`ranks`) take the same steps with other data and noise: each calls `step` and `save` as often.
+    """
 
     def __init__(
         self,
@@ -57,19 +61,23 @@ class CausalTraining:
         text_encoder: UMT5EncoderModel,
         *,
         seed: int,
-        device: str = "cpu",
+        ranks: Ranks | None = None,
         optimizer: str = "muon",
         muon_factor: float = 2.0,
         decay: float = 0.999,
         compiled: bool = False,
     ) -> None:
-        self.device = device
+        ranks = Ranks(0, 1, "cpu") if ranks is None else ranks
+        self.device = device = ranks.device
+        self._ranks, self._seed = ranks, seed
         self.transformer, self.text_encoder = transformer.to(device), text_encoder.to(device)
         self._parameters = [*self.transformer.parameters(), *self.text_encoder.parameters()]
         self._names = [
             *(f"transformer.{name}" for name, _ in self.transformer.named_parameters()),
             *(f"text_encoder.{name}" for name, _ in self.text_encoder.named_parameters()),
         ]
+        ranks.align(self._parameters)
+        self._average_gradients = GradientAverage(self._parameters, ranks)
         matrices, others = split_parameters(self.transformer, self.text_encoder)
         if optimizer == "adamw":
             matrices, others = [], [*matrices, *others]
@@ -78,7 +86,7 @@ class CausalTraining:
         self._muon, self._muon_factor = Muon(matrices), muon_factor
         self.average = Average(self._parameters, decay)
         self.bank = ErrorBank()
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(ranks.seed(seed))
         self._empty_ids = torch.zeros(CAPTION_TOKENS, dtype=torch.int64, device=device)
         self._empty_ids[0] = EOS_ID
         self._run: RunBlock = torch.compile(run_masked_block, fullgraph=True) if compiled else run_masked_block
@@ -103,6 +111,7 @@ class CausalTraining:
                 make_mask=self._make_mask,
             )
         loss.total.backward()
+        self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._adamw.step()
         self._muon.step(rate * self._muon_factor)
@@ -111,6 +120,10 @@ class CausalTraining:
         self.average.update()
         self.steps += 1
         return loss
+
+    def align(self) -> float:
+        """Give every process the first one's weights; returns how far apart they were."""
+        return self._ranks.align(self._parameters)
 
     def _halved(self) -> Iterator[tuple[str, Tensor]]:
         """What is stored in bfloat16: average, momenta, Adam's moments."""
@@ -126,8 +139,8 @@ class CausalTraining:
 
     @torch.no_grad()
     def save(self, folder: Path, **state: float) -> None:
-        """Write a checkpoint. What is not stored, or in fewer bits, is dropped here too, so that a training that goes
-        on and one that resumes are the same."""
+        """Write a checkpoint; of several processes the first one does. What is not stored, or in fewer bits, is dropped
+        in all of them, so that a training that goes on and one that resumes are the same."""
         tensors = {f"weight.{name}": each for name, each in zip(self._names, self._parameters, strict=True)}
         for name, value in self._halved():
             stored = value.bfloat16()
@@ -135,7 +148,8 @@ class CausalTraining:
             tensors[name] = stored
         tensors["generator"] = self.generator.get_state()
         self.bank.clear()
-        save_checkpoint(folder, tensors, {"steps": self.steps, "average_steps": self.average.steps, **state})
+        if self._ranks.is_first:
+            save_checkpoint(folder, tensors, {"steps": self.steps, "average_steps": self.average.steps, **state})
 
     @torch.no_grad()
     def resume(self, folder: Path) -> dict[str, object]:
@@ -156,8 +170,12 @@ class CausalTraining:
                 }
         for name, value in self._halved():
             value.copy_(tensors[name])
-        self.generator.set_state(tensors["generator"])
         self.steps, self.average.steps = int(str(state["steps"])), int(str(state["average_steps"]))
+        if self._ranks.is_first:
+            self.generator.set_state(tensors["generator"])
+        else:
+            # The stored state is the first process's; the others go on with other noise.
+            self.generator.manual_seed(self._ranks.seed(self._seed + self.steps))
         return state
 
 

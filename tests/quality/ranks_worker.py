@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 
-from scripts.train_shapes.architecture import build_transformer
+from scripts.train_shapes.architecture import build_text_encoder, build_transformer
 from scripts.train_shapes.buckets import Bucket
+from scripts.train_shapes.causal_mask import ChunkMask
+from scripts.train_shapes.causal_objective import StepPlan
+from scripts.train_shapes.causal_pool import StreamTrainingBatch
+from scripts.train_shapes.causal_training import CausalTraining
 from scripts.train_shapes.ranks import GradientAverage, Ranks, join_ranks
 from scripts.train_shapes.train_transformer import TransformerTraining, load_encoder, make_pools
 
@@ -31,6 +35,23 @@ def squared_error_gradients(rows: slice, ranks: Ranks) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
+def causal_weights(folder: Path, ranks: Ranks) -> list[torch.Tensor]:
+    """The weights of a causal training after two steps on data of this process's own, with a checkpoint in between."""
+    torch.manual_seed(ranks.rank)
+    training = CausalTraining(build_transformer(), build_text_encoder(120), seed=3, ranks=ranks)
+    plan = StepPlan(torch.arange(4), 8.0, ChunkMask(4, 2), (True, True))
+    for _ in range(2):
+        batch = StreamTrainingBatch(
+            torch.randn(2, 16, 4, 4, 4),
+            torch.zeros(2, 1, 4, 4, 4, dtype=torch.uint8),
+            torch.randint(1, 120, (2, 3, 40)),
+            torch.zeros(2, 4, dtype=torch.int64),
+        )
+        training.step(batch, plan, 1e-2)
+        training.save(folder / f"causal{ranks.rank}")
+    return [parameter.detach() for parameter in training.transformer.parameters()]
+
+
 def main() -> None:
     """Write what this process has after the exchange."""
     torch.set_num_threads(1)
@@ -50,6 +71,7 @@ def main() -> None:
         "errors": errors,
         "agreed": ranks.agree(0.25 + ranks.rank),
         "count": ranks.count,
+        "causal": causal_weights(folder, ranks),
         "apart": training.align(),
         "apart_before": ranks.align([torch.full((3,), float(ranks.rank))]),
     }

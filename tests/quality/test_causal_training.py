@@ -208,7 +208,17 @@ def test_the_loss_falls_and_a_resumed_training_is_the_one_that_went_on(tmp_path:
 
 def test_pools_of_streams_hold_what_their_frames_show() -> None:
     encode = load_encoder(SHAPES, "cpu")
-    near, far, _ = STAGES["toy"]
+    near, far, begin, _ = STAGES["toy"]
+    pool = make_pool(begin, encode, "cpu", 0, StreamSettings(around_weight=0.0))
+    pool.fill(1.0)
+    # Of its own around_weight: circles are there, though other streams have none.
+    assert isinstance(pool.clips, StreamPool)
+    said = build_tokenizer(streams=True).batch_decode(pool.clips._token_ids.flatten(0, 2))
+    assert any("around" in text for text in said), said
+    drawn = pool.draw(torch.Generator().manual_seed(0))
+    assert drawn.latents.shape == (begin.batch, 16, 2, 4, 4)
+    assert int(drawn.segment.max()) == 0
+    assert begin.plan(Random(0), "cpu").mask is None
     for bucket in (near, far):
         pool = make_pool(bucket, encode, "cpu", 0, StreamSettings())
         pool.fill(1.0)

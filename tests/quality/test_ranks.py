@@ -43,3 +43,7 @@ def test_two_processes_take_the_same_steps_on_different_data(tmp_path: Path) -> 
     assert (first["apart_before"], second["apart_before"]) == (1.0, 1.0)
     start, end = first["before"], first["weights"]
     assert sum(not torch.equal(one, other) for one, other in zip(start, end, strict=False)) > 0.9 * len(start)
+
+    # Causal training: other data and noise, the same weights, and one checkpoint.
+    assert all(torch.equal(one, other) for one, other in zip(first["causal"], second["causal"], strict=True))
+    assert [path.name for path in sorted(tmp_path.glob("causal*"))] == ["causal0"]

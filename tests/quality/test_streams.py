@@ -109,6 +109,7 @@ def test_a_weight_makes_more_streams_circle_and_leaves_the_others_as_they_were()
     tasks = tasks_of(3, 2.0, 2, 0.0, 0.0, "around")
     assert {task.prompts[0].attributes.objects[0].motion for task in tasks} == {"around"}
     seeds = [task.seed for task in tasks_of(40, 2.0, 2, 0.0, 0.0)]
+    assert [task.seed for task in tasks_of(38, 2.0, 2, 0.0, 0.0, first_seed=seeds[2])] == seeds[2:]
     assert [task.seed for task in tasks] == [seed for seed in seeds if seed in {task.seed for task in tasks}]
 
 
@@ -209,7 +210,11 @@ def test_every_control_is_found_wrong() -> None:
     assert not is_same(readings["fading"])
     assert readings["stuttering"].seam_motion > 1.5
     # And recorded window by window.
-    assert window_record(clean) == {"frames": 37, "first_frames": [0, 8], "right": "11", "same": "11", "seamless": "11"}
+    rows = ("right", "motion", "background", "colour", "shape", "same", "seamless")
+    motions = [[prompt.first_frame, prompt.attributes.objects[0].motion] for prompt in prompts]
+    whole = {"frames": 37, "motions": motions, "first_frames": [0, 8], **dict.fromkeys(rows, "11")}
+    assert window_record(clean) == whole
+    assert window_record(readings["frozen"])["motion"] == "0"
     assert "1" not in str(window_record(readings["stuttering"])["seamless"])
     assert window_record(readings["fading"])["same"] == "10"
     (scene,) = [prompt.attributes for prompt in prompts]
