@@ -44,8 +44,12 @@ def compile_blocks(model: nn.Module) -> None:
     compile_repeated_blocks(fullgraph=True)
 
 
-def _one_layer_of_each(config: Mapping[str, Any]) -> dict[str, int]:
-    return {key: 1 for key in LAYER_COUNTS if isinstance(config.get(key), int)}
+def _one_layer_of_each(config: Mapping[str, Any]) -> dict[str, Any]:
+    single: dict[str, Any] = {key: 1 for key in LAYER_COUNTS if isinstance(config.get(key), int)}
+    if config.get("vace_layers"):
+        # The blocks of Wan VACE that read the control video, by their numbers.
+        single["vace_layers"] = [0]
+    return single
 
 
 def _refill_tables(model: nn.Module, small: nn.Module, device: torch.device) -> None:

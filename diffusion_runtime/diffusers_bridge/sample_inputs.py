@@ -15,6 +15,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
+from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
@@ -25,6 +26,9 @@ _TIMESTEP, _GUIDANCE = 500.0, 4.0
 _LATENT_PATCH = (1, 2, 2)
 # Of CLIP at 224 x 224: 256 patches and the class.
 _NUM_IMAGE_TOKENS = 257
+# Of the 576 tokens of the image that HunyuanVideo's language model sees: those that the transformer gets, by how the
+# video starts from the image.
+_NUM_SEEN_TOKENS = {"latent_concat": 288, "token_replace": 144}
 # Tokens of a prompt of a few sentences and of a negative prompt, by turns over a batch.
 _PROMPT_LENGTHS = (120, 6)
 
@@ -241,14 +245,20 @@ def _image_lists(sample: StepSample) -> StepInputs:
 
 
 def _video_joint(sample: StepSample) -> StepInputs:
-    """diffusers fills the text up to 256 tokens and masks them."""
-    latents, room = sample.latents(), sample.text_tokens or 256
-    lengths = sample.lengths(80, 6, room=room)
+    """diffusers fills the text up to 256 tokens, beside those of an image, and masks them."""
+    latents, kind = sample.latents(), sample.config.get("image_condition_type")
+    seen = 0 if kind is None else _NUM_SEEN_TOKENS[kind]
+    room = seen + (sample.text_tokens or 256)
+    lengths = sample.lengths(seen + 80, seen + 6, room=room)
+    image, given = None, latents
+    if kind is not None:
+        image = ImageCondition(sample.random(latents.shape[1], 1, *latents.shape[3:]))
+        given = (in_first_frame if kind == "token_replace" else beside_latents)(latents, image.latents)
     text = sample.padded(room, sample.config["text_embed_dim"], lengths)
     pooled, timestep = sample.random(sample.config["pooled_projection_dim"]), sample.full(700.0)
     guidance = 6.0 if sample.config["guidance_embeds"] else None
     theirs = {
-        "hidden_states": latents,
+        "hidden_states": given,
         "timestep": timestep,
         "encoder_hidden_states": text,
         "encoder_attention_mask": sample.is_real(room, lengths).to(sample.dtype),
@@ -256,7 +266,7 @@ def _video_joint(sample: StepSample) -> StepInputs:
         "guidance": None if guidance is None else (1000 * sample.full(guidance)).to(sample.dtype),
         "return_dict": False,
     }
-    inputs = DenoiserInputs(Conditions.of(text, lengths, pooled=pooled), sample.size, guidance=guidance)
+    inputs = DenoiserInputs(Conditions.of(text, lengths, pooled=pooled), sample.size, guidance, image)
     return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
 
 
