@@ -96,19 +96,21 @@ def train(
     """Train until the first process's clock is over, or for --steps; save every --save-every seconds and at the end."""
     # The same bucket and the same plan everywhere: a step is as long as that of the slowest process.
     random, since = Random(arguments.seed + training.steps), time.monotonic()
-    began, seconds, saved = training.steps, 0.0, 0.0
+    began, progress, saved = training.steps, 0.0, time.monotonic()
     errors: dict[str, list[Tensor]] = {}
     while True:
         clock.wait_while(arguments.pause_file)
         done = training.steps - began
-        if done % AGREE_EVERY == 0:
-            seconds = ranks.agree(clock.trained)
-        progress = done / arguments.steps if arguments.steps else min(1.0, seconds / clock.seconds)
+        # All stop at one step and save at one step: the others' clocks began earlier or later than the first's.
+        if arguments.steps:
+            progress = done / arguments.steps
+        elif done % AGREE_EVERY == 0:
+            progress = ranks.agree(clock.progress)
         if progress >= 1.0:
             break
-        if seconds - saved > arguments.save_every:
-            training.save(arguments.out, seconds=round(seconds, 1))
-            saved = seconds
+        if done % AGREE_EVERY == 0 and ranks.agree(float(time.monotonic() - saved > arguments.save_every)):
+            training.save(arguments.out, seconds=round(clock.trained, 1))
+            saved = time.monotonic()
         pool = random.choices(pools, [each.bucket.share for each in pools])[0]
         if done % arguments.refresh_every == 0:
             pool.clips.refresh(pool.bucket.encode_batch)
@@ -205,7 +207,10 @@ def main() -> None:
         pool.fill(max(0.08, 0.25 / ranks.count))
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
-    clock = Clock(arguments.seconds - (time.monotonic() - began))
+    left = arguments.seconds - (time.monotonic() - began)
+    if ranks.agree(left) <= 0 and not arguments.steps:
+        raise SystemExit(f"--seconds {arguments.seconds:g} were over {-left:.0f} s before the first step")
+    clock = Clock(max(left, 1.0))
     train(training, pools, clock, ranks, log, arguments)
     if ranks.is_first and cache is not None and (made := torch.compiler.save_cache_artifacts()) is not None:
         cache.write_bytes(made[0])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 import torch
 
-from scripts.train_shapes.architecture import build_text_encoder, build_transformer
+from scripts.shapes.streams import StreamSettings
+from scripts.train_shapes.architecture import build_transformer
 from scripts.train_shapes.buckets import Bucket
-from scripts.train_shapes.causal_mask import ChunkMask
-from scripts.train_shapes.causal_objective import StepPlan
-from scripts.train_shapes.causal_pool import StreamTrainingBatch
-from scripts.train_shapes.causal_training import CausalTraining
+from scripts.train_shapes.causal_buckets import CausalBucket
+from scripts.train_shapes.causal_train import make_pool, train
+from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.ranks import GradientAverage, Ranks, join_ranks
+from scripts.train_shapes.session import Clock, Log
 from scripts.train_shapes.train_transformer import TransformerTraining, load_encoder, make_pools
 
 ASSETS = Path(__file__).parents[2] / "diffusion_runtime/assets/shapes"
@@ -35,21 +37,29 @@ def squared_error_gradients(rows: slice, ranks: Ranks) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def causal_weights(folder: Path, ranks: Ranks) -> list[torch.Tensor]:
-    """The weights of a causal training after two steps on data of this process's own, with a checkpoint in between."""
+CAUSAL_BUCKET = CausalBucket("first", 2, 32, 2, 1.0, 3.0, 4, 4)
+
+
+def causal_weights(folder: Path, ranks: Ranks) -> tuple[int, list[torch.Tensor]]:
+    """Steps and weights of a causal training on data of this process's own, whose clock is not the others'."""
     torch.manual_seed(ranks.rank)
-    training = CausalTraining(build_transformer(), build_text_encoder(120), seed=3, ranks=ranks)
-    plan = StepPlan(torch.arange(4), 8.0, ChunkMask(4, 2), (True, True))
-    for _ in range(2):
-        batch = StreamTrainingBatch(
-            torch.randn(2, 16, 4, 4, 4),
-            torch.zeros(2, 1, 4, 4, 4, dtype=torch.uint8),
-            torch.randint(1, 120, (2, 3, 40)),
-            torch.zeros(2, 4, dtype=torch.int64),
-        )
-        training.step(batch, plan, 1e-2)
-        training.save(folder / f"causal{ranks.rank}")
-    return [parameter.detach() for parameter in training.transformer.parameters()]
+    training = CausalTraining(*build_models(ASSETS), seed=3, ranks=ranks)
+    pool = make_pool(CAUSAL_BUCKET, load_encoder(ASSETS, "cpu"), "cpu", ranks.seed(7), StreamSettings())
+    pool.fill(1.0)
+    arguments = argparse.Namespace(
+        seed=0,
+        steps=0,
+        pause_file=None,
+        save_every=0.2,
+        refresh_every=8,
+        log_every=4,
+        peak=1e-3,
+        end=1e-5,
+        first_chunk_weight=2.0,
+        out=folder / f"causal{ranks.rank}",
+    )
+    train(training, [pool], Clock(0.5 + 60 * ranks.rank), ranks, Log(None), arguments)
+    return training.steps, [parameter.detach() for parameter in training.transformer.parameters()]
 
 
 def main() -> None:

@@ -44,6 +44,8 @@ def test_two_processes_take_the_same_steps_on_different_data(tmp_path: Path) -> 
     start, end = first["before"], first["weights"]
     assert sum(not torch.equal(one, other) for one, other in zip(start, end, strict=False)) > 0.9 * len(start)
 
-    # Causal training: other data and noise, the same weights, and one checkpoint.
-    assert all(torch.equal(one, other) for one, other in zip(first["causal"], second["causal"], strict=True))
+    # Causal training: other data, noise and clocks, the same steps and weights, and one checkpoint.
+    (steps, own), (others_steps, others) = first["causal"], second["causal"]
+    assert steps == others_steps > 0
+    assert all(torch.equal(one, other) for one, other in zip(own, others, strict=True))
     assert [path.name for path in sorted(tmp_path.glob("causal*"))] == ["causal0"]
