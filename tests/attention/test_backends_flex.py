@@ -38,7 +38,8 @@ def test_its_compiled_kernel_runs_here() -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_against_float64(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches and single samples, as many keys as queries, fewer and one, and each feature; each compiles a form.
+    """Batches and single samples, as many keys as queries, fewer and one, and each feature; each compiles a form,
+    in 6 s.
 
     How lengths become such calls is proved in test_key_ranges.py. torch would give up after one compilation here:
     each form counts for itself, and begins again where it needs more.
@@ -46,9 +47,9 @@ def test_against_float64(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     monkeypatch.setattr(flex_attn, "_compiled_forms", {})
     caplog.set_level(logging.INFO, "diffusion_runtime.attention")
     with torch._dynamo.config.patch(recompile_limit=1):
-        for layout_name in ("none", "equal", "alternating", "one word"):
+        for layout_name in ("equal", "alternating", "one word"):
             check(layout_name)
-        check("equal", kv_heads=2, scale=0.3)
+        check("none", kv_heads=2, scale=0.3)
         check("equal", causal=True)
     # Said for every form that is told apart by more than lengths: plain, grouped and causal.
     assert len([line for line in caplog.messages if line.startswith("flex_attn compiles")]) == 3

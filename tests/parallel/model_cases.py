@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy
@@ -57,40 +60,46 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
     """By mesh and attention: the largest difference to one process alone, over the largest value."""
     measured = {}
     for degrees, mesh in meshes.items():
-        for name, attention in (("dense", None), ("VSA", VSA)):
+        for name in ("dense", "VSA"):
             if name == "VSA" and mesh.ring.size > 1 and mesh.ulysses.size == 1:
                 continue
             for start in ("text", "image", "image tokens"):
-                together = _forward(attention, start, mesh)
+                together = _forward(name, start, mesh)
                 # Together the tokens are cut in the order of VSA's tiles, and alone they are in raster order.
                 with mock.patch.object(token_order, "shared_tile", return_value=RASTER):
-                    alone = _forward(attention, start, ProcessMesh())
+                    alone = _alone(_forward, name, start)
                 error = float((together - alone).abs().max() / alone.abs().max())
                 measured[f"model, {degrees}, {name}, from {start}"] = {"error": error, "text_apart": 0.0}
-        (together, from_formula), (alone, _) = (_few_steps(shared) for shared in (mesh, ProcessMesh()))
+        (together, from_formula), (alone, _) = _few_steps(mesh), _alone(_few_steps)
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, dmd"] = {"error": error, "text_apart": 0.0, "from_formula": from_formula}
-        together, alone = (_growing(shared) for shared in (mesh, ProcessMesh()))
+        together, alone = _growing(mesh), _alone(_growing)
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, progressive resolution"] = {"error": error, "text_apart": 0.0}
-        together, alone = (_forward_with_sound(shared) for shared in (mesh, ProcessMesh()))
+        together, alone = _forward_with_sound(mesh), _alone(_forward_with_sound)
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with sound"] = {"error": error, "text_apart": 0.0}
-        together, alone = (_forward_with_references(shared) for shared in (mesh, ProcessMesh()))
+        together, alone = _forward_with_references(mesh), _alone(_forward_with_references)
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with references"] = {"error": error, "text_apart": 0.0}
         if mesh.ring.size > 1:
             with pytest.raises(BackendUnavailableError, match=r"ring attention moves keys .* share by ulysses_degree"):
-                _chunks(mesh, "absolute")
+                _chunks("absolute", mesh)
             continue
         for positions in ("absolute", "window"):
-            (together, own_bytes), (alone, all_bytes) = (_chunks(each, positions) for each in (mesh, ProcessMesh()))
+            (together, own_bytes), (alone, all_bytes) = _chunks(positions, mesh), _alone(_chunks, positions)
             error = float((together - alone).abs().max() / alone.abs().max())
             # Each process keeps the heads that it computes: of 4 on 3 processes, one of them 2.
             num_heads = [len(heads) for heads in numpy.array_split(range(4), mesh.ulysses.size)][mesh.ulysses.index]
             assert own_bytes * 4 == all_bytes * num_heads
             measured[f"model, {degrees}, causal, {positions}"] = {"error": error, "text_apart": 0.0}
     return measured
+
+
+@functools.cache
+def _alone(compute: Callable[..., Any], *arguments: str) -> Any:
+    """What one process computes is the same beside every mesh."""
+    return compute(*arguments, ProcessMesh())
 
 
 def _forward_with_sound(mesh: ProcessMesh) -> torch.Tensor:
@@ -113,7 +122,7 @@ def _forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
     return model(latents, torch.tensor([900.0, 40.0]), inputs, AttentionContext(sharding=mesh.sharding))
 
 
-def _chunks(mesh: ProcessMesh, positions: str) -> tuple[torch.Tensor, int]:
+def _chunks(positions: str, mesh: ProcessMesh) -> tuple[torch.Tensor, int]:
     """The velocities of three chunks with a key-value cache, of the last one at two timesteps, and its bytes. 45 tokens
     per chunk; heads are exchanged in two groups, and each has keys of its own."""
     policy = AttentionPolicy(environment=None, mesh=mesh, num_head_groups=2)
@@ -183,10 +192,10 @@ def _model(policy: AttentionPolicy, config: WanTransformerConfig = CONFIG) -> Wa
     return model
 
 
-def _forward(attention: object, start: str, mesh: ProcessMesh) -> torch.Tensor:
-    """start: text; an image that is the first frame; or one beside the latents, with tokens that are whole on every
-    process."""
-    config = AttentionConfig.parse({"per_role": {"self": attention}} if attention else None)
+def _forward(attention: str, start: str, mesh: ProcessMesh) -> torch.Tensor:
+    """attention: dense or VSA. start: text; an image that is the first frame; or one beside the latents, with tokens
+    that are whole on every process."""
+    config = AttentionConfig.parse({"per_role": {"self": VSA}} if attention == "VSA" else None)
     register_role(IMAGE_ROLE, "cross")
     sizes = dataclasses.replace(CONFIG, condition_channels=6, image_dim=10) if start == "image tokens" else CONFIG
     model = _model(AttentionPolicy(config=config, environment=None, mesh=mesh), sizes)
