@@ -23,6 +23,13 @@ class EncodedPrompts:
     notes: tuple[tuple[str, ...], ...]
 
 
+def texts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> list[str]:
+    """Every distinct text of a batch once, prompts first, as one encoder gets them."""
+    positive = [request.prompt for request in batch]
+    negative = [request.negative_prompt or "" for request in batch] if is_guided else []
+    return list(dict.fromkeys(positive + negative))
+
+
 def encode_prompts(
     text_encoder: TextEncoder,
     batch: Sequence[GenerationRequest],

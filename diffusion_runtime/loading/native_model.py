@@ -16,6 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
@@ -69,8 +70,10 @@ from diffusion_runtime.models.weight_loading import MakeEmpty
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.prompt_encoding import texts_of
+from diffusion_runtime.request import GenerationRequest, image_paths
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
 from diffusion_runtime.text_encoders.encoder_size import layers_of
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -163,15 +166,17 @@ class PreparedModel:
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             with ReadProgress(say, "text encoder"):
-                text_encoder = self._load_text_encoder(offloading)
-            with ReadProgress(say, "transformer", checked._transformer_bytes()):
-                transformer, rewrite = checked._load_transformer(offloading)
-            with ReadProgress(say, "decoder"):
-                decoder = self._load_decoder()
-            upsampler = None
-            if self.upsampler is not None:
-                with ReadProgress(say, "upsampler"):
-                    upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
+                encoder = self._load_text_encoder(offloading)
+            texts = () if offloading is not None else self._texts_ahead(encoder, requests)
+            with encoding_ahead(encoder, texts, self.device) as text_encoder:
+                with ReadProgress(say, "transformer", checked._transformer_bytes()):
+                    transformer, rewrite = checked._load_transformer(offloading)
+                with ReadProgress(say, "decoder"):
+                    decoder = self._load_decoder()
+                upsampler = None
+                if self.upsampler is not None:
+                    with ReadProgress(say, "upsampler"):
+                        upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -210,6 +215,17 @@ class PreparedModel:
         )
         pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
         return pipeline
+
+    def _texts_ahead(self, encoder: TextEncoder, requests: Sequence[GenerationRequest]) -> list[str]:
+        """What the first of the requests that will come asks a text encoder on the device for; nothing where several
+        processes ask it together, or where it reads pictures."""
+        if not requests or self.world is not None:
+            return []
+        first = requests[0]
+        about = encoder.of_pictures(image_paths(first, "image_path"))
+        if about is not encoder or encoder.of_negative() is not encoder:
+            return []
+        return texts_of([first], is_guided=BatchSettings.of([first], self.rules).is_guided)
 
     def _transformer_bytes(self) -> int | None:
         """Of the files that this process reads for its transformers; None where it reads some of their bytes."""

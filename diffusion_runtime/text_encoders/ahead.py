@@ -1,0 +1,118 @@
+"""Prompts that are known before a model is loaded are encoded while its transformer is read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.text_encoders.encoder_size import layers_of
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.offloaded import modules_of
+
+# Devices on which two threads may compute at once.
+DEVICES = ("cpu", "cuda")
+
+
+class _StoppedError(Exception):
+    """Ends the thread at the next layer."""
+
+
+class EncodingAhead(TextEncoder):
+    """`encoder`, of which a thread encodes `texts` from now on; the first call with the same texts gets what it found.
+
+    The thread makes the call that `encode` would make, on the same device and stream, so that the numbers are the same.
+    Any call waits for it first: an encoder is used by one thread at a time. What it raises is raised by the call with
+    the same texts.
+    """
+
+    def __init__(self, encoder: TextEncoder, texts: Sequence[str], device: torch.device) -> None:
+        self._encoder = encoder
+        self._texts = tuple(texts)
+        self._device = device
+        self._found: Conditions | None = None
+        self._failure: Exception | None = None
+        self._is_stopped = threading.Event()
+        self._describe()
+        self._thread = threading.Thread(target=self._run, name="encoding-ahead")
+        self._thread.start()
+
+    def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
+        """See TextEncoder.of_pictures."""
+        self._wait()
+        return self._or_self(self._encoder.of_pictures(paths))
+
+    def of_negative(self) -> TextEncoder:
+        """See TextEncoder.of_negative."""
+        self._wait()
+        return self._or_self(self._encoder.of_negative())
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode."""
+        self._wait()
+        found, failure, is_asked = self._found, self._failure, tuple(prompts) == self._texts
+        # Given once: a model is kept for hours, and its first prompt is not what it is kept for.
+        self._found = self._failure = None
+        if is_asked and failure is not None:
+            raise failure
+        try:
+            return found if is_asked and found is not None else self._encoder.encode(prompts)
+        finally:
+            # An encoder may find while it encodes that its kernels are not to be used here.
+            self._describe()
+
+    def stop(self) -> None:
+        """End the thread at the next layer of the encoder, and wait until it has ended."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _or_self(self, encoder: TextEncoder) -> TextEncoder:
+        return self if encoder is self._encoder else encoder
+
+    def _describe(self) -> None:
+        encoder = self._encoder
+        self.max_tokens, self.chosen = encoder.max_tokens, encoder.chosen
+        self.library, self.implementation = encoder.library, encoder.implementation
+
+    def _wait(self) -> None:
+        try:
+            self._thread.join()
+        except BaseException:
+            # Ctrl-C: a process does not end before its threads have.
+            self.stop()
+            raise
+
+    def _run(self) -> None:
+        layers = [layer for module in modules_of(self._encoder) for layer in layers_of(module)]
+        hooks = [layer.register_forward_pre_hook(self._check) for layer in layers]
+        try:
+            with torch.inference_mode(), device_guard(self._device):
+                self._found = self._encoder.encode(self._texts)
+        except Exception as error:
+            self._failure = error
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check(self, _module: nn.Module, _inputs: object) -> None:
+        if self._is_stopped.is_set():
+            raise _StoppedError
+
+
+@contextlib.contextmanager
+def encoding_ahead(encoder: TextEncoder, texts: Sequence[str], device: torch.device) -> Iterator[TextEncoder]:
+    """The encoder, which encodes `texts` while the block runs; without any, and on devices of one thread, the encoder
+    alone. A block that raises, Ctrl-C included, ends the encoding."""
+    if not texts or device.type not in DEVICES:
+        yield encoder
+        return
+    ahead = EncodingAhead(encoder, texts, device)
+    try:
+        yield ahead
+    except BaseException:
+        ahead.stop()
+        raise
