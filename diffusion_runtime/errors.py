@@ -12,6 +12,7 @@
     ├── PipelineClosedError               1   a generation on a pipeline that was closed
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
     │   └── InstallationError                 installed packages that keep every model from being loaded
+    ├── MissingPackageError               1   a package that this result or input needs and that is not installed
     └── OutputError                       1   a result that cannot be written or read
 
 `tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET).
@@ -102,6 +103,10 @@ class ModelLoadError(DiffusionRuntimeError):
 
 class InstallationError(ModelLoadError):
     """Installed packages that keep every model from being loaded; the message names the one to remove."""
+
+
+class MissingPackageError(DiffusionRuntimeError):
+    """A package that a result or an input needs, and that is not installed; the message says what to type."""
 
 
 class ThirdPartyError(DiffusionRuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.loading import load_pipeline
+from diffusion_runtime.media.ffmpeg_program import INSTALL, has_ffmpeg
 from diffusion_runtime.media.file_writer import FileWriter
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest
@@ -34,7 +35,17 @@ _RANDOM = (
     "encoder is left out"
 )
 # Of RuntimeConfig: how ours is computed.
-_SETTINGS = ("attention_override", "quantization", "compile", "cuda_graphs", "offload", "memory_limit", "vae_decode")
+_SETTINGS = (
+    "lora",
+    "attention_override",
+    "quantization",
+    "compile",
+    "cuda_graphs",
+    "offload",
+    "memory_limit",
+    "vae_decode",
+)
+_NO_FFMPEG = f"write is of npy, not of mp4: there is no ffmpeg here ({INSTALL})"
 _GENERATED = "{}: generated, of the size of what is made; reading and encoding it is in denoise"
 
 
@@ -91,8 +102,26 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
         request={**request.to_dict(), **dict.fromkeys(images)},
         rows=tuple(rows),
         settings={name: runtime[name] for name in _SETTINGS},
-        remarks=(*((_RANDOM,) if is_random else ()), *((_GENERATED.format(", ".join(images)),) if images else ())),
+        remarks=tuple(_remarks(request, images, is_random=is_random)),
+        file_format=_file_format(request),
     )
+
+
+def _file_format(request: GenerationRequest) -> str:
+    """What `generate` writes without --format, where this machine can: without ffmpeg, the frames of a video alone."""
+    if request.num_frames == 1:
+        return "png"
+    return "mp4" if has_ffmpeg() else "npy"
+
+
+def _remarks(request: GenerationRequest, images: Collection[str], *, is_random: bool) -> Iterator[str]:
+    """images: the request fields of those that were generated."""
+    if is_random:
+        yield _RANDOM
+    if images:
+        yield _GENERATED.format(", ".join(images))
+    if _file_format(request) == "npy":
+        yield _NO_FFMPEG
 
 
 def describe_request(request: GenerationRequest) -> str:
@@ -165,7 +194,7 @@ def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[
     """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded. Beside
     them its attention report."""
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
-        path = Path(folder) / ("made.png" if request.num_frames == 1 else "made.mp4")
+        path = Path(folder) / f"made.{_file_format(request)}"
         with FileWriter(path) as writer:
             media = pipeline(request, on_progress=lambda _: None, open_sink=writer.open)
             begin = time.perf_counter()

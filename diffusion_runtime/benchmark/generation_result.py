@@ -41,7 +41,7 @@ class GenerationRow:
 @dataclass(frozen=True)
 class GenerationBenchmark:
     """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights.
-    settings: of ours, by the names of RuntimeConfig."""
+    settings: of ours, by the names of RuntimeConfig. file_format: of the files whose writing is timed."""
 
     model: str
     device: str
@@ -51,6 +51,7 @@ class GenerationBenchmark:
     rows: tuple[GenerationRow, ...]
     remarks: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    file_format: str = "mp4"
 
     @property
     def exit_code(self) -> int:
@@ -67,6 +68,7 @@ class GenerationBenchmark:
             "dtype": self.dtype,
             "settings": dict(self.settings),
             "request": dict(self.request),
+            "file_format": self.file_format,
             "remarks": list(self.remarks),
             "rows": [
                 {

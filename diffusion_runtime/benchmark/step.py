@@ -31,7 +31,7 @@ from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
 from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
-from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks
+from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks, why_no_twin
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.hardware import detect_hardware
@@ -220,6 +220,9 @@ class _Run:
         release_device_memory(self._device)
 
     def _theirs(self, compiles: bool) -> Iterator[StepRow]:
+        if reason := why_no_twin(self._opened.transformer_class):
+            yield StepRow("diffusers, eager", "left out", reason)
+            return
         self._say("building diffusers'")
         before = _memory_in_use(self._device)
         begin = time.perf_counter()

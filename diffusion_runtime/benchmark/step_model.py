@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.diffusers_bridge.random_transformer import random_transformer
+from diffusion_runtime.diffusers_bridge.random_transformer import class_in_diffusers, random_transformer
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSample, step_inputs
 from diffusion_runtime.errors import ConfigError, RequestError, nearest
 from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_json
@@ -37,7 +37,7 @@ _BLOCK_COUNTS = ("num_layers", "num_single_layers", "n_layers")
 class StepModel:
     """A transformer with its sizes. config: of the transformer as it is built; num_blocks: that are built;
     whole_blocks: that the model has. size: of the clip; batch: samples of one forward. text_tokens: see StepSample.
-    num_images: to edit, of the size of what is made."""
+    num_images: to edit, of the size of what is made. transformer_class: as diffusers calls it, where it has one."""
 
     name: str
     model: Model[Any, Any]
@@ -143,7 +143,7 @@ def open_step_model(
         # Nothing reads the folder once it is described.
         folder = write_folder(Path(temporary), files)
         model = family_for_folder(folder).describe(folder)
-        transformer_class = component_class(folder, "transformer")[1]
+        transformer_class = class_in_diffusers(component_class(folder, "transformer")[1], config)
     return StepModel(
         name=published.name if published is not None else name,
         model=model,

@@ -17,13 +17,12 @@ class StepRow:
     """One way to compute a step. name: `ours, fp8` or `diffusers, compile`.
 
     state: measured, wrong (the velocity differs from the first row's, or a replay from its eager pass, by more than
-    rounding explains), failed, or left out (the mode cannot run there and was not asked for by name); reason: why it is
-    not `measured`. samples: milliseconds of one forward. host_ms: until a call returns on an idle device,
-    None on a CPU, where that is the same. shares: where the device's time went, in another forward. matmul_tflops: of a
-    large product in the row's dtype, just before. peak_bytes: of the device above what was there before the model, None
-    on a CPU. first_s: seconds of the first forward, with compiling
-    and capturing. difference: relative L2 from the first row's
-    velocity. detail: the backend of self-attention, what is quantised.
+    rounding explains), failed, or left out (the mode cannot run there and was not asked for by name, or diffusers has
+    no such forward); reason: why it is not `measured`. samples: milliseconds of one forward. host_ms: until a call
+    returns on an idle device, None on a CPU, where that is the same. shares: where the device's time went, in another
+    forward. matmul_tflops: of a large product in the row's dtype, just before. peak_bytes: of the device above what was
+    there before the model, None on a CPU. first_s: seconds of the first forward, with compiling and capturing.
+    difference: relative L2 from the first row's velocity. detail: the backend of self-attention, what is quantised.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,6 +96,7 @@ def generate(
         from diffusion_runtime.benchmark.plot import check_plotting
         from diffusion_runtime.benchmark.plot_generation import plot_generation
         from diffusion_runtime.cli.attention_flags import AttentionFlags
+        from diffusion_runtime.cli.settings import lora_of_preset
         from diffusion_runtime.config import RuntimeConfig
 
         if plot is not None:
@@ -119,8 +121,11 @@ def generate(
             "device": device,
             "dtype": dtype,
         }
+        config = RuntimeConfig.from_dict({key: value for key, value in runtime.items() if value is not None})
+        if (shipped := lora_of_preset(preset, config)) is not None:
+            config = dataclasses.replace(config, lora=(*config.lora, shipped))
         choice = GenerationChoice(
-            RuntimeConfig.from_dict({key: value for key, value in runtime.items() if value is not None}),
+            config,
             {key: value for key, value in values.items() if value is not None},
             preset,
             repeats or 3,

@@ -20,7 +20,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from diffusion_runtime.comparison.compare import SaveClip
+    from diffusion_runtime.comparison.compare import CheckRequest, SaveClip
     from diffusion_runtime.comparison.result import Comparison, Row
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.request import GenerationRequest
@@ -71,8 +71,9 @@ def compare(context: typer.Context, **given: Any) -> None:
             # A preset of the file is in the requests; any other is the model's, which says so where it is not.
             preset = None if each.preset in each.file_presets else each.preset
             settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
-        choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None)
-        result = compare_settings(settings, terminal, choices, _saver(folder, file_format))
+        check, save = _saver(folder, file_format)
+        choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
+        result = compare_settings(settings, terminal, choices, save)
         if page is not None:
             from diffusion_runtime.comparison.page import write_page
 
@@ -197,14 +198,15 @@ def _checked_page(path: Path | None) -> Path | None:
     return path
 
 
-def _saver(folder: str | None, file_format: str | None) -> SaveClip:
-    """Saves each clip as FOLDER/SETTING/PROMPT-seedN.mp4 where a folder was given."""
+def _saver(folder: str | None, file_format: str | None) -> tuple[CheckRequest, SaveClip]:
+    """Saves each clip as FOLDER/SETTING/PROMPT-seedN.mp4 where a folder was given. Beside it what raises, for a
+    resolved request, why its clip could not be saved."""
     from diffusion_runtime.session.outputs import Outputs, slug
 
     if folder is None:
         if file_format is not None:
             raise ConfigError("--format: clips are saved where --output-path FOLDER names a folder; add it")
-        return lambda *_: None
+        return lambda _: None, lambda *_: None
     outputs = Outputs.parse(f"{folder.rstrip('/')}/", file_format)
     outputs.prepare()
 
@@ -212,7 +214,7 @@ def _saver(folder: str | None, file_format: str | None) -> SaveClip:
         own = Outputs(outputs.folder / slug(name), None, outputs.file_format)
         return str(media.save(own.target(request), overwrite=False))
 
-    return save
+    return outputs.format_for, save
 
 
 def prompt_set_option(panel: str) -> Any:

@@ -96,7 +96,8 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
-    if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
+    shipped = None if flags.preset in config.presets else lora_of_preset(flags.preset, runtime)
+    if shipped is not None:
         if recipe_request:
             raise ConfigError(
                 f"--preset {flags.preset}: it is for the LoRA {shipped}, and the recipe of {flags.repeat}, which comes "
@@ -154,14 +155,14 @@ def _build_requests(
     return tuple(requests), _replaced_values(given, rows)
 
 
-def _lora_of_preset(flags: Flags, config: FileConfig, runtime: RuntimeConfig) -> str | None:
-    """The shipped LoRA that --preset brings along; None for none, and where it is given already."""
-    if flags.preset is None or flags.preset in config.presets or runtime.backend == "diffusers":
+def lora_of_preset(preset: str | None, runtime: RuntimeConfig) -> str | None:
+    """The shipped LoRA that a preset of the model brings along; None for none, and where it is given already."""
+    if preset is None or runtime.backend == "diffusers":
         return None
     from diffusion_runtime.models.lora.shipped import lora_path
     from diffusion_runtime.models.sampling_presets import shipped_lora_of
 
-    name = shipped_lora_of(flags.preset, runtime.model_path)
+    name = shipped_lora_of(preset, runtime.model_path)
     if name is None:
         return None
     folder = lora_path(name)

@@ -37,7 +37,10 @@ _END = ""
 
 
 def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
-    """The flags with the place of the stream as that of the output. Raises ConfigError for what does not go with it."""
+    """The flags with the place of the stream as that of the output.
+
+    Raises ConfigError for what does not go with it, and MissingPackageError where there is no ffmpeg.
+    """
     if flags.stream is None:
         raise ConfigError("--interactive: it goes with --stream FILE.mp4, or --stream - for standard output")
     others = {
@@ -52,15 +55,17 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
             raise ConfigError(f"--stream: {name} does not go with it; leave it out")
     if len(settings.requests) != 1:
         raise ConfigError(f"--stream: expected one prompt and one seed, got {len(settings.requests)} generations")
+    from diffusion_runtime.media.growing_clip import check_ffmpeg, check_streamable
+
     if flags.stream == STANDARD_OUTPUT:
         if flags.as_json:
             raise ConfigError("--stream -: standard output carries the video; leave --json out, or name a file")
         if not flags.dry_run and sys.stdout.isatty():
             raise ConfigError("--stream -: standard output is a terminal; pipe it, as in `| ffplay -`, or name a file")
+        check_ffmpeg("--stream")
         return flags
-    from diffusion_runtime.media.growing_clip import check_streamable
-
     check_streamable(flags.stream)
+    check_ffmpeg("--stream")
     return dataclasses.replace(flags, output_path=flags.stream)
 
 

@@ -17,7 +17,7 @@ from diffusion_runtime.comparison.attention_figures import (
     counted_density,
     expected_density,
 )
-from diffusion_runtime.comparison.clip_pictures import encode_picture
+from diffusion_runtime.comparison.clip_pictures import check_encoder, encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import LatentComparison, LatentWatcher
 from diffusion_runtime.comparison.prompt_attributes import known_attributes
@@ -39,6 +39,8 @@ from diffusion_runtime.session.reporter import Reporter
 
 # Called with the row's name and a clip of it; returns where it was saved, None for nowhere.
 SaveClip = Callable[[str, GenerationRequest, GeneratedMedia], "str | None"]
+# Called with a resolved request; raises why its clip could not be saved.
+CheckRequest = Callable[[GenerationRequest], object]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,15 @@ class Choices:
     twice where there is one alone, so that no time counts what happens at the first one only; where there are several,
     the first one's time does not count. attention_time: whether a further clip of each setting times its attention.
     clip_path: of a CLIP model, for its score.
-    pictures: whether encoded clips are kept, for the page."""
+    pictures: whether encoded clips are kept, for the page. check_request: called with every request of the reference
+    before weights are read."""
 
     threshold: float = 0.1
     warm_up: bool | None = None
     attention_time: bool = True
     clip_path: str | None = None
     pictures: bool = False
+    check_request: CheckRequest = lambda _: None
 
 
 def compare(
@@ -64,10 +68,16 @@ def compare(
 ) -> Comparison:
     """The first setting is the reference. reporter: None for silence.
 
-    Raises what `open_settings` raises, and ModelLoadError for a folder that holds no CLIP model, before any weight is
-    read, and whatever ends the reference; another setting that fails is a row, and the others go on.
+    Raises what `open_settings` and check_request raise, MissingPackageError for pictures of videos without ffmpeg, and
+    ModelLoadError for a folder that holds no CLIP model, before any weight is read, and whatever ends the reference;
+    another setting that fails is a row, and the others go on.
     """
-    run = _Run(open_settings(settings), _Silent() if reporter is None else reporter, choices or Choices(), save)
+    opened, choices = open_settings(settings), choices or Choices()
+    for request in opened[0].requests:
+        choices.check_request(request)
+        if choices.pictures:
+            check_encoder(request)
+    run = _Run(opened, _Silent() if reporter is None else reporter, choices, save)
     with run:
         return run.compared()
 

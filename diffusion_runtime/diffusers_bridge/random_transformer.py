@@ -15,6 +15,28 @@ from diffusion_runtime.models.random_weights import draw_weight
 LAYER_COUNTS = ("num_layers", "num_single_layers", "num_refiner_layers", "n_layers", "n_refiner_layers")
 
 
+# Classes whose forward is no step of a whole clip, and why.
+_IN_PARTS = {"AnyFlowFARTransformer3DModel": "generates chunk by chunk over a cache of its own"}
+
+
+def class_in_diffusers(transformer_class: str, config: Mapping[str, Any]) -> str:
+    """What diffusers calls a class, where it has it. config: of its config.json."""
+    if transformer_class != "FAR_Wan_Transformer3DModel":
+        return transformer_class
+    # AnyFlow's authors have one class for both kinds of checkpoints.
+    return "AnyFlowFARTransformer3DModel" if config.get("init_far_model") else "AnyFlowTransformer3DModel"
+
+
+def why_no_twin(transformer_class: str) -> str:
+    """Why diffusers has no forward of a whole clip to compare with; empty where it has one."""
+    import diffusers
+
+    if not hasattr(diffusers, transformer_class):
+        return f"diffusers {diffusers.__version__} has no {transformer_class}"
+    in_parts = _IN_PARTS.get(transformer_class)
+    return "" if in_parts is None else f"diffusers' {transformer_class} {in_parts}"
+
+
 def random_transformer(
     transformer_class: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> nn.Module:

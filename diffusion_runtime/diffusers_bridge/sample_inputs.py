@@ -382,6 +382,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "CausalWanTransformer3DModel": _video_cross,
     "WanTransformer3DModel": _video_cross,
     "AnyFlowTransformer3DModel": _video_flow_map,
+    "AnyFlowFARTransformer3DModel": _video_flow_map,
     "WanVACETransformer3DModel": _video_controlled,
     "HunyuanVideoTransformer3DModel": _video_joint,
     "HunyuanVideo15Transformer3DModel": _video_joint_two_encoders,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.file_writer import ClipHeader, FileWriter
-from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, format_of
+from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, check_writable, format_of
 from diffusion_runtime.media.generated import GeneratedMedia
 from diffusion_runtime.media.publish import numbered
 from diffusion_runtime.media.reading import MediaFile, has_sound_beside, read_media_file, read_own_sidecar, read_recipe
@@ -22,6 +22,7 @@ __all__ = [
     "GeneratedMedia",
     "MediaFile",
     "check_format",
+    "check_writable",
     "format_of",
     "has_sound_beside",
     "numbered",

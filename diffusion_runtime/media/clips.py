@@ -21,7 +21,8 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from diffusion_runtime.errors import RequestError, first_line
+from diffusion_runtime.errors import MissingPackageError, RequestError, first_line
+from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 from diffusion_runtime.media.images import FORMATS, MAX_PIXELS, WHITE, UnfitPicture, frame_in_srgb
 from diffusion_runtime.untrusted.files import check_file, named
 
@@ -56,7 +57,11 @@ class ClipFacts:
 
 def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
     """What stands in a file, of which `most` frames and one more are decoded and none is kept. field: of the request,
-    for messages. Raises RequestError for a file that is missing, damaged, of no known format or too large."""
+    for messages.
+
+    Raises RequestError for a file that is missing, damaged, of no known format or too large, and MissingPackageError
+    for a video where there is no ffmpeg.
+    """
     source = check_file(path, field, max_bytes=MAX_CLIP_BYTES, error=RequestError)
     state = os.stat(source)
     return _facts(path, field, most, (state.st_ino, state.st_size, state.st_mtime_ns))
@@ -108,6 +113,7 @@ def _facts(path: str, field: str, most: int, _state: tuple[int, ...]) -> ClipFac
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(SUFFIXES)}")
     with _readable(path, field):
         if suffix in _CONTAINERS:
+            find_ffmpeg(named(field, path), "give its frames as a .gif, .webp or .npy")
             return _video_facts(path, most)
         if suffix == ".npy":
             array = _array(path)
@@ -121,7 +127,7 @@ def _readable(path: str, field: str) -> Iterator[None]:
         yield
     except UnfitPicture as error:
         raise RequestError(f"{named(field, path)} {error}") from error
-    except RequestError:
+    except (RequestError, MissingPackageError):
         raise
     # Any exception: a decoder may raise anything on untrusted bytes.
     except Exception as error:
@@ -144,11 +150,9 @@ def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any
 
 
 def _command(path: str, most: int, *output: str) -> list[str]:
-    import imageio_ffmpeg
-
     container = _CONTAINERS[Path(path).suffix.lower()]
     return [
-        imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
+        find_ffmpeg(), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
         "-max_pixels", str(MAX_FRAME_PIXELS), "-f", container, "-i", f"file:{Path(path).resolve()}",
         # Every frame once, whatever its time.
         "-map", "0:v:0", "-fps_mode", "passthrough", "-frames:v", str(most),

@@ -14,6 +14,8 @@ from typing import IO
 
 import numpy
 
+from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+
 # x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
 MP4_RATE_FACTOR = 16
 # The conversion and the three tags name the same colour matrix; without them players guess one by the picture's size.
@@ -147,9 +149,7 @@ def comment_arguments(recipe: str | None) -> list[str]:
 
 
 def _program() -> list[str]:
-    import imageio_ffmpeg
-
-    return [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error"]
+    return [find_ffmpeg(), "-y", "-nostdin", "-v", "error"]
 
 
 def _check(status: int, messages: bytes) -> None:

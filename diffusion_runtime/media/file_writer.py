@@ -16,7 +16,7 @@ import numpy
 
 from diffusion_runtime.errors import DiskFullError, OutputError
 from diffusion_runtime.media.encode import FrameChunks, encode
-from diffusion_runtime.media.formats import SOUND_FORMATS, check_format, format_of
+from diffusion_runtime.media.formats import SOUND_FORMATS, check_format, check_writable, format_of
 from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
 from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, embedded_recipe
 
@@ -59,12 +59,13 @@ class FileWriter:
     of the decoding that hands over the next frames. With False it waits for `save`: a process that decodes together
     with others must not leave them alone.
 
-    Raises ConfigError for an extension that is no format.
+    Raises ConfigError for an extension that is no format, and MissingPackageError for an mp4 where there is no ffmpeg.
     """
 
     def __init__(self, path: str | Path, *, stops_decoding: bool = True) -> None:
         self._target = Path(path)
         self._format = format_of(self._target)
+        check_writable(self._format)
         self._stops_decoding = stops_decoding
         self._files = contextlib.ExitStack()
         self._waiting: queue.Queue[numpy.ndarray | None] = queue.Queue(MAX_WAITING)

@@ -8,6 +8,8 @@ from diffusion_runtime.errors import ConfigError, nearest, shown
 
 FORMATS = ("mp4", "gif", "webp", "png", "npy")
 IMAGE_FORMATS = ("png",)
+# Written by ffmpeg; Pillow and numpy write the others.
+FORMATS_BY_FFMPEG = ("mp4",)
 # Formats that carry the sound of a video with its pictures; with the others it is a separate file.
 FORMATS_WITH_SOUND = ("mp4",)
 # Sound alone, for models that generate sound.
@@ -44,3 +46,20 @@ def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | 
             f"use one of {others}, or ask for one frame (num_frames=1)"
         )
     return plain
+
+
+def check_writable(name: str, num_frames: int | None = None) -> None:
+    """Whether this machine can write a format that `check_format` passed, of so many frames (None: not known yet).
+    Raises MissingPackageError where it is written by ffmpeg, and there is none."""
+    if name not in FORMATS_BY_FFMPEG:
+        return
+    from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+
+    without = without_ffmpeg(num_frames)
+    find_ffmpeg(f"format: {name}", f"choose a format without it: {', '.join(without)} (--format {without[0]})")
+
+
+def without_ffmpeg(num_frames: int | None = None) -> list[str]:
+    """The formats of pictures that hold so many frames and need no ffmpeg, the most widely played first."""
+    is_image = num_frames == 1
+    return [name for name in FORMATS if name not in FORMATS_BY_FFMPEG and (is_image or name not in IMAGE_FORMATS)]

@@ -18,7 +18,7 @@ from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import FrameChunks, encode
 from diffusion_runtime.media.file_writer import ClipHeader, FileWriter, cannot_write
-from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
+from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, check_writable, format_of
 from diffusion_runtime.media.publish import publish_pair, remove_abandoned_files, temporary_file, uninterrupted
 from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
@@ -91,11 +91,12 @@ class GeneratedMedia:
         the path before an interruption can come between. writer: has written this clip for this folder and format, with
         the same bytes, while it was decoded; with another clip, or none, everything is written now.
 
-        Raises ConfigError for an extension that is unknown or cannot hold what was generated, OutputError when writing
-        fails.
+        Raises ConfigError for an extension that is unknown or cannot hold what was generated, MissingPackageError for
+        an mp4 where there is no ffmpeg, OutputError when writing fails.
         """
         target = Path(path)
         file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None)
+        check_writable(file_format, self.num_frames)
         started = time.perf_counter()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,13 +123,15 @@ class GeneratedMedia:
     def to_bytes(self, file_format: str) -> bytes:
         """The file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
 
-        Raises ConfigError for a format that is unknown or cannot hold what was made, a sound included, and OutputError
-        when writing fails: encoders need room for the file in the system's temporary folder.
+        Raises ConfigError for a format that is unknown or cannot hold what was made, a sound included,
+        MissingPackageError for an mp4 where there is no ffmpeg, and OutputError when writing fails: encoders need room
+        for the file in the system's temporary folder.
         """
         chosen = check_format(file_format, self.num_frames, has_sound=self.audio is not None)
         if self.audio is not None and chosen not in (*FORMATS_WITH_SOUND, *SOUND_FORMATS):
             carriers = ", ".join(dict.fromkeys((*FORMATS_WITH_SOUND, *SOUND_FORMATS)))
             raise ConfigError(f"format: {chosen} cannot carry the sound of this video; use one of {carriers}")
+        check_writable(chosen, self.num_frames)
         embedded = embedded_recipe(self.recipe)
         try:
             with (

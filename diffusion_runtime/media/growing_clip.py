@@ -24,8 +24,9 @@ from diffusion_runtime.media.ffmpeg import (
     file_argument,
     num_frames_in,
 )
+from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 from diffusion_runtime.media.file_writer import cannot_write
-from diffusion_runtime.media.formats import format_of
+from diffusion_runtime.media.formats import format_of, without_ffmpeg
 from diffusion_runtime.media.publish import numbered, remove_abandoned_files, temporary_file, uninterrupted
 from diffusion_runtime.media.sidecar import embedded_recipe, sidecar_path, to_json
 
@@ -46,7 +47,8 @@ class GrowingClip:
     that gets the fragments. height, width: in pixels; fps: frames per second. fragment_frames: of one fragment, the
     most that an unexpected end loses. num_frames: those written so far.
 
-    Raises ConfigError for another extension, OutputError where the file cannot be made.
+    Raises ConfigError for another extension, MissingPackageError where there is no ffmpeg, OutputError where the file
+    cannot be made.
     """
 
     def __init__(self, target: str | Path, height: int, width: int, *, fps: int, fragment_frames: int) -> None:
@@ -136,6 +138,11 @@ class GrowingClip:
     @property
     def _name(self) -> str:
         return "standard output" if self._path is None else str(self._path)
+
+
+def check_ffmpeg(name: str) -> None:
+    """Raises MissingPackageError where there is no ffmpeg, which writes what grows. name: what asks for it."""
+    find_ffmpeg(name, f"leave it out and choose a format without it: --format {without_ffmpeg()[0]}")
 
 
 def check_streamable(target: str | Path) -> Path:

@@ -10,6 +10,7 @@ import numpy.typing
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.ffmpeg import run_on_bytes
+from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 
 # Of H.264's largest level, pixels of a side; x264 refuses more.
 MAX_SIDE = 16384
@@ -22,19 +23,21 @@ _THREADS = ("-threads", "2", "-thread_type", "slice")
 
 
 def check_recompression(width: int, height: int, path: str, field: str) -> None:
-    """Raises RequestError for an image that H.264 cannot hold. field: of the request, for messages."""
+    """Raises RequestError for an image that H.264 cannot hold, and MissingPackageError where there is no ffmpeg. field:
+    of the request, for messages."""
     if not 2 <= min(width, height) <= max(width, height) <= MAX_SIDE:
         raise RequestError(
             f"{field}: {path} is {width} x {height} (width x height); expected sides of 2 to {MAX_SIDE} pixels for "
             "the compression of images; scale it, or turn that off: --image-crf 0"
         )
+    find_ffmpeg(f"{field}: {path}: the compression of images", "turn that off: --image-crf 0")
 
 
 def recompress(image: numpy.typing.NDArray[numpy.uint8], crf: int) -> numpy.typing.NDArray[numpy.uint8]:
     """The pixels of an image [height, width, 3] after one H.264 frame at this constant rate factor, 1 (hardly changed)
     to 51; odd sides lose a row or a column. 0 gives the image itself.
 
-    Raises RequestError.
+    Raises RequestError, and MissingPackageError where there is no ffmpeg.
     """
     if crf == 0:
         return image

@@ -12,6 +12,7 @@ import numpy
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 from diffusion_runtime.untrusted.files import check_file, named
 
 MAX_SOUND_BYTES = 2 * 1024**3
@@ -28,8 +29,8 @@ _CONTAINERS = {
 
 
 def check_sound(path: str, field: str, seconds: float) -> None:
-    """Raises RequestError for a file that is missing, damaged, of no known format, or shorter than `seconds`. field: of
-    the request, for messages."""
+    """Raises RequestError for a file that is missing, damaged, of no known format, or shorter than `seconds`, and
+    MissingPackageError where there is no ffmpeg. field: of the request, for messages."""
     source = check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
     state = os.stat(source)
     found = _seconds(path, field, min(seconds + 1.0, MAX_SECONDS), (state.st_ino, state.st_size, state.st_mtime_ns))
@@ -59,15 +60,13 @@ def _seconds(path: str, field: str, most: float, _state: tuple[int, ...]) -> flo
 
 def _decoded(path: str, field: str, seconds: float, sample_rate: int) -> numpy.ndarray:
     """float32 [channels, samples]."""
-    import imageio_ffmpeg
-
     container = _CONTAINERS.get(Path(path).suffix.lower())
     if container is None:
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(_CONTAINERS)}")
     if seconds > MAX_SECONDS:
         raise RequestError(f"{named(field, path)}: expected at most {MAX_SECONDS:g} seconds, got {seconds:g}")
     command = [
-        imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
+        find_ffmpeg(named(field, path)), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
         "-f", container, "-i", f"file:{Path(path).resolve()}", "-map", "0:a:0", "-t", f"{seconds:.6f}",
         "-ac", str(NUM_CHANNELS), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
     ]  # fmt: skip

@@ -27,11 +27,14 @@ class Outputs:
 
     @classmethod
     def parse(cls, output_path: str | None, file_format: str | None) -> Outputs:
-        """Raises ConfigError for an unknown format or extension, or two that contradict each other."""
-        from diffusion_runtime.media import check_format, format_of
+        """Raises ConfigError for an unknown format or extension, or two that contradict each other; MissingPackageError
+        for one that this machine cannot write."""
+        from diffusion_runtime.media import check_format, check_writable, format_of
         from diffusion_runtime.untrusted.files import check_place
 
         chosen = None if file_format is None else check_format(file_format)
+        if chosen is not None:
+            check_writable(chosen)
         if output_path is None:
             return cls(Path(DEFAULT_FOLDER), None, chosen)
         path = check_place(output_path, "--output-path")
@@ -43,17 +46,21 @@ class Outputs:
             raise ConfigError(f"--output-path: {error} For a folder of that name, end it with a slash.") from error
         if chosen is not None and chosen != named:
             raise ConfigError(f"--output-path {output_path} ends in .{named}, --format says {chosen}; use .{chosen}")
+        check_writable(named)
         return cls(path.parent, path, named)
 
     def format_for(self, request: GenerationRequest, *, has_sound: bool | None = None) -> str:
         """The format of a resolved request's file. has_sound: whether the model makes some; None is not known.
 
-        Raises ConfigError for a video in a format that holds one image, and for the sound of a model that makes none.
+        Raises ConfigError for a video in a format that holds one image, and for the sound of a model that makes none;
+        MissingPackageError for one that this machine cannot write.
         """
-        from diffusion_runtime.media import check_format
+        from diffusion_runtime.media import check_format, check_writable
 
         default = "png" if request.num_frames == 1 else "mp4"
-        return check_format(self.file_format or default, request.num_frames, has_sound=has_sound)
+        chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound)
+        check_writable(chosen, request.num_frames)
+        return chosen
 
     def target(self, request: GenerationRequest) -> Path:
         """The name a resolved request's file gets when it is free."""

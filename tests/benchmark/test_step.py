@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from diffusion_runtime.benchmark.replayed_step import ReplayedStep
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark
+from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.explanation.forward_cost import count_forward
@@ -51,6 +53,7 @@ _GLYPHS = {**_HUNYUAN, "text_embed_2_dim": 32, "image_embed_dim": 32}
 NARROW: dict[str, dict[str, Any]] = {
     "wan2.1-1.3b": _WAN,
     "wan2.2-i2v-a14b": _WAN,
+    "anyflow-1.3b": _WAN,
     # Blocks that read the control video stand behind the first.
     "wan2.1-vace-14b": {**_WAN, "num_layers": 6, "vace_layers": [0, 5]},
     "wan2.1-flf2v-14b-720p": {**_WAN, "added_kv_proj_dim": 256, "image_dim": 32},
@@ -111,16 +114,17 @@ def test_both_sides_get_the_same_weights_and_the_same_inputs(name: str, changes:
     inputs = opened.inputs(CPU, torch.float32)
     ours, _ = opened.build(AttentionPolicy(), CPU, torch.float32)
     theirs = opened.build_theirs(CPU, torch.float32)
-    found = ours(*inputs.ours, AttentionContext())
+    step = steps_around(inputs.ours[1], 3)[1]
+    found = ours(*inputs.ours, AttentionContext(step=step))
     expected = inputs.theirs_to_velocity(theirs(**inputs.theirs))
     assert found.shape == (2, *opened.model.geometry.sample_shape(opened.size))
     assert expected.std() > 0.01
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-# Classes for which no inputs are known, and one that diffusers does not have.
-WITHOUT_INPUTS = {"FAR_Wan_Transformer3DModel", "QwenImage21Transformer2DModel"}
-WITHOUT_TWIN = {*WITHOUT_INPUTS, "CausalWanTransformer3DModel"}
+# A class for which no inputs are known; one that diffusers does not have, and one that it runs in parts.
+WITHOUT_INPUTS = {"QwenImage21Transformer2DModel"}
+WITHOUT_TWIN = {*WITHOUT_INPUTS, "CausalWanTransformer3DModel", "AnyFlowFARTransformer3DModel"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -175,6 +179,21 @@ def test_a_part_has_its_kinds_of_blocks_in_proportion() -> None:
     assert (opened.num_blocks, opened.whole_blocks) == (6, 57)
     with pytest.raises(ConfigError, match="--layers: expected 1 to 38 for this model, got 39"):
         open_step_model("flux.1-dev", 39)
+
+
+@table(
+    ("name", "said"),
+    [
+        ("shapes-causal", "diffusers .* has no CausalWanTransformer3DModel"),
+        ("anyflow-far-1.3b", "diffusers' AnyFlowFARTransformer3DModel generates chunk by chunk"),
+    ],
+)
+def test_a_model_without_a_twin_is_timed_alone(name: str, said: str) -> None:
+    result = run(StepChoice(("eager",)), small(open_step_model(name, changes={**_WAN, "attention_head_dim": 64})))
+    ours, theirs = result.rows
+    assert (ours.state, theirs.name, theirs.state) == ("measured", "diffusers, eager", "left out")
+    assert re.match(said, theirs.reason)
+    assert result.exit_code == 0
 
 
 def test_rows_of_one_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> 
     assert shown.code == 0
     result = json.loads(path.read_text())
     assert result["settings"] == {
+        "lora": [],
         "attention_override": {"default": {"backend": "skip_softmax", "extra": {"skip_threshold": 0.5}}},
         "quantization": "fp8",
         "compile": "off",
@@ -70,6 +72,33 @@ def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> 
     assert any("weights below 0.5 skipped" in line for line in row["ran"])
     assert any(line.startswith("quantised linear layers: ") for line in row["ran"])
     assert "quantised linear layers: " in shown.out
+
+
+def test_a_preset_brings_its_lora_along(command: Command) -> None:
+    shown = command("bench", "generate", *QUICK[:-2], "--preset", "fast", "--no-diffusers", "--repeats", "1", "--json")
+    assert shown.code == 0, shown.err
+    [lora] = shown.json["settings"]["lora"]
+    assert lora["path"] == "shapes-fast"
+    assert shown.json["request"]["num_inference_steps"] == 4
+    assert any("the LoRA shapes-fast" in line for line in shown.json["rows"][0]["ran"])
+
+
+def test_without_ffmpeg_the_frames_alone_are_written(
+    command: Command, tiny_wan_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("bench", "generate", tiny_wan_folder, *QUICK, "--repeats", "1", "--json")
+    result = command(*words).json
+    assert (result["file_format"], result["remarks"]) == ("mp4", [])
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    shown = command(*words)
+    assert shown.code == 0, shown.err
+    assert [row["state"] for row in shown.json["rows"]] == ["measured", "measured"]
+    assert all("write" in row["warm_s"] for row in shown.json["rows"])
+    assert shown.json["file_format"] == "npy"
+    assert shown.json["remarks"] == [
+        "write is of npy, not of mp4: there is no ffmpeg here (pip install imageio-ffmpeg)"
+    ]
+    assert command(*words[:-1], "--num-frames", "1", "--no-diffusers", "--json").json["file_format"] == "png"
 
 
 REFUSALS = {
