@@ -56,6 +56,7 @@ class World:
         self._describe = describe
         self._collective_seconds = 0.0
         self._num_agreements = 0
+        self._has_met = False
         self._num_replies = 0
 
     @classmethod
@@ -79,6 +80,11 @@ class World:
         watchdog = Watchdog(store, place, announce, thread)
         watchdog.start()
         return cls(place, store, watchdog, describe if describe is not None else describe_error)
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have been at one point together: before it, one that failed may never have been here."""
+        return self._has_met
 
     @property
     def size(self) -> int:
@@ -189,6 +195,7 @@ class World:
         self._store.set(names[self.place.rank], "" if failure is None else failure.to_json())
         deadline = _Deadline(IN_STEP_SECONDS)
         self._store.wait(names, give_up=lambda: deadline.is_over(lambda: bool(self._failures(names))))
+        self._has_met = True
         failures = self._failures(names)
         if not failures:
             return None

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from diffusion_runtime.session.failures import INTERRUPTED
 
@@ -23,11 +23,11 @@ class Interruptions:
         self._is_reported = False
         self._exit_code: int | None = None
 
-    def install(self) -> None:
+    def install(self, on_terminate: Callable[..., None] | None = None) -> None:
         """Handle SIGINT, and SIGTERM and SIGHUP like it: finished outputs stay, partial files are removed. A SIGHUP
-        that is ignored, as under nohup, stays so."""
+        that is ignored, as under nohup, stays so. on_terminate: handles SIGTERM instead."""
+        signal.signal(signal.SIGTERM, self.handle if on_terminate is None else on_terminate)
         signal.signal(signal.SIGINT, self.handle)
-        signal.signal(signal.SIGTERM, self.handle)
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
 

@@ -52,14 +52,14 @@ class RankRunner:
             # torch's C++ code logs on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._process_info)
-        interruptions.install()
-        signal.signal(signal.SIGTERM, self._end_quietly)
         sys.unraisablehook = self._end_despite
         if self._process_info.is_launched or not self._process_info.is_first:
             interruptions.leave_reporting_to_others()
         world: World | None = None
         code: int | None = None
         try:
+            # Inside, and SIGTERM never as Ctrl-C: it may come at any time, and means that another rank has failed.
+            interruptions.install(on_terminate=self._end_quietly)
             from diffusion_runtime.parallel.world import World
 
             world = self._world = World.join(self._process_info, announce=self._announce, describe=_describe)
@@ -82,10 +82,10 @@ class RankRunner:
         """Report why the run ends, unless another process does; returns the exit code."""
         try:
             if isinstance(error, RunEnded):
-                if world is None and error.failure is None:
+                ending = error.failure or self._learn_why(world)
+                if ending is None and (world is None or not world.has_met):
                     # SIGTERM before the ranks have met: another one has failed, and its launcher reports it.
                     return TERMINATED
-                ending = error.failure or self._learn_why(world)
                 return self._end_interrupted(world) if ending is None else ending.exit_code
             if isinstance(error, KeyboardInterrupt):
                 return self._end_interrupted(world)

@@ -36,7 +36,7 @@ class EncodingAhead(TextEncoder):
         self._device = device
         self._found: Conditions | None = None
         self._failure: Exception | None = None
-        self._is_stopped = threading.Event()
+        self._is_stopped, self._is_done = threading.Event(), threading.Event()
         self._describe()
         self._thread = threading.Thread(target=self._run, name="encoding-ahead")
         self._thread.start()
@@ -68,6 +68,7 @@ class EncodingAhead(TextEncoder):
     def stop(self) -> None:
         """End the thread at the next layer of the encoder, and wait until it has ended."""
         self._is_stopped.set()
+        self._is_done.wait()
         self._thread.join()
 
     def _or_self(self, encoder: TextEncoder) -> TextEncoder:
@@ -80,7 +81,8 @@ class EncodingAhead(TextEncoder):
 
     def _wait(self) -> None:
         try:
-            self._thread.join()
+            # Not `join`: a signal within it makes Python before 3.13 take a thread that runs for one that has ended.
+            self._is_done.wait()
         except BaseException:
             # Ctrl-C: a process does not end before its threads have.
             self.stop()
@@ -97,6 +99,7 @@ class EncodingAhead(TextEncoder):
         finally:
             for hook in hooks:
                 hook.remove()
+            self._is_done.set()
 
     def _check(self, _module: nn.Module, _inputs: object) -> None:
         if self._is_stopped.is_set():

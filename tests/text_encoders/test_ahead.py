@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +141,28 @@ def test_a_load_that_fails_ends_the_encoding_at_the_next_layer(
     assert not any(thread.name == "encoding-ahead" for thread in threading.enumerate())
     # No hook stays on its layers.
     assert not any(layer._forward_pre_hooks for layer in encoder.layers)
+
+
+def test_an_interruption_while_it_is_waited_for_ends_the_encoding_first() -> None:
+    """By a signal, in which `Thread.join` would forget the thread, and the process abort as it ends."""
+    encoder = _LayeredEncoder()
+    first, second = encoder.layers
+    with encoding_ahead(encoder, ["a red circle"], CPU) as ahead:
+        assert isinstance(ahead, EncodingAhead)
+        assert first.entered.wait(PATIENCE)
+
+        def interrupt() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert ahead._is_stopped.wait(PATIENCE)
+            first.goes_on.set()
+
+        # As late as it is waited for: `encode` waits at once, and SIGINT is handled by its thread.
+        threading.Timer(0.2, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            ahead.encode(["a red circle"])
+    assert not any(thread.name == "encoding-ahead" for thread in threading.enumerate())
+    assert ahead._is_done.is_set()
+    assert not second.entered.is_set()
 
 
 def test_without_a_prompt_or_on_other_devices_the_encoder_is_itself() -> None:
