@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,10 @@ class EncodingAhead(TextEncoder):
         self._failure: Exception | None = None
         self._is_stopped, self._is_done = threading.Event(), threading.Event()
         self._describe()
-        self._thread = threading.Thread(target=self._run, name="encoding-ahead")
+        # A daemon that is stopped as the interpreter ends: a load that fails at any point waits for no prompt, and no
+        # thread is left within torch, which would abort the process.
+        self._thread = threading.Thread(target=self._run, name="encoding-ahead", daemon=True)
+        atexit.register(self.stop)
         self._thread.start()
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
@@ -86,6 +90,8 @@ class EncodingAhead(TextEncoder):
             # Ctrl-C: a process does not end before its threads have.
             self.stop()
             raise
+        self._thread.join()
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         # Not of layers alone: on a CPU one of 67 M numbers takes 5 s for 1,800 tokens.

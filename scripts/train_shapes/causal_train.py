@@ -98,9 +98,15 @@ def train(
     random, since = Random(arguments.seed + training.steps), time.monotonic()
     began, progress, saved = training.steps, 0.0, time.monotonic()
     errors: dict[str, list[Tensor]] = {}
+
+    def is_paused() -> bool:
+        # All wait, or none: one that waits alone would keep the others in an exchange until it times out.
+        return ranks.agree(float(arguments.pause_file.exists())) > 0
+
     while True:
-        clock.wait_while(arguments.pause_file)
         done = training.steps - began
+        if arguments.pause_file is not None and done % AGREE_EVERY == 0:
+            clock.wait_while(is_paused)
         # All stop at one step and save at one step: the others' clocks began earlier or later than the first's.
         if arguments.steps:
             progress = done / arguments.steps
@@ -207,8 +213,8 @@ def main() -> None:
         pool.fill(max(0.08, 0.25 / ranks.count))
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
-    left = arguments.seconds - (time.monotonic() - began)
-    if ranks.agree(left) <= 0 and not arguments.steps:
+    left = ranks.agree(arguments.seconds - (time.monotonic() - began))
+    if left <= 0 and not arguments.steps:
         raise SystemExit(f"--seconds {arguments.seconds:g} were over {-left:.0f} s before the first step")
     clock = Clock(max(left, 1.0))
     train(training, pools, clock, ranks, log, arguments)

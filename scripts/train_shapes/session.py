@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,14 +32,14 @@ class Clock:
         """0 at the start of the schedule, 1 at its end."""
         return min(1.0, self.trained / self.seconds)
 
-    def wait_while(self, path: Path | None) -> None:
-        """Wait as long as a file is there; the time does not count as training."""
-        if path is None or not path.exists():
+    def wait_while(self, is_paused: Callable[[], bool]) -> None:
+        """Wait as long as this says so; the time does not count as training."""
+        if not is_paused():
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         since = time.monotonic()
-        while path.exists():
+        while is_paused():
             time.sleep(0.2)
         self.started += time.monotonic() - since
 

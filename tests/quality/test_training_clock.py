@@ -14,7 +14,7 @@ def test_time_while_a_file_is_there_does_not_count(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
     clock = session.Clock(50.0, started=100.0)
     now[0] = 110.0
-    clock.wait_while(path)
+    clock.wait_while(path.exists)
     assert clock.trained == 10.0
     path.touch()
 
@@ -24,6 +24,6 @@ def test_time_while_a_file_is_there_does_not_count(tmp_path: Path, monkeypatch: 
         path.unlink()
 
     monkeypatch.setattr(session.time, "sleep", sleep)
-    clock.wait_while(path)
+    clock.wait_while(path.exists)
     assert len(naps) == 1
     assert (clock.trained, clock.progress) == (10.0, 0.2)

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
@@ -163,6 +164,26 @@ def test_an_interruption_while_it_is_waited_for_ends_the_encoding_first() -> Non
     assert not any(thread.name == "encoding-ahead" for thread in threading.enumerate())
     assert ahead._is_done.is_set()
     assert not second.entered.is_set()
+
+
+def test_a_process_that_ends_before_the_prompt_is_asked_for_ends_the_encoding(tmp_path: Path) -> None:
+    """At the next module, by itself: what fails between loading and the first generation knows nothing of it."""
+    program = f"""
+import atexit, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from text_encoders.test_ahead import CPU, EncodingAhead, _LayeredEncoder
+encoder = _LayeredEncoder()
+first, second = encoder.layers
+# Called last: what is registered later is called before.
+atexit.register(lambda: print(ahead._is_done.is_set(), second.entered.is_set()))
+ahead = EncodingAhead(encoder, ["a red circle"], CPU)
+assert first.entered.wait({PATIENCE})
+threading.Thread(target=lambda: (ahead._is_stopped.wait({PATIENCE}), first.goes_on.set()), daemon=True).start()
+raise SystemExit(7)
+"""
+    (tmp_path / "ends.py").write_text(program)
+    done = run_python(tmp_path / "ends.py", cwd=Path(__file__).parents[2], timeout=PATIENCE)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "True False\n", "")
 
 
 def test_without_a_prompt_or_on_other_devices_the_encoder_is_itself() -> None:
