@@ -9,9 +9,10 @@ they keep, prompt accuracy with its Wilson 95 % interval, McNemar's test against
 distance and seconds of denoising. The search steps back on the held-out prompts, so --test others, which nothing
 chose by, judge what it chose, beside dense attention in every number of steps: `dense_steps_needed` is the least
 number that gets as many of them right as the tuned setting, which pays where it takes a smaller share of dense
-attention's time than that is of the steps. The output is written after each method. --seconds is shared out among the
-methods that are left; one that does not finish in its share is recorded as such, and the same command with the same
---journal goes on with it. The JSON says `is_small` below SMALL held-out prompts, whose intervals tell little.
+attention's time than that is of the steps. --judge FILE does that with the settings of an earlier run, on this machine.
+The output is written after each method. --seconds is shared out among the methods that are left; one that does not
+finish in its share is recorded as such, and the same command with the same --journal goes on with it. The JSON says
+`is_small` below SMALL held-out prompts, whose intervals tell little.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from diffusion_runtime.quality.shapes.scoring import wilson
 from diffusion_runtime.tuning.budget import all_met, parse_budgets
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.ladders import METHODS
-from diffusion_runtime.tuning.measurement import Figures, Measurement, TunedPrompt
+from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules, TunedPrompt
 from diffusion_runtime.tuning.plan import Plan, Tuning
 from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.search import Outcome
@@ -113,7 +114,9 @@ class TestPrompts:
     attributes: tuple[Any, ...]
     dense_steps: dict[int, Figures] = field(default_factory=dict)
 
-    def judged(self, tuning: Tuning, result: TuneResult, method: str, reporter: Lines) -> dict[str, Any]:
+    def judged(
+        self, tuning: Tuning, tuned_rules: Rules, uniform_rules: Rules, method: str, reporter: Lines
+    ) -> dict[str, Any]:
         """Figures of dense attention, the uniform and the tuned setting, and of dense attention in fewer steps."""
         own = dataclasses.replace(tuning, requests=self.requests, attributes=self.attributes, num_measured=1)
         plan = Plan.of(own)
@@ -123,8 +126,8 @@ class TestPrompts:
             measurement = Measurement(pipeline, plan.dense, ("latent", "accuracy"), Journal(None, {}))
             reporter.say(f"{method}: {len(prompts)} prompts that nothing was chosen by")
             dense = measurement.figures([], prompts)
-            tuned = measurement.figures(result.tuned.point.rules, prompts)
-            uniform = measurement.figures(result.uniform[method].point.rules, prompts)
+            tuned = measurement.figures(tuned_rules, prompts)
+            uniform = measurement.figures(uniform_rules, prompts)
             for count in range(1, dense.num_steps) if not self.dense_steps else ():
                 shorter = [
                     pipeline.resolve(dataclasses.replace(request, num_inference_steps=count, **OWN_LEVELS))
@@ -196,13 +199,42 @@ def table(document: dict[str, Any]) -> str:
             latent = f"{figures['latent']:7.3f}" if "latent" in figures else f"{'-':>7}"
             interval = f"{low:.3f} to {high:.3f}"
             lines.append(f"{start}{met:>7} {right:>9} {interval:>15} {latent} {figures['denoise_seconds']:.2f}")
-        if (test := row["test"]) is not None:
+        if (test := row.get("test")) is not None:
             right = ", ".join(f"{name} {test[name]['right']}" for name in ("dense", "uniform", "tuned"))
             lines.append(
                 f"{row['method']:18} of {test['dense']['prompts']} other prompts right: {right}; as many as tuned by "
                 f"{test['dense_steps_needed']} of {test['num_steps']} dense steps"
             )
     return "\n".join(lines)
+
+
+def judge_file(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The document of a run with the figures of its settings on prompts that nothing was chosen by: --test many behind
+    those of that run, measured here. Written after each method."""
+    document: dict[str, Any] = json.loads(arguments.judge.read_text())
+    first = document["prompts"] + document["held_out"]
+    every = prompt_set(first + arguments.test, document["prompt_seed"])[first:]
+    steps = document["request"]["num_inference_steps"]
+    requests = tuple(GenerationRequest(each.text, seed=each.seed, num_inference_steps=steps) for each in every)
+    test = TestPrompts(requests, tuple(each.attributes for each in every))
+    document["test"], document["test_machine"] = arguments.test, describe_machine(device)
+    for row in document["rows"]:
+        if not row["finished"] or row["method"] not in arguments.methods:
+            continue
+        tuning = Tuning(
+            runtime=RuntimeConfig(document["model"], device=arguments.device),
+            requests=requests,
+            attributes=test.attributes,
+            num_measured=1,
+            budgets=parse_budgets(document["budget"]),
+            methods=(row["method"],),
+            preset=document["preset"],
+            **{name: document[name] for name in ("layer_ranges", "step_ranges", "levels")},
+        )
+        rules = row["tuned"]["attention"], row["uniform"]["attention"]
+        row["test"] = test.judged(tuning, *rules, row["method"], Lines(math.inf))
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    return document
 
 
 def main() -> None:
@@ -213,6 +245,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="for the sensitivities and the search")
     parser.add_argument("--held-out", type=int, default=64, help="prompts that figures are reported on")
     parser.add_argument("--test", type=int, default=0, help="prompts that nothing is chosen by, which judge; 0: none")
+    parser.add_argument(
+        "--judge", type=Path, help="the file of a run, whose settings are judged on --test prompts alone"
+    )
     parser.add_argument("--steps", type=int, default=None, help="of denoising; default: the preset's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=None, help="wall clock of the whole run; default: no limit")
@@ -233,6 +268,11 @@ def main() -> None:
     device = resolve_device(arguments.device)
     if device.type == "cpu":
         tune_cpu_allocator()
+    if arguments.judge is not None:
+        if not arguments.test:
+            parser.error("--judge: how many prompts? give --test 64")
+        print(table(judge_file(arguments, device)))
+        return
     every = prompt_set(arguments.prompts + arguments.held_out + arguments.test, arguments.prompt_seed)
     requests = tuple(
         GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.steps) for prompt in every
@@ -268,7 +308,8 @@ def main() -> None:
         )
         try:
             result = tune(tuning, Lines(deadline), arguments.journal)
-            judged = test.judged(tuning, result, method, Lines(math.inf)) if test.requests else None
+            rules = result.tuned.point.rules, result.uniform[method].point.rules
+            judged = test.judged(tuning, *rules, method, Lines(math.inf)) if test.requests else None
             row = row_of(method, result, judged)
             request = result.request.to_dict()
             document["request"] = {key: value for key, value in request.items() if key not in ("prompt", "seed")}
