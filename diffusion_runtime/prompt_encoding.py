@@ -25,9 +25,14 @@ class EncodedPrompts:
 
 def texts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> list[str]:
     """Every distinct text of a batch once, prompts first, as one encoder gets them."""
-    positive = [request.prompt for request in batch]
-    negative = [request.negative_prompt or "" for request in batch] if is_guided else []
+    positive, negative = _prompts_of(batch, is_guided=is_guided)
     return list(dict.fromkeys(positive + negative))
+
+
+def _prompts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> tuple[list[str], list[str]]:
+    """Prompts and negative prompts, in the order of the requests; none of these without guidance."""
+    negative = [request.negative_prompt or "" for request in batch] if is_guided else []
+    return [request.prompt for request in batch], negative
 
 
 def encode_prompts(
@@ -45,8 +50,7 @@ def encode_prompts(
     batch: resolved requests, whose images are the same. device, dtype: of the conditions. is_guided: whether negative
     prompts are encoded as well.
     """
-    positive = [request.prompt for request in batch]
-    negative = [request.negative_prompt or "" for request in batch] if is_guided else []
+    positive, negative = _prompts_of(batch, is_guided=is_guided)
     chosen_by = text_encoder.chosen
     text_encoder = text_encoder.of_pictures(image_paths(batch[0], "image_path"))
     of_negative = text_encoder.of_negative() if negative else text_encoder

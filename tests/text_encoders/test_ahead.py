@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -23,9 +24,9 @@ from diffusion_runtime.text_encoders.ahead import EncodingAhead, encoding_ahead
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 PATIENCE = 60.0
-SMALL = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 3.0}
-FIRST = GenerationRequest("a red circle", **SMALL)  # type: ignore[arg-type]
-OTHER = GenerationRequest("a blue square", **SMALL)  # type: ignore[arg-type]
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 3.0}
+FIRST = GenerationRequest("a red circle", **SMALL)
+OTHER = GenerationRequest("a blue square", **SMALL)
 CPU = torch.device("cpu")
 
 
@@ -102,12 +103,8 @@ class _LayeredEncoder(TextEncoder):
     max_tokens, library, implementation = 4, "torch", "sdpa"
 
     def __init__(self) -> None:
-        self.model = nn.Sequential()
-        self.model.layers = nn.ModuleList([_Layer(), _Layer()])
-
-    @property
-    def layers(self) -> list[_Layer]:
-        return list(self.model.layers)  # type: ignore[arg-type]
+        self.layers = [_Layer(), _Layer()]
+        self.model = nn.ModuleList(self.layers)
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
         x = torch.ones(len(prompts), 1, 1)
@@ -162,8 +159,11 @@ def test_an_interruption_while_it_is_waited_for_ends_the_encoding_first() -> Non
         with pytest.raises(KeyboardInterrupt):
             ahead.encode(["a red circle"])
     assert not any(thread.name == "encoding-ahead" for thread in threading.enumerate())
-    assert ahead._is_done.is_set()
     assert not second.entered.is_set()
+    # Asked for after all, they are encoded then.
+    second.goes_on.set()
+    assert ahead.encode(["a red circle"]).lengths == (1,)
+    assert second.entered.is_set()
 
 
 def test_a_process_that_ends_before_the_prompt_is_asked_for_ends_the_encoding(tmp_path: Path) -> None:
