@@ -83,7 +83,9 @@ def _refill_tables(model: nn.Module, small: nn.Module, device: torch.device) -> 
         for key, table in module._buffers.items():
             if table is not None:
                 modules[name]._buffers[key] = table.to(device)
-        # Some keep tables as plain attributes.
-        for key, table in vars(module).items():
-            if isinstance(table, torch.Tensor):
-                setattr(modules[name], key, table.to(device))
+        # Some keep tables as plain attributes, or a list of them.
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                setattr(modules[name], key, value.to(device))
+            elif isinstance(value, list) and value and all(isinstance(each, torch.Tensor) for each in value):
+                setattr(modules[name], key, [each.to(device) for each in value])

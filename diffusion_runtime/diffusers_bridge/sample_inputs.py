@@ -235,6 +235,29 @@ def _image_text_first(sample: StepSample) -> StepInputs:
     )
 
 
+def _image_after_prefix(sample: StepSample) -> StepInputs:
+    """Texts of one length: diffusers places the grid of every sample behind the longest. It computes the text's keys at
+    every step here, ours once."""
+    latents = sample.latents()
+    text = sample.random(sample.text_tokens or _PROMPT_LENGTHS[0], sample.config["context_in_dim"])
+    timestep, (frames, rows, columns) = sample.full(_TIMESTEP), sample.grid(latents)
+    # Each slot of the picture in the language model's sequence stands for 2 x 2 latents.
+    slots = torch.arange(text.shape[1] + rows * columns // 4, device=sample.device) >= text.shape[1]
+    theirs = {
+        "hidden_states": patchify(latents, (1, 1, 1)),
+        "encoder_hidden_states": text,
+        "timestep": timestep / 1000,
+        "img_shapes": [[(frames, rows, columns)]] * sample.batch,
+        "img_mask": slots.expand(sample.batch, -1),
+        "return_dict": False,
+    }
+    return StepInputs(
+        (latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)),
+        theirs,
+        lambda out: unpatchify(out[0][:, -rows * columns :], (frames, rows, columns), (1, 1, 1)),
+    )
+
+
 def _image_lists(sample: StepSample) -> StepInputs:
     latents = sample.latents()
     text = sample.random(sample.text_tokens or 100, sample.config["cap_feat_dim"])
@@ -391,5 +414,6 @@ _MAKERS: Mapping[str, _Maker] = {
     "FluxTransformer2DModel": _image_joint,
     "Flux2Transformer2DModel": _image_joint_on_four_axes,
     "QwenImageTransformer2DModel": _image_text_first,
+    "QwenImage21Transformer2DModel": _image_after_prefix,
     "ZImageTransformer2DModel": _image_lists,
 }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +37,16 @@ from diffusion_runtime.loading.memory_planning import (
 )
 from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
+from diffusion_runtime.loading.text_encoders import TextEncoderLoader
 from diffusion_runtime.memory.allocator import use_expandable_segments
-from diffusion_runtime.memory.blocks import num_bytes_of
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
-from diffusion_runtime.memory.offloaded_part import arena_for, into_arena
+from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
-from diffusion_runtime.memory.weight_unit import WeightHome
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, RoomFor, no_room
@@ -63,7 +61,6 @@ from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
-from diffusion_runtime.models.text_encoder_scales import apply_scales
 from diffusion_runtime.models.tiny_decoder import TinyFile
 from diffusion_runtime.models.weight_files import GGUF, check_component_files
 from diffusion_runtime.models.weight_loading import MakeEmpty
@@ -74,13 +71,8 @@ from diffusion_runtime.prompt_encoding import texts_of
 from diffusion_runtime.request import GenerationRequest, image_paths
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
-from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
-from diffusion_runtime.text_encoders.encoder_size import layers_of
+from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, ReloadedTextEncoder, modules_of
-from diffusion_runtime.text_encoders.shared import SharedTextEncoder
-
-_logger = logging.getLogger("diffusion_runtime")
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,8 @@ class PreparedModel:
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             with ReadProgress(say, "text encoder"):
-                encoder = self._load_text_encoder(offloading)
+                loader = TextEncoderLoader(opened, self.device, self.dtype, self.text_attention)
+                encoder = loader.load(world, offloading)
             texts = () if offloading is not None else self._texts_ahead(encoder, requests)
             with encoding_ahead(encoder, texts, self.device) as text_encoder:
                 with ReadProgress(say, "transformer", checked._transformer_bytes()):
@@ -369,48 +362,6 @@ class PreparedModel:
             f"{size_text(share)} of it since: end them, or {again}, which plans with what is free then. {advice}"
         )
 
-    def _load_text_encoder(self, offloading: Offloading | None) -> TextEncoder:
-        def read(device: torch.device) -> TextEncoder:
-            encoder = self._load_encoders(device)
-            apply_scales(encoder, self.model.folder)
-            return encoder
-
-        def load() -> TextEncoder:
-            if offloading is None:
-                return read(self.device)
-            if offloading.plan.waits_in_files:
-                return self._text_encoder_in_files(read, offloading)
-            encoder = read(torch.device("cpu"))
-            _add_text_encoder(offloading, {module: into_arena(module) for module in modules_of(encoder)})
-            return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
-
-        return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
-
-    def _text_encoder_in_files(
-        self, read: Callable[[torch.device], TextEncoder], offloading: Offloading
-    ) -> TextEncoder:
-        """One whose weights are read from their files while it encodes: by blocks, or whole where it has none that are
-        known and the plan has room for it. read: loads it on a device."""
-        plan = offloading.plan
-        if not plan.whole_text:
-            encoder = read(torch.device("meta"))
-            try:
-                _add_text_encoder(offloading, self.model.keep_text_in_files(encoder, self.device, self.dtype))
-            except ModelLoadError as error:
-                if plan.demand.text.name in plan.resident:
-                    raise
-                _logger.warning("the text encoder is read whole: %s", first_line(error))
-            else:
-                return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
-        reloaded = ReloadedTextEncoder(functools.partial(read, self.device), offloading.use_text_encoders)
-        offloading.add_reloaded_text_encoder(reloaded)
-        return reloaded
-
-    def _load_encoders(self, device: torch.device) -> TextEncoder:
-        """The text encoders on a device, with the attention that was chosen for them."""
-        encoder = self.model.load_text_encoder(device, self.dtype)
-        return encoder if self.text_attention is None else use_attention(encoder, self.text_attention)
-
     def _load_image_conditioner(self) -> ImageConditioner:
         conditioner = self.model.load_image_conditioner(self.device, self.dtype)
         return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
@@ -440,15 +391,6 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
     # Of one call of self-attention: a ring's part of the grid.
     num_keys = () if tokens is None else (-(-tokens // degrees.ring),)
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
-
-
-def _add_text_encoder(offloading: Offloading, homes: Mapping[nn.Module, WeightHome]) -> None:
-    """homes: where the tensors of each module wait. The plan has the layers of the largest alone; others are small
-    beside it."""
-    layers = {module: layers_of(module) for module in homes}
-    largest = max(homes, key=lambda module: sum(map(num_bytes_of, layers[module])), default=None)
-    for module, home in homes.items():
-        offloading.add_text_encoder(module, home, layers[module] if module is largest else ())
 
 
 def load_transformer(

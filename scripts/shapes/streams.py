@@ -193,7 +193,7 @@ def _draw_start(motion: Tensor, bounds: Bounds, generator: torch.Generator) -> S
     circle = bounds.middle + radius[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
     position = torch.where((motion == AROUND)[..., None], circle, position)
     heading = torch.where(uniform(count, slots, 2) < 0.5, -1.0, 1.0)
-    return Start(position, heading, torch.where(uniform(count, slots) < 0.5, -1.0, 1.0))
+    return Start(position, heading)
 
 
 def _switched(scenes: SceneBatch, weights: Tensor, generator: torch.Generator, settings: StreamSettings) -> SceneBatch:

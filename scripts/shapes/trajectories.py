@@ -66,8 +66,6 @@ class Start:
     """[B, 2, 2], (x, y)."""
     heading: Tensor
     """[B, 2, 2], 1 or -1: the direction along x and y of the motions back and forth, and up and down."""
-    turning: Tensor
-    """[B, 2], 1 or -1: the sense of the motion around."""
 
 
 def simulate(motion: Tensor, bounds: Bounds, start: Start, speed: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def simulate(motion: Tensor, bounds: Bounds, start: Start, speed: Tensor) -> Ten
     commands = torch.zeros(len(STREAM_MOTION_NAMES), 2, device=device)
     commands[: len(MOTION_DIRECTIONS)] = torch.tensor(MOTION_DIRECTIONS, device=device)
     middle, room = bounds.middle, bounds.room
-    position, heading, turning = start.position, start.heading, start.turning
+    position, heading = start.position, start.heading
     centres = [position]
     for frame in range(1, motion.shape[1]):
         now = motion[:, frame]
@@ -91,7 +89,7 @@ def simulate(motion: Tensor, bounds: Bounds, start: Start, speed: Tensor) -> Ten
         bounced = torch.where(over > 0, bounds.high - over, torch.where(under > 0, bounds.low + under, moved))
         turned = torch.where((over > 0) | (under > 0), -heading, heading)
         straight = torch.where(bouncing, bounced, moved)
-        circled = _on_circle(position - middle, turning, speed, room) + middle
+        circled = _on_circle(position - middle, speed, room) + middle
         around = (now == AROUND)[..., None]
         # On the way from a corner to the circle the bounds are in the way.
         following = torch.where(around, circled, straight).clamp(bounds.low, bounds.high)
@@ -99,19 +97,17 @@ def simulate(motion: Tensor, bounds: Bounds, start: Start, speed: Tensor) -> Ten
         step = following - position
         went = step.abs() > 0.25 * speed[..., None]
         heading = torch.where(bouncing, turned, torch.where(went, step.sign(), heading))
-        offset = position - middle
-        spin = offset[..., 0] * step[..., 1] - offset[..., 1] * step[..., 0]
-        turning = torch.where((spin.abs() > 1e-4) & ~around[..., 0], spin.sign(), turning)
         position = following
         centres.append(position)
     return torch.stack(centres, dim=1)
 
 
-def _on_circle(offset: Tensor, turning: Tensor, speed: Tensor, room: Tensor) -> Tensor:
-    """The next place on a circle about the origin; an object too far in or out spirals towards it at its own speed."""
+def _on_circle(offset: Tensor, speed: Tensor, room: Tensor) -> Tensor:
+    """The next place on a circle about the origin, clockwise as seen; an object too far in or out spirals towards it at
+    its own speed. Clockwise always: which way to go follows from the place alone, whatever came before."""
     distance = torch.linalg.vector_norm(offset, dim=-1)
     wanted = distance.clamp(min=SMALLEST_CIRCLE * room)
     wanted = torch.minimum(wanted, room)
     radius = distance + (wanted - distance).clamp(-speed, speed)
-    angle = torch.atan2(offset[..., 1], offset[..., 0]) + turning * speed / wanted
+    angle = torch.atan2(offset[..., 1], offset[..., 0]) + speed / wanted
     return radius[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)

@@ -72,6 +72,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "flux.2-klein-4b": _JOINT,
     "qwen-image": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},
     "qwen-image-edit": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},
+    "qwen-image-2.1": {"num_layers": 1, "num_attention_heads": 2, "context_in_dim": 32},
     "hunyuan-video": _HUNYUAN_POOLED,
     "hunyuan-video-i2v": _HUNYUAN_POOLED,
     "hunyuan-video-i2v-33ch": _HUNYUAN_POOLED,

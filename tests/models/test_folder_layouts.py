@@ -87,7 +87,7 @@ def test_shards_and_variants_give_the_same_as_one_file(family_folder: Path, tmp_
 def test_every_missing_component_is_named_before_a_weight_is_read(
     family_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_first = "diffusion_runtime.loading.native_model.PreparedModel._load_text_encoder"
+    read_first = "diffusion_runtime.loading.text_encoders.TextEncoderLoader.load"
     monkeypatch.setattr(read_first, lambda *_: pytest.fail("weights were read first"))
     folder = Path(shutil.copytree(family_folder, tmp_path / "folder"))
     components = [path for path in folder.iterdir() if path.is_dir()]
@@ -112,7 +112,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_text_encoder(*_: object) -> None:
         raise AssertionError("weights were read first")
 
-    monkeypatch.setattr("diffusion_runtime.loading.native_model.PreparedModel._load_text_encoder", load_text_encoder)
+    monkeypatch.setattr("diffusion_runtime.loading.text_encoders.TextEncoderLoader.load", load_text_encoder)
 
 
 def refusal(folder: Path) -> str:

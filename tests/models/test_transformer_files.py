@@ -231,7 +231,7 @@ def test_files_that_cannot_be_used_say_why(
     def load_text_encoder(*_: object) -> None:
         raise AssertionError("weights were read first")
 
-    monkeypatch.setattr("diffusion_runtime.loading.native_model.PreparedModel._load_text_encoder", load_text_encoder)
+    monkeypatch.setattr("diffusion_runtime.loading.text_encoders.TextEncoderLoader.load", load_text_encoder)
     config = make(flux1, tmp_path)
     with pytest.raises(error, match=said):
         load_pipeline(config)
