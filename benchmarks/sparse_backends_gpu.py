@@ -36,7 +36,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseOptions
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.api import BlockSparseResult, block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 from diffusion_runtime.kernels.block_sparse.triton import is_interpreted, prepare, tile_shape
 
@@ -58,6 +58,10 @@ class Case:
     gated: bool = False
     layer: int = 10
     tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def skip_threshold(self) -> float:
+        return float(self.options.get("skip_threshold", 0.0))
 
     @property
     def layer_info(self) -> LayerInfo:
@@ -86,6 +90,17 @@ CASES = (
     Case("V-MoBA in time, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=9, tiny=_TINY_CHUNKS),
     Case("V-MoBA in time and space, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=11, tiny=_TINY_CHUNKS),
     Case("V-MoBA by threshold, 480p", "vmoba_attn", (21, 30, 52), 12, {}, tiny=_TINY_CHUNKS),
+    *(
+        Case(f"skip-softmax {threshold:g}, 480p", "skip_softmax", (21, 30, 52), 12, {"skip_threshold": threshold})
+        for threshold in (1e-3, 1e-2, 1e-1)
+    ),
+    *(
+        Case(
+            f"skip-softmax {threshold:g} in VSA 0.5, 480p",
+            *("video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.5, "skip_threshold": threshold}),
+        )
+        for threshold in (1e-2, 1e-1)
+    ),
 )
 
 
@@ -131,7 +146,8 @@ def run(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: Request
 
 
 def check(case: Case, device: str) -> float:
-    """Relative error on a small grid against masked float64 attention on the same plan."""
+    """Relative error on a small grid against masked float64 attention on the same plan; of skip-softmax as well against
+    its eager reference, which bounds it."""
     grid: Grid = (9, 14, 20) if device == "cuda" else TINY_GRID
     case = dataclasses.replace(case, gated=False)
     layout, qkv = TokenLayout(grid), inputs(grid, 4 if device == "cuda" else 2, device)
@@ -140,10 +156,15 @@ def check(case: Case, device: str) -> float:
         qkv = [x.float() for x in qkv]
     plan = plan_of(case, layout, qkv, RequestCache())
     exact, _ = block_sparse_reference(*(x.double() for x in qkv), plan, scale=HEAD_DIM**-0.5)
-    out = block_sparse_attention(*qkv, plan)
-    error = float((out.out.double() - exact).norm() / exact.norm())
+    out = block_sparse_attention(*qkv, plan, skip_threshold=case.skip_threshold).out.double()
+    bounded = exact
+    if case.skip_threshold:
+        wide = [x.float() for x in qkv]
+        skipping = block_sparse_attention(*wide, plan, skip_threshold=case.skip_threshold, implementation="reference")
+        bounded = skipping.out.double()
+    error = float((out - bounded).norm() / bounded.norm())
     assert error < 1e-2, (case.name, error)
-    return error
+    return float((out - exact).norm() / exact.norm())
 
 
 def plan_of(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> SparsePlan:
@@ -214,8 +235,17 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     row["dense_ms"] = dense_milliseconds(qkv, rep)
     row["whole_ms"] = milliseconds(lambda: run(case, layout, qkv, state), rep)
     row["plan_ms"] = milliseconds(lambda: plan_of(case, layout, qkv, state), rep)
-    row["attend_ms"] = milliseconds(lambda: block_sparse_attention(*qkv, plan), rep)
-    row["implementation"] = block_sparse_attention(*qkv, plan).implementation
+
+    def attend() -> BlockSparseResult:
+        return block_sparse_attention(*qkv, plan, skip_threshold=case.skip_threshold)
+
+    row["attend_ms"] = milliseconds(attend, rep)
+    result = attend()
+    row["implementation"] = result.implementation
+    if result.skip_counts is not None:
+        skipped, listed = result.skip_counts.tolist()
+        row["skipped"] = skipped / listed
+        row["attend_unskipped_ms"] = milliseconds(lambda: block_sparse_attention(*qkv, plan), rep)
     kept = 4.0 * layout.num_tokens**2 * case.heads * HEAD_DIM * plan.density
     row["attend_tflops"] = kept / row["attend_ms"] / 1e9
     for name, dense in row["dense_ms"].items():
@@ -308,6 +338,8 @@ def print_row(row: dict[str, Any]) -> None:
             f"synchronises {row['synchronises']}",
             flush=True,
         )
+    if "skipped" in row:
+        print(f"    skips {row['skipped']:.3f} of the pieces; attend without {row['attend_unskipped_ms']:.3f} ms")
     if "listed" in row:
         print(f"    blocks of 128 queries list {row['listed']:.3f} of the chunks")
     if "attend_no_rests_ms" in row:

@@ -192,7 +192,8 @@ def _draw_start(motion: Tensor, bounds: Bounds, generator: torch.Generator) -> S
     radius = bounds.room * (0.6 + 0.4 * uniform(count, slots))
     circle = bounds.middle + radius[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
     position = torch.where((motion == AROUND)[..., None], circle, position)
-    heading = torch.where(uniform(count, slots, 2) < 0.5, -1.0, 1.0)
+    # To the further margin: which way to go follows from the place alone, as on a circle.
+    heading = torch.where(position > bounds.middle, -1.0, 1.0)
     return Start(position, heading)
 
 

@@ -59,6 +59,24 @@ def test_objects_of_streams_stay_inside_apart_and_on_their_way() -> None:
     assert float(step[rested].max()) == 0.0
 
 
+def test_which_way_an_object_goes_follows_from_its_motion_and_its_place() -> None:
+    """So a first chunk has one right answer: where both ways were right, circles of a trained model began as neither."""
+    batch = streams(4, 400, 90, StreamSettings(two_object_fraction=0.0, switch_share=0.0))
+    motion = batch.segments.motion[::MAX_SEGMENTS, 0]
+    place, step = batch.centre[:, :-1, 0], batch.centre[:, 1:, 0] - batch.centre[:, :-1, 0]
+    circling = motion == STREAM_MOTION_NAMES.index("around")
+    # Clockwise as seen, for as long as they go.
+    spin = place[..., 0] * step[..., 1] - place[..., 1] * step[..., 0]
+    assert int(circling.sum()) > 40
+    assert float(spin[circling].min()) > 0
+    for axis, name in enumerate(("back and forth", "up and down")):
+        bouncing = motion == STREAM_MOTION_NAMES.index(name)
+        assert int(bouncing.sum()) > 40
+        assert float((place[bouncing, 0, axis] * step[bouncing, 0, axis]).max()) < 0
+        # Both ways in the end.
+        assert bool((step[bouncing, :, axis] > 0).any(dim=1).all() and (step[bouncing, :, axis] < 0).any(dim=1).all())
+
+
 def test_a_switch_changes_one_attribute_and_never_shows_what_is_held_out() -> None:
     batch = streams(1, 400, 62, StreamSettings(switch_share=1.0, switch_frames=(9, 25, 41)))
     changed = {"motion": 0, "colour": 0, "shape": 0, "background": 0}
