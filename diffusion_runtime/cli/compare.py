@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,12 +54,13 @@ def compare(context: typer.Context, **given: Any) -> None:
         raise ConfigError(f"--threshold: expected a number above 0, got {threshold:g}")
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     shared = without_prompts(flags_of({**missing, **given}), prompt_set)
-    with terminal.log():
+    # Folders that are made for results and stay empty are removed.
+    with terminal.log(), ExitStack() as folders:
         # Before torch is imported: wrong flags are said at once.
         parsed = parse_settings(texts or (), shared, inspect.signature(generate_verb))
         for note in dict.fromkeys(note for _, settings in parsed for note in settings.notes):
             terminal.warn(note)
-        page = _checked_page(html)
+        page = _checked_page(html, folders)
         from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
         tune_cpu_allocator()
@@ -71,7 +73,7 @@ def compare(context: typer.Context, **given: Any) -> None:
             # A preset of the file is in the requests; any other is the model's, which says so where it is not.
             preset = None if each.preset in each.file_presets else each.preset
             settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
-        check, save = _saver(folder, file_format)
+        check, save = _saver(folder, file_format, folders)
         choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
         result = compare_settings(settings, terminal, choices, save)
         if page is not None:
@@ -179,16 +181,17 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _checked_page(path: Path | None) -> Path | None:
+def _checked_page(path: Path | None, folders: ExitStack) -> Path | None:
     """Raises OutputError before minutes of work for a page that could not be written after them."""
     if path is None:
         return None
     from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.session.outputs import make_folders, remove_empty
     from diffusion_runtime.untrusted.files import check_place
 
     check_place(str(path), "--html")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.callback(remove_empty, make_folders(path.parent))
         with temporary_file(path.parent):
             pass
     except OSError as error:
@@ -198,17 +201,17 @@ def _checked_page(path: Path | None) -> Path | None:
     return path
 
 
-def _saver(folder: str | None, file_format: str | None) -> tuple[CheckRequest, SaveClip]:
+def _saver(folder: str | None, file_format: str | None, folders: ExitStack) -> tuple[CheckRequest, SaveClip]:
     """Saves each clip as FOLDER/SETTING/PROMPT-seedN.mp4 where a folder was given. Beside it what raises, for a
     resolved request, why its clip could not be saved."""
-    from diffusion_runtime.session.outputs import Outputs, slug
+    from diffusion_runtime.session.outputs import Outputs, remove_empty, slug
 
     if folder is None:
         if file_format is not None:
             raise ConfigError("--format: clips are saved where --output-path FOLDER names a folder; add it")
         return lambda _: None, lambda *_: None
     outputs = Outputs.parse(f"{folder.rstrip('/')}/", file_format)
-    outputs.prepare()
+    folders.callback(remove_empty, outputs.prepare())
 
     def save(name: str, request: GenerationRequest, media: GeneratedMedia) -> str:
         own = Outputs(outputs.folder / slug(name), None, outputs.file_format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,12 +51,14 @@ def tune(context: typer.Context, **given: Any) -> None:
     """
     del context
     own = {name: given.pop(name) for name in _OWN}
-    target = _checked_target(given.pop("output_path"))
+    output_path = given.pop("output_path")
     as_json = given["as_json"]
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = without_prompts(flags_of({**missing, **given}), own["prompt_set"])
-    with terminal.log(), _each_warning_once():
+    # A folder that is made for the file and stays empty is removed.
+    with terminal.log(), _each_warning_once(), ExitStack() as folders:
+        target = _checked_target(output_path, folders)
         tuning = _tuning(flags, own, terminal)
         from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
@@ -191,12 +193,13 @@ def _row(name: str, kept: float, figures: Any, state: str) -> tuple[str, ...]:
     return (name, f"{kept:.3f}", state, *shown, str(figures.num_steps), f"{figures.seconds:.2f}")
 
 
-def _checked_target(path: str | None) -> Path:
+def _checked_target(path: str | None, folders: ExitStack) -> Path:
     """Before an hour of work, not after it: raises ConfigError for a name that is no config file, OutputError for a
     file that could not be written."""
     if path is None:
         raise ConfigError("--output-path: expected the config file to write: -o tuned.yaml")
     from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.session.outputs import make_folders, remove_empty
     from diffusion_runtime.untrusted.files import check_place
 
     check_place(path, "--output-path")
@@ -206,7 +209,7 @@ def _checked_target(path: str | None) -> Path:
     if target.exists():
         raise OutputError(f"{path} exists already; choose another --output-path, or move it")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        folders.callback(remove_empty, make_folders(target.parent))
         with temporary_file(target.parent):
             pass
     except OSError as error:

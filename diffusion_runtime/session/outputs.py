@@ -76,12 +76,9 @@ class Outputs:
         """
         from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
 
-        created: list[Path] = []
+        created: tuple[Path, ...] = ()
         try:
-            for folder in reversed([self.folder, *self.folder.parents]):
-                if not folder.is_dir():
-                    folder.mkdir()
-                    created.insert(0, folder)
+            created = make_folders(self.folder)
             remove_abandoned_files(self.folder)
             with temporary_file(self.folder) as probe:
                 probe.write_bytes(b"0")
@@ -91,7 +88,7 @@ class Outputs:
                 f"cannot write into the output folder {self.folder}: {error.strerror or error}; "
                 f"choose another with --output-path"
             ) from error
-        return tuple(created)
+        return created
 
     def check_without_writing(self) -> None:
         """What `prepare` finds out, as far as it can be known without touching the disk. Raises OutputError."""
@@ -140,6 +137,21 @@ def _files_of_name(target: Path) -> list[Path]:
     from diffusion_runtime.media import FORMATS, SOUND_FORMATS
 
     return [path for name in (*FORMATS, *SOUND_FORMATS) if (path := target.with_suffix(f".{name}")).exists()]
+
+
+def make_folders(folder: Path) -> tuple[Path, ...]:
+    """Make the folder and those it is in; returns those that were created, innermost first. Raises OSError; what was
+    created is gone then."""
+    created: list[Path] = []
+    try:
+        for each in reversed([folder, *folder.parents]):
+            if not each.is_dir():
+                each.mkdir()
+                created.insert(0, each)
+    except OSError:
+        remove_empty(created)
+        raise
+    return tuple(created)
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:

@@ -220,6 +220,10 @@ def test_other_flags_are_checked(command: Command, tmp_path: Path) -> None:
         answer = command(*SHARED, *two, *flags)
         assert answer.code in (1, 2)
         assert message in answer.said
+    places = ("-o", str(tmp_path / "new" / "clips"), "--html", str(tmp_path / "pages" / "page.html"))
+    answer = command(*SHARED, "--setting", "a: --attention-backend fa4", "--setting", "b:", *places)
+    assert answer.code == 3
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_setting_that_fails_is_a_row_and_a_model_is_loaded_once(

@@ -213,7 +213,7 @@ def test_what_is_refused_before_weights_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(PreparedModel, "load", lambda *_: pytest.fail("weights were loaded"))
-    answer = command(*words(tiny_wan_folder, *flags, "-o", str(tmp_path / "tuned.yaml")))
+    answer = command(*words(tiny_wan_folder, *flags, "-o", str(tmp_path / "new" / "tuned.yaml")))
     assert answer.code in (2, 3), answer.err
     assert message in answer.said
     assert "Traceback" not in answer.err
