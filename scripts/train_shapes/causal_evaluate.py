@@ -16,8 +16,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -128,20 +129,24 @@ class StreamModel:
             for values in (config.latents_mean, config.latents_std)
         )
 
-    @torch.no_grad()
-    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> list[Tensor]:
-        """uint8 [frames, size, size, 3] per task, on the CPU. is_over: see StreamSampler.sample."""
-        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
+    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> Iterator[Tensor]:
+        """uint8 [frames, size, size, 3] per task, on the CPU, each as soon as it is decoded: the first are read while
+        others are. is_over: see StreamSampler.sample."""
+        with self._precision():
             latents = self._sampler.sample(
                 [task.texts for task in tasks], [task.seed for task in tasks], sampling, is_over
             )
-            vae = WholeClipVae(self._vae)
-            of_stream = (4 * latents.shape[2] - 3) * sampling.size**2
-            parts = [
-                clip_to_frames(vae.decode(part * self._std + self._mean)).cpu()
-                for part in latents.split(max(1, DECODED_AT_ONCE // of_stream))
-            ]
-        return list(torch.cat(parts))
+        vae = WholeClipVae(self._vae)
+        of_stream = (4 * latents.shape[2] - 3) * sampling.size**2
+        for part in latents.split(max(1, DECODED_AT_ONCE // of_stream)):
+            with self._precision():
+                frames = clip_to_frames(vae.decode(part * self._std + self._mean)).cpu()
+            yield from frames
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        with torch.no_grad(), torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
+            yield
 
 
 class PackageModel:
@@ -154,13 +159,12 @@ class PackageModel:
         dtype = "bfloat16" if device == "cuda" else "float32"
         self._pipeline = load_pipeline(str(folder), device=device, dtype=dtype)
 
-    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> list[Tensor]:
+    def frames(self, tasks: list[Task], sampling: StreamSampling, is_over: Callable[[], bool]) -> Iterator[Tensor]:
         """uint8 [frames, size, size, 3] per task; of fewer tasks when it is over after one of them."""
         from diffusion_runtime import GenerationRequest
 
-        made: list[Tensor] = []
-        for task in tasks:
-            if made and is_over():
+        for place, task in enumerate(tasks):
+            if place and is_over():
                 break
             starts = first_pixel_frames(len(task.texts) * sampling.chunk).tolist()[:: sampling.chunk]
             switches = tuple(
@@ -187,8 +191,7 @@ class PackageModel:
                 "commit_noise": sampling.commit_noise,
             }
             media = self._pipeline(GenerationRequest(task.texts[0], seed=task.seed, **fields))
-            made.append(torch.from_numpy(media.frames))
-        return made
+            yield torch.from_numpy(media.frames)
 
 
 def parse_sampling(text: str, base: StreamSampling) -> StreamSampling:
@@ -266,18 +269,22 @@ def measure(
     readings: list[StreamReading] = []
     kept: list[Tensor] = []
     num_whole = 0
-    length = 4 * len(tasks[0].texts) * sampling.chunk - 3
+    length, began = 4 * len(tasks[0].texts) * sampling.chunk - 3, time.monotonic()
     for first in range(0, len(tasks), SAMPLED_AT_ONCE):
         if first and is_over():
             break
         batch = tasks[first : first + SAMPLED_AT_ONCE]
+        clips: Iterable[Tensor]
         if model is None:
-            clips = [render_streams(task.streams, sampling.size)[0] for task in batch]
+            clips = (render_streams(task.streams, sampling.size)[0] for task in batch)
         else:
             clips = model.frames(batch, sampling, is_over)
-        kept += clips[: 16 - len(kept)]
-        num_whole += sum(len(clip) == length for clip in clips)
-        for clip, task in zip(clips, batch, strict=False):
+        for place, (task, clip) in enumerate(zip(batch, clips, strict=False)):
+            if place in (0, len(batch) - 1):
+                print(f"stream {first + place + 1} made after {time.monotonic() - began:.0f} s", flush=True)
+            if len(kept) < 16:
+                kept.append(clip)
+            num_whole += len(clip) == length
             part = read_part(clip, task, settings)
             if part is not None:
                 pending.add(pool.submit(_read_one, *part, settings))
