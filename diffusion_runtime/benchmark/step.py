@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
@@ -197,8 +196,12 @@ class _Run:
         if rules is not None:
             rules.counter.start(lambda how: products.update([how]))
         if not self.operations:
-            # Of one step: with what a generation computes for all of them at once.
-            self.operations = count_operations(model, _forward_of(model, self._inputs, is_planned=False))
+            # Of one step: with what a generation computes for all of them at once, but for a prefix, which neither
+            # side computes anew.
+            forward = _forward_of(model, self._inputs, is_planned=False)
+            if self._inputs.with_prefix is not None:
+                forward()
+            self.operations = count_operations(model, forward)
         is_compiled = False
         for mode in modes:
             name, way = f"ours, {mode}", _WAYS[mode]
@@ -232,7 +235,7 @@ class _Run:
             yield StepRow("diffusers, eager", "failed", raised_line(error))
             return
         build_s = time.perf_counter() - begin
-        run = _forward_of_theirs(model, self._inputs)
+        run = self._inputs.forward_of_theirs(model)
         yield replace(self._row("diffusers, eager", run, before), build_s=build_s)
         if compiles:
             try:
@@ -337,10 +340,6 @@ def _replayed(
         return ForwardPass(latents, timestep, conditions, context)
 
     return ReplayedStep(CudaCapture(device), model, make_pass)
-
-
-def _forward_of_theirs(model: nn.Module, inputs: StepInputs) -> Callable[[], torch.Tensor]:
-    return lambda: inputs.theirs_to_velocity(model(**inputs.theirs))
 
 
 def _check_memory(opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:

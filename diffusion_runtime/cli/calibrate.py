@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -167,11 +166,9 @@ def _check_target(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """The whole file or none. Raises OutputError."""
-    from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.media.publish import replace_text
 
     try:
-        with temporary_file(path.parent) as partial:
-            partial.write_text(text)
-            os.replace(partial, path)
+        replace_text(path, text)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error

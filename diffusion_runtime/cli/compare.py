@@ -76,6 +76,9 @@ def compare(context: typer.Context, **given: Any) -> None:
         check, save = _saver(folder, file_format, folders)
         choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
         result = compare_settings(settings, terminal, choices, save)
+        if not as_json:
+            # Before the page, which may fail for a full disk.
+            show(result)
         if page is not None:
             from diffusion_runtime.comparison.page import write_page
 
@@ -83,8 +86,6 @@ def compare(context: typer.Context, **given: Any) -> None:
             terminal.say(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
     if as_json:
         put_on_stdout(json_text(result.to_dict()))
-    else:
-        show(result)
     raise typer.Exit(result.exit_code)
 
 
@@ -210,7 +211,7 @@ def _saver(folder: str | None, file_format: str | None, folders: ExitStack) -> t
         if file_format is not None:
             raise ConfigError("--format: clips are saved where --output-path FOLDER names a folder; add it")
         return lambda _: None, lambda *_: None
-    outputs = Outputs.parse(f"{folder.rstrip('/')}/", file_format)
+    outputs = Outputs.parse(folder and f"{folder.rstrip('/')}/", file_format)
     folders.callback(remove_empty, outputs.prepare())
 
     def save(name: str, request: GenerationRequest, media: GeneratedMedia) -> str:

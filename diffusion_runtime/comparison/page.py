@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
@@ -14,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
 from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
 from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.media.publish import replace_text
 from diffusion_runtime.memory_size import size_text
 
 
@@ -22,9 +21,7 @@ def write_page(result: Comparison, path: Path) -> None:
     """The whole page or none. Raises OutputError."""
     text = render(result)
     try:
-        with temporary_file(path.parent) as partial:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
+        replace_text(path, text)
     except OSError as error:
         raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
@@ -36,11 +37,25 @@ _PROMPT_LENGTHS = (120, 6)
 @dataclass(frozen=True)
 class StepInputs:
     """ours: latents, timestep and inputs of DiffusionTransformer.forward. theirs: keyword arguments of diffusers'
-    forward for the same step. theirs_to_velocity: their output as a velocity of ours, in the shape of our latents."""
+    forward for the same step. theirs_to_velocity: their output as a velocity of ours, in the shape of our latents.
+    with_prefix: of a model that computes the prompt's keys and values once per request: computes them by diffusers'
+    model, and returns the further keyword arguments of its steps; None for any other."""
 
     ours: tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
     theirs: Mapping[str, Any]
     theirs_to_velocity: Callable[[Any], torch.Tensor]
+    with_prefix: Callable[[nn.Module], Mapping[str, Any]] | None = None
+
+    def forward_of_theirs(self, model: nn.Module) -> Callable[[], torch.Tensor]:
+        """Steps of diffusers' model in the middle of a request, as velocities of ours."""
+        prefix: dict[str, Any] = {}
+
+        def run() -> torch.Tensor:
+            if self.with_prefix is not None and not prefix:
+                prefix.update(self.with_prefix(model))
+            return self.theirs_to_velocity(model(**self.theirs, **prefix))
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -236,8 +251,7 @@ def _image_text_first(sample: StepSample) -> StepInputs:
 
 
 def _image_after_prefix(sample: StepSample) -> StepInputs:
-    """Texts of one length: diffusers places the grid of every sample behind the longest. It computes the text's keys at
-    every step here, ours once."""
+    """Texts of one length: in diffusers the grid of every sample begins behind the longest text."""
     latents = sample.latents()
     text = sample.random(sample.text_tokens or _PROMPT_LENGTHS[0], sample.config["context_in_dim"])
     timestep, (frames, rows, columns) = sample.full(_TIMESTEP), sample.grid(latents)
@@ -251,10 +265,20 @@ def _image_after_prefix(sample: StepSample) -> StepInputs:
         "img_mask": slots.expand(sample.batch, -1),
         "return_dict": False,
     }
+
+    def with_prefix(model: nn.Module) -> Mapping[str, Any]:
+        # As its pipeline does by default: the first step fills the cache, the others read it.
+        from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+        cache = QwenImage21KVCache(sample.config["num_layers"])
+        model(**theirs, kv_cache=cache, kv_cache_mode="extract")
+        return {"kv_cache": cache, "kv_cache_mode": "cached"}
+
     return StepInputs(
         (latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)),
         theirs,
         lambda out: unpatchify(out[0][:, -rows * columns :], (frames, rows, columns), (1, 1, 1)),
+        with_prefix,
     )
 
 

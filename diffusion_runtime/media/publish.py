@@ -36,6 +36,15 @@ def temporary_file(folder: Path) -> Iterator[Path]:
         os.close(file)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """The whole file or none, over one that is there; its folder is made where another run has removed it. Raises
+    OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_file(path.parent) as partial:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+
+
 def _create(folder: Path) -> tuple[Path, int]:
     while True:
         path = folder / f".{os.getpid()}-{_host()}-{secrets.token_hex(8)}{_SUFFIX}"

@@ -140,15 +140,22 @@ def _files_of_name(target: Path) -> list[Path]:
 
 
 def make_folders(folder: Path) -> tuple[Path, ...]:
-    """Make the folder and those it is in; returns those that were created, innermost first. Raises OSError; what was
-    created is gone then."""
+    """Make the folder and those it is in; returns those that this call created, innermost first. Raises OSError; what
+    was created is gone then."""
     created: list[Path] = []
     try:
         for each in reversed([folder, *folder.parents]):
-            if not each.is_dir():
+            if each.is_dir():
+                continue
+            try:
                 each.mkdir()
+            except FileExistsError:
+                # Another run was quicker.
+                if not each.is_dir():
+                    raise
+            else:
                 created.insert(0, each)
-    except OSError:
+    except BaseException:
         remove_empty(created)
         raise
     return tuple(created)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.media.publish import replace_text
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "diffusion_runtime.tune_journal/1"
@@ -48,10 +47,7 @@ class Journal:
         if self._path is None:
             return
         try:
-            with temporary_file(self._path.parent) as partial:
-                partial.write_text(
-                    json.dumps({"format": FORMAT, "identity": self._identity, "values": self._values}), encoding="utf-8"
-                )
-                os.replace(partial, self._path)
+            content = {"format": FORMAT, "identity": self._identity, "values": self._values}
+            replace_text(self._path, json.dumps(content))
         except OSError as error:
             raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BUDGET_NOT_MET, OutputError
-from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.media.publish import replace_text
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.token_layout import Extent
 from diffusion_runtime.tuning.cells import Cell
@@ -163,9 +162,7 @@ class TuneResult:
             "# `tuning` says what was measured and is not read by generate.\n"
         )
         try:
-            with temporary_file(path.parent) as partial:
-                partial.write_text(first_line + head + yaml_document(self.config()), encoding="utf-8")
-                os.replace(partial, path)
+            replace_text(path, first_line + head + yaml_document(self.config()))
         except OSError as error:
             raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -60,7 +60,7 @@ def test_objects_of_streams_stay_inside_apart_and_on_their_way() -> None:
 
 
 def test_which_way_an_object_goes_follows_from_its_motion_and_its_place() -> None:
-    """So a first chunk has one right answer: where both ways were right, a trained model began with neither."""
+    """So a first chunk has one right answer: where both ways were right, a trained model began between them."""
     batch = streams(4, 400, 90, StreamSettings(two_object_fraction=0.0, switch_share=0.0))
     motion = batch.segments.motion[::MAX_SEGMENTS, 0]
     place, step = batch.centre[:, :-1, 0], batch.centre[:, 1:, 0] - batch.centre[:, :-1, 0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.media.publish import replace_text
 from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.session.outputs import MAX_SLUG_BYTES, Outputs, remove_empty, slug
+from diffusion_runtime.session.outputs import MAX_SLUG_BYTES, Outputs, make_folders, remove_empty, slug
 
 VIDEO = GenerationRequest(prompt="A red circle, moving left!", num_frames=29, seed=7)
 IMAGE = GenerationRequest(prompt="a star", num_frames=1)
@@ -116,3 +118,29 @@ def test_sound_alone_is_for_models_that_make_some() -> None:
         outputs.format_for(VIDEO, has_sound=False)
     with pytest.raises(ConfigError, match=r"x.mp4 ends in .mp4, --format says wav; use .wav"):
         Outputs.parse("x.mp4", "wav")
+
+
+def test_a_folder_that_another_run_makes_at_the_same_time_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is not this run's to remove; a file of that name is."""
+    real = Path.mkdir
+
+    def beaten(self: Path, *arguments: Any, **named: Any) -> None:
+        if self.name == "b":
+            real(self)
+        real(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "mkdir", beaten)
+    assert make_folders(tmp_path / "a" / "b" / "c") == (tmp_path / "a" / "b" / "c", tmp_path / "a")
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_folders(tmp_path / "new" / ".." / "file" / "d")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "file"]
+
+
+def test_a_text_is_written_whole_where_its_folder_was_removed(tmp_path: Path) -> None:
+    replace_text(tmp_path / "gone" / "x.txt", "whole")
+    assert (tmp_path / "gone" / "x.txt").read_text() == "whole"
+    assert [each.name for each in (tmp_path / "gone").iterdir()] == ["x.txt"]
