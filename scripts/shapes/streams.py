@@ -34,6 +34,9 @@ from scripts.shapes.trajectories import (
 )
 
 MAX_SEGMENTS = 3
+RADIUS_DRIFT, TONE_DRIFT = 0.15, 0.1
+"""Of a radius, and of full brightness: streams of 10 s had areas of 0.65 to 1.18 of their first ones, and backgrounds
+that jumped by 0.12."""
 SWITCHES = ("motion", "colour", "shape", "background")
 # (left, right, up, down, still, back and forth, up and down; of two objects around as well): where two objects share
 # the frame, each moves along the line between the halves.
@@ -75,6 +78,15 @@ class StreamBatch:
     def __len__(self) -> int:
         return int(self.starts.shape[0])
 
+    def first(self, count: int) -> StreamBatch:
+        """The first `count` streams."""
+        return StreamBatch(
+            self.segments.select(slice(count * MAX_SEGMENTS)),
+            self.starts[:count],
+            self.centre[:count],
+            self.times[:count],
+        )
+
     def segment_of_frame(self) -> Tensor:
         """[B, frames] int64."""
         return (self.times[:, :, None] >= self.starts[:, None]).sum(dim=-1) - 1
@@ -90,6 +102,20 @@ class StreamBatch:
         starts = self.starts[row].tolist()
         attributes = self.attributes()[row]
         return [(start, one) for start, one in zip(starts, attributes, strict=True) if start <= last]
+
+
+def drifted(streams: StreamBatch, generator: torch.Generator) -> StreamBatch:
+    """The same streams as a model may have drifted: in each, sizes of objects and shades of the background off by a
+    little, at most RADIUS_DRIFT and TONE_DRIFT; places and times as they were."""
+    segments, device = streams.segments, streams.starts.device
+
+    def spread(largest: float, *size: int) -> Tensor:
+        drawn = 2 * torch.rand(len(streams), *size, generator=generator, device=device) - 1
+        return (largest * drawn).repeat_interleave(MAX_SEGMENTS, dim=0)
+
+    radius = segments.radius * (1 + spread(RADIUS_DRIFT, 2))
+    tones = (segments.tones + spread(TONE_DRIFT, 1, 1)).clamp(0.0, 1.0)
+    return replace(streams, segments=replace(segments, radius=radius, tones=tones))
 
 
 def render_stream_slots(

@@ -144,7 +144,8 @@ def causal_loss(
     text = embed_prompts(text_encoder, token_ids.flatten(0, 1), MAX_PROMPT_TOKENS).unflatten(0, token_ids.shape[:2])
     latents, timestep, positions, mask = mixed, level, plan.positions, None
     if plan.mask is not None:
-        latents = torch.cat([with_errors(data, bank, generator), mixed], dim=2)
+        seen = data if batch.past is None else batch.past.float()
+        latents = torch.cat([with_errors(seen, bank, generator), mixed], dim=2)
         timestep = torch.cat([torch.zeros_like(level), level], dim=1)
         positions, caption = positions.repeat(2), caption.repeat(1, 2)
         _, patch_h, patch_w = transformer.config.patch_size

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_runtime.quality.shapes.captions import write_caption
-from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, sample_streams
+from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, drifted, sample_streams
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS, Encoder, TrainingBatch, latent_foreground
 
 CAPTIONS_PER_SEGMENT = 2
@@ -44,6 +44,8 @@ class StreamTrainingBatch:
     """[B, G, CAPTION_TOKENS] int64, 0 past the end."""
     segment: Tensor
     """[B, F] int64: the caption of each latent frame."""
+    past: Tensor | None = None
+    """As `latents`: what chunks see of those before them, where that is not `latents` themselves."""
 
     @classmethod
     def of_clips(cls, batch: TrainingBatch) -> StreamTrainingBatch:
@@ -74,15 +76,18 @@ class StreamPool:
         seed: int,
         device: str,
         settings: StreamSettings,
+        drift: float = 0.0,
     ) -> None:
-        """settings: of the streams; those for switches are the pool's own."""
+        """settings: of the streams; those for switches are the pool's own. drift: share of streams whose past, behind
+        the sink, has drifted from it: so the model learns to go back to the sink's sizes and shades."""
         self.capacity, self.num_latents, self.size, self.far = capacity, num_latents, size, far
         self._encode, self._renderer, self._tokenizer = encode, renderer, tokenizer
         self._random, self._generator = Random(seed), torch.Generator(device).manual_seed(seed)
-        self._settings = settings
+        self._settings, self._drift = settings, drift
         grid = (num_latents, size // 8, size // 8)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._latents = torch.zeros(capacity, 16, *grid, dtype=dtype, device=device)
+        self._past = torch.zeros_like(self._latents) if drift else None
         self._foreground = torch.zeros(capacity, 1, *grid, dtype=torch.uint8, device=device)
         shape = (capacity, MAX_SEGMENTS, CAPTIONS_PER_SEGMENT, CAPTION_TOKENS)
         self._token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -94,22 +99,15 @@ class StreamPool:
         """Render, caption and encode `count` new streams over the oldest."""
         streams = self._sample(count)
         described = streams.attributes()
-        frames, covered = self._renderer(streams, self.size)
-        covered = covered.amax(dim=1)
-        clip = frames.permute(0, 4, 1, 2, 3) * 2 - 1
-        if self.far:
-            sink = 1 + 4 * (SINK_FRAMES - 1)
-            latents = torch.cat(
-                [self._encode(clip[:, :, :sink]), self._encode(clip[:, :, sink:])[:, :, WARM_UP_FRAMES:]], dim=2
-            )
-            foreground = torch.cat(
-                [latent_foreground(covered[:, :sink]), latent_foreground(covered[:, sink:])[:, :, WARM_UP_FRAMES:]],
-                dim=2,
-            )
-        else:
-            latents, foreground = self._encode(clip), latent_foreground(covered)
+        latents, foreground = self._encoded(streams)
         rows = (torch.arange(self._next, self._next + count) % self.capacity).to(latents.device)
         self._latents[rows] = latents.to(self._latents.dtype)
+        if self._past is not None:
+            past, num_drifted = latents.clone(), round(self._drift * count)
+            if num_drifted:
+                seen, _ = self._encoded(drifted(streams.first(num_drifted), self._generator))
+                past[:num_drifted, :, SINK_FRAMES:] = seen[:, :, SINK_FRAMES:]
+            self._past[rows] = past.to(self._past.dtype)
         self._foreground[rows] = foreground
         self._segment[rows] = streams.segment_of_frame()[:, self._first_frames().to(latents.device)]
         texts = [
@@ -123,6 +121,21 @@ class StreamPool:
         self._token_ids[rows] = token_ids.to(latents.device)
         self._next = (self._next + count) % self.capacity
         self._filled = min(self.capacity, self._filled + count)
+
+    def _encoded(self, streams: StreamBatch) -> tuple[Tensor, Tensor]:
+        """Latents and foreground of streams that were sampled for this pool."""
+        frames, covered = self._renderer(streams, self.size)
+        covered = covered.amax(dim=1)
+        clip = frames.permute(0, 4, 1, 2, 3) * 2 - 1
+        if not self.far:
+            return self._encode(clip), latent_foreground(covered)
+        sink = 1 + 4 * (SINK_FRAMES - 1)
+        latents = [self._encode(clip[:, :, :sink]), self._encode(clip[:, :, sink:])[:, :, WARM_UP_FRAMES:]]
+        foreground = [
+            latent_foreground(covered[:, :sink]),
+            latent_foreground(covered[:, sink:])[:, :, WARM_UP_FRAMES:],
+        ]
+        return torch.cat(latents, dim=2), torch.cat(foreground, dim=2)
 
     def _sample(self, count: int) -> StreamBatch:
         gap = self._random.randint(*GAP_RANGE) if self.far else 0
@@ -153,5 +166,9 @@ class StreamPool:
         rows = torch.randint(self._filled, (batch,), generator=generator, device=device)
         caption = torch.randint(CAPTIONS_PER_SEGMENT, (batch,), generator=generator, device=device)
         return StreamTrainingBatch(
-            self._latents[rows], self._foreground[rows], self._token_ids[rows, :, caption], self._segment[rows]
+            self._latents[rows],
+            self._foreground[rows],
+            self._token_ids[rows, :, caption],
+            self._segment[rows],
+            None if self._past is None else self._past[rows],
         )

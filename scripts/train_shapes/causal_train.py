@@ -56,8 +56,10 @@ class Pool:
         return drawn if isinstance(drawn, StreamTrainingBatch) else StreamTrainingBatch.of_clips(drawn)
 
 
-def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int, settings: StreamSettings) -> Pool:
-    """An empty pool of a bucket. settings: of its streams, unless it is of clips."""
+def make_pool(
+    bucket: CausalBucket, encode: Encoder, device: str, seed: int, settings: StreamSettings, drift: float = 0.0
+) -> Pool:
+    """An empty pool of a bucket. settings: of its streams, unless it is of clips; drift: see StreamPool."""
     if bucket.around is not None:
         settings = replace(settings, around_weight=bucket.around)
     renderer = torch.compile(render_slots, dynamic=True) if device == "cuda" else render_slots
@@ -86,6 +88,8 @@ def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int, set
             seed=seed,
             device=device,
             settings=settings,
+            # A first chunk has no past.
+            drift=0.0 if bucket.kind == "first" else drift,
         )
     return Pool(bucket, clips)
 
@@ -158,6 +162,13 @@ def parse_arguments() -> argparse.Namespace:
         "--two-objects", type=float, default=StreamSettings.two_object_fraction, metavar="SHARE", help="of streams"
     )
     parser.add_argument(
+        "--drift",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of streams whose past is a little off in size and shade, behind the sink",
+    )
+    parser.add_argument(
         "--first-chunk-weight",
         type=float,
         default=FIRST_CHUNK_WEIGHT,
@@ -209,7 +220,7 @@ def main() -> None:
     for index, bucket in enumerate(STAGES[arguments.stage]):
         start = time.monotonic()
         seed = ranks.seed(1000 * (arguments.seed + training.steps) + index)
-        pool = make_pool(bucket, encode, device, seed, streams)
+        pool = make_pool(bucket, encode, device, seed, streams, arguments.drift)
         pool.fill(max(0.08, 0.25 / ranks.count))
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)

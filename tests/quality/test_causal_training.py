@@ -206,6 +206,35 @@ def test_the_loss_falls_and_a_resumed_training_is_the_one_that_went_on(tmp_path:
         resumed.resume(tmp_path / "saved")
 
 
+def test_a_drifted_past_is_what_chunks_see_and_not_what_they_are_to_become() -> None:
+    encode = load_encoder(SHAPES, "cpu")
+    for bucket in STAGES["toy"][:2]:
+        pool = make_pool(bucket, encode, "cpu", 0, StreamSettings(switch_share=0.0), drift=0.5)
+        pool.fill(1.0)
+        assert isinstance(pool.clips, StreamPool)
+        latents, past = pool.clips._latents, pool.clips._past
+        assert past is not None
+        off = (past - latents).flatten(3).norm(dim=(1, 3)) / latents.flatten(3).norm(dim=(1, 3))
+        assert float(off[:, :2].max()) == 0.0
+        drifted_rows = off[:, 2:].amin(dim=1) > 0
+        # Half of every refresh.
+        assert drifted_rows.tolist() == [True, True, False, False] * (len(off) // 4)
+        assert float(off[~drifted_rows].max()) == 0.0
+        assert 0.01 < float(off[drifted_rows, 2:].mean()) < 0.8
+        drawn = pool.draw(torch.Generator().manual_seed(0))
+        assert drawn.past is not None
+        assert drawn.past.shape == drawn.latents.shape
+    batch = some_batch(0)
+
+    def loss(past: Tensor | None) -> float:
+        training = tiny_training()
+        return float(training.step(replace(batch, past=past), PLAN, 1e-3).later)
+
+    same = loss(None)
+    assert loss(batch.latents.clone()) == same
+    assert loss(batch.latents + 1.0) != same
+
+
 def test_pools_of_streams_hold_what_their_frames_show() -> None:
     encode = load_encoder(SHAPES, "cpu")
     near, far, begin, _ = STAGES["toy"]

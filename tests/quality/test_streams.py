@@ -16,7 +16,14 @@ from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
 from scripts.shapes import is_held_out, render, sample_scenes, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import is_same, score_streams, window_record
-from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, render_streams, sample_streams
+from scripts.shapes.streams import (
+    MAX_SEGMENTS,
+    StreamBatch,
+    StreamSettings,
+    drifted,
+    render_streams,
+    sample_streams,
+)
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_evaluate import tasks_of
 
@@ -75,6 +82,21 @@ def test_which_way_an_object_goes_follows_from_its_motion_and_its_place() -> Non
         assert float((place[bouncing, 0, axis] * step[bouncing, 0, axis]).max()) < 0
         # Both ways in the end.
         assert bool((step[bouncing, :, axis] > 0).any(dim=1).all() and (step[bouncing, :, axis] < 0).any(dim=1).all())
+
+
+def test_a_drifted_stream_is_the_same_one_a_little_off() -> None:
+    batch = streams(6, 64, 9, StreamSettings(switch_share=1.0, switch_frames=(5,)))
+    other = drifted(batch, torch.Generator().manual_seed(0))
+    assert torch.equal(other.centre, batch.centre)
+    assert other.attributes() == batch.attributes()
+    ratio = (other.segments.radius / batch.segments.radius).view(64, MAX_SEGMENTS, 2)
+    # One size of an object from its first segment to its last.
+    torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
+    assert 0.85 <= float(ratio.min()) < 0.9 < 1.1 < float(ratio.max()) <= 1.15
+    assert 0.05 < float((other.segments.tones - batch.segments.tones).abs().max()) <= 0.1001
+    first = batch.first(3)
+    assert len(first) == 3
+    assert torch.equal(render_streams(first, 32), render_streams(batch, 32)[:3])
 
 
 def test_a_switch_changes_one_attribute_and_never_shows_what_is_held_out() -> None:
