@@ -37,6 +37,8 @@ MAX_SEGMENTS = 3
 RADIUS_DRIFT, TONE_DRIFT = 0.15, 0.1
 """Of a radius, and of full brightness: streams of 10 s had areas of 0.65 to 1.18 of their first ones, and backgrounds
 that jumped by 0.12."""
+SPEED_DRIFT = 0.3
+"""Of a speed: an object that turned at the margin went on at 0.73 of the speed that it came with."""
 SWITCHES = ("motion", "colour", "shape", "background")
 # (left, right, up, down, still, back and forth, up and down; of two objects around as well): where two objects share
 # the frame, each moves along the line between the halves.
@@ -116,6 +118,20 @@ def drifted(streams: StreamBatch, generator: torch.Generator) -> StreamBatch:
     radius = segments.radius * (1 + spread(RADIUS_DRIFT, 2))
     tones = (segments.tones + spread(TONE_DRIFT, 1, 1)).clamp(0.0, 1.0)
     return replace(streams, segments=replace(segments, radius=radius, tones=tones))
+
+
+def hurried(streams: StreamBatch, moments: Tensor) -> StreamBatch:
+    """The same streams with every object where it is at other moments. moments: [B, frames] float32, in frames of
+    `streams` counted from its first one, held to those that there are."""
+    last = streams.centre.shape[1] - 1
+    moments = moments.clamp(0, last)
+    before = moments.long().clamp(max=max(last - 1, 0))
+    share = (moments - before)[:, :, None, None]
+
+    def at(frames: Tensor) -> Tensor:
+        return streams.centre.gather(1, frames.clamp(max=last)[:, :, None, None].expand_as(streams.centre))
+
+    return replace(streams, centre=torch.lerp(at(before), at(before + 1), share))
 
 
 def render_stream_slots(

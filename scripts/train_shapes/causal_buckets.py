@@ -14,12 +14,16 @@ from scripts.train_shapes.causal_pool import SINK_FRAMES
 CHUNKS = {2: 0.5, 4: 0.3, 8: 0.2}
 """Latent frames per chunk, and how often."""
 WINDOWS: dict[int, tuple[tuple[int | None, int], ...]] = {
-    2: ((None, 0), (8, 1), (6, 2), (10, 2)),
+    2: ((None, 0), (8, 1), (6, 2), (8, 2), (10, 2)),
     4: ((None, 0), (8, 1), (10, 2)),
     8: ((None, 0), (12, 2)),
 }
 """(span, sink) by the frames of a chunk; None: everything."""
-FAR_WINDOWS: dict[int, tuple[tuple[int, int], ...]] = {2: ((6, 2), (10, 2)), 4: ((8, 2), (10, 2)), 8: ((12, 2),)}
+FAR_WINDOWS: dict[int, tuple[tuple[int, int], ...]] = {
+    2: ((6, 2), (8, 2), (10, 2)),
+    4: ((8, 2), (10, 2)),
+    8: ((12, 2),),
+}
 NO_PAST = 0.05
 """Share of steps in which no chunk sees another."""
 LAST_POSITION = 4096

@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_runtime.quality.shapes.captions import write_caption
-from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, drifted, sample_streams
+from scripts.shapes.streams import (
+    MAX_SEGMENTS,
+    SPEED_DRIFT,
+    StreamBatch,
+    StreamSettings,
+    drifted,
+    hurried,
+    sample_streams,
+)
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS, Encoder, TrainingBatch, latent_foreground
 
 CAPTIONS_PER_SEGMENT = 2
@@ -79,7 +87,7 @@ class StreamPool:
         drift: float = 0.0,
     ) -> None:
         """settings: of the streams; those for switches are the pool's own. drift: share of streams whose past, behind
-        the sink, has drifted from it: so the model learns to go back to the sink's sizes and shades."""
+        the sink, has drifted from it: so the model learns to go back to the sink's sizes, shades and speeds."""
         self.capacity, self.num_latents, self.size, self.far = capacity, num_latents, size, far
         self._encode, self._renderer, self._tokenizer = encode, renderer, tokenizer
         self._random, self._generator = Random(seed), torch.Generator(device).manual_seed(seed)
@@ -105,8 +113,8 @@ class StreamPool:
         if self._past is not None:
             past, num_drifted = latents.clone(), round(self._drift * count)
             if num_drifted:
-                seen, _ = self._encoded(drifted(streams.first(num_drifted), self._generator))
-                past[:num_drifted, :, SINK_FRAMES:] = seen[:, :, SINK_FRAMES:]
+                seen, where = self._drifted_past(streams.first(num_drifted))
+                past[:num_drifted] = torch.where(where, seen, past[:num_drifted])
             self._past[rows] = past.to(self._past.dtype)
         self._foreground[rows] = foreground
         self._segment[rows] = streams.segment_of_frame()[:, self._first_frames().to(latents.device)]
@@ -121,6 +129,27 @@ class StreamPool:
         self._token_ids[rows] = token_ids.to(latents.device)
         self._next = (self._next + count) % self.capacity
         self._filled = min(self.capacity, self._filled + count)
+
+    def _drifted_past(self, streams: StreamBatch) -> tuple[Tensor, Tensor]:
+        """Latents of streams that have drifted, and where they are what is seen, [B, 1, F, 1, 1]: behind the sink.
+
+        In every second stream objects are also too fast or too slow, within every second pair of latent frames and at
+        its end where they should be: a chunk that begins there goes on from its past, at the speed of the sink. The
+        pairs between, in which they get away from that place, are those of the stream itself.
+        """
+        count, device = len(streams), streams.starts.device
+        off = SPEED_DRIFT * (2 * torch.rand(count, generator=self._generator, device=device) - 1)
+        off[::2] = 0.0
+        frame = torch.arange(streams.times.shape[1], device=device)
+        # Of a far stream the window begins behind sink and warm-up, as if it were that behind the sink alone.
+        skipped = 1 + 4 * (WARM_UP_FRAMES - 1) if self.far else 0
+        from_place = ((frame - skipped - 4) % 16 - 8).abs()
+        first = frame.new_tensor(1 + 4 * (SINK_FRAMES - 1) if self.far else 0)
+        moments = (frame - off[:, None] * from_place).clamp(min=first)
+        latents, _ = self._encoded(drifted(hurried(streams, moments), self._generator))
+        pair = torch.arange(self.num_latents, device=device) // 2
+        where = (pair > 0) & ((pair % 2 == 1) | (off == 0)[:, None])
+        return latents, where[:, None, :, None, None]
 
     def _encoded(self, streams: StreamBatch) -> tuple[Tensor, Tensor]:
         """Latents and foreground of streams that were sampled for this pool."""

@@ -124,7 +124,8 @@ def train(
         pool = random.choices(pools, [each.bucket.share for each in pools])[0]
         if done % arguments.refresh_every == 0:
             pool.clips.refresh(pool.bucket.encode_batch)
-        rate = cosine(progress, arguments.peak, arguments.end)
+        begin, end = arguments.schedule
+        rate = cosine(begin + (end - begin) * progress, arguments.peak, arguments.end)
         plan = replace(pool.bucket.plan(random, training.device), first_weight=arguments.first_chunk_weight)
         loss = training.step(pool.draw(training.generator), plan, rate)
         for part, error in (("first", loss.first), ("later", loss.later)):
@@ -151,6 +152,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--end", type=float, default=1e-5)
+    parser.add_argument(
+        "--schedule",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("FROM", "TO"),
+        help="the part of the learning rate's schedule, 0 to 1, that this call covers: 0 0.5, then --resume with 0.5 1",
+    )
     parser.add_argument(
         "--around",
         type=float,
@@ -184,7 +193,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="run the blocks without torch.compile")
     parser.add_argument("--pause-file", type=Path, help="wait between steps while it is there, off the clock")
     parser.add_argument("--compile-cache", type=Path, help="file of what torch.compile made: read, and written")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 0 <= arguments.schedule[0] < arguments.schedule[1] <= 1:
+        parser.error(
+            f"--schedule: two shares, rising, from 0 to 1, got {' '.join(map('{:g}'.format, arguments.schedule))}"
+        )
+    return arguments
 
 
 def main() -> None:
