@@ -170,11 +170,12 @@ class BatchSettings:
         """The sampler of these values, or of one chunk of a causal model's video. Raises what `sampler_of` raises."""
         shared = self.shared
         if chunk is not None:
-            shift = shared.first_chunk_flow_shift if chunk == 0 else None
+            shift, sampler = (shared.first_chunk_flow_shift, shared.first_chunk_sampler) if chunk == 0 else (None, None)
             shared = dataclasses.replace(
                 shared,
                 num_inference_steps=self.num_steps_of_chunk(chunk),
                 flow_shift=shared.flow_shift if shift is None else shift,
+                sampler=shared.sampler if sampler is None else sampler,
             )
         return sampler_of(shared, self.rules.scheduler, self.rules.schedule)
 

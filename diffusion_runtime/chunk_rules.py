@@ -86,9 +86,10 @@ def _check_alike(settings: BatchSettings) -> None:
     """Raises RequestError where a rolling window's first chunks differ from the others. What the model's defaults fill
     in cannot be left out, so a value that changes nothing passes."""
     shared, num_chunks = settings.shared, settings.chunks.num_chunks or 1
-    alike: dict[str, float | int | None] = {
+    alike: dict[str, float | int | str | None] = {
         "first_chunk_steps": shared.num_inference_steps,
         "first_chunk_flow_shift": shared.flow_shift,
+        "first_chunk_sampler": shared.sampler,
         # All of them, or any number where none is guided.
         "guided_chunks": max(num_chunks, shared.guided_chunks or 0) if settings.is_guided else shared.guided_chunks,
     }

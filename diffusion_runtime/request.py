@@ -412,6 +412,16 @@ class GenerationRequest:
             refusal=_NO_CACHE,
         ).as_metadata(),
     )
+    # How the first chunk is sampled, which is made of nothing but noise; None is as the others are.
+    first_chunk_sampler: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Sampler of the first chunk, where it has another one.",
+            check=OneOf(SAMPLERS),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
     # How many chunks, from the first, are guided; None is all.
     guided_chunks: int | None = field(
         default=None,

@@ -202,7 +202,7 @@ def test_steps_of_a_first_chunk_are_drawn_beside_those_of_the_others() -> None:
         "12 steps of the first chunk and 4 of the others from left to right; commits: torch_sdpa in layers 0-5" in page
     )
     assert "<title>layer 0, steps 4-11 of the first chunk: reference" in page
-    assert found.passes_text == "39: 4 for a chunk, 12 for the first, and commits"
+    assert found.passes_text == "39: 4 for a chunk, 12 for the first by dmd, and commits"
 
 
 def test_schedules_are_drawn_by_layer_and_step() -> None:

@@ -139,7 +139,10 @@ class Explanation:
         rules = self.description.rules
         if not isinstance(rules, RequestRules) or not rules.is_causal:
             return f"{self.num_forwards} in {self.num_steps} steps{joined}"
-        first = "" if self.num_first_steps is None else f", {self.num_first_steps} for the first"
+        own = self.request.first_chunk_sampler
+        sampler = "" if own in (None, self.request.sampler) else f" by {own}"
+        num_first = self.num_steps if self.num_first_steps is None else self.num_first_steps
+        first = f", {num_first} for the first{sampler}" if sampler or self.num_first_steps is not None else ""
         return f"{self.num_forwards}: {self.num_steps} for a chunk{first}, and commits{joined}"
 
     def steps_text(self, columns: Sequence[int]) -> str:

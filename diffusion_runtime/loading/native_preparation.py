@@ -56,6 +56,7 @@ _OF_CHUNKS = (
     "first_chunk_frames",
     "first_chunk_steps",
     "first_chunk_flow_shift",
+    "first_chunk_sampler",
     "guided_chunks",
     "chunk_schedule",
     "kv_window",

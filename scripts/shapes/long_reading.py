@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffusion_runtime.quality.shapes.attributes import COLOUR_NAMES, COLOURS, ObjectAttributes, SceneAttributes
-from diffusion_runtime.quality.shapes.checker import judge, read_clip
+from diffusion_runtime.quality.shapes.checker import judge, read_segmentation
 from diffusion_runtime.quality.shapes.motion_reading import link_tracks
-from diffusion_runtime.quality.shapes.segmentation import Segmentation, segment
+from diffusion_runtime.quality.shapes.segmentation import Segmentation, SegmentedFrames, segment_frames
 from scripts.shapes.stream_motion import Sighting, as_regions, is_continuous, moves_as, sightings
 
 SETTLE_CHUNKS = 2
@@ -129,11 +129,13 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
     firsts = [prompt.first_frame for prompt in prompts]
     if num_frames < settings.window or not prompts or firsts[0] != 0 or firsts != sorted(set(firsts)):
         raise ValueError(f"expected {settings.window} frames or more and prompts from frame 0 on, got {num_frames}")
+    # Once: windows overlap, and segmenting is five sixths of the work.
+    segmented = segment_frames(frames)
     seen: list[list[Sighting]] = [[] for _ in range(num_frames)]
     flicker = []
     for first in range(0, num_frames, _PIECE):
         # One frame more, for the change to the next piece.
-        segmentation = segment(frames[first : first + _PIECE + 1])
+        segmentation = segmented.clip(slice(first, first + _PIECE + 1))
         for each in sightings(segmentation, first):
             if each.frame < first + _PIECE:
                 seen[each.frame].append(each)
@@ -144,11 +146,11 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
         start = prompt.first_frame + (SETTLE_CHUNKS * settings.chunk if index else 0)
         reference: Appearance | None = None
         for first in range(start, end - settings.window + 1, settings.hop):
-            window, reference = _read_window(frames, seen, prompt.attributes, first, settings, reference)
+            window, reference = _read_window(segmented, seen, prompt.attributes, first, settings, reference)
             windows.append(window)
         # A prompt that is replaced before it need be followed says nothing.
         if index and end - prompt.first_frame >= (SETTLE_CHUNKS + 2) * settings.chunk:
-            switches.append(_read_switch(frames, seen, prompts[index - 1], prompt, end, settings))
+            switches.append(_read_switch(segmented, seen, prompts[index - 1], prompt, end, settings))
     seams = _seams(seen, torch.cat(flicker)[: num_frames - 1], prompts, settings)
     windows = [replace(each, seam=max(seams.ratios(each.first_frame, settings.window))) for each in windows]
     motions = tuple((prompt.first_frame, prompt.attributes.objects[0].motion) for prompt in prompts)
@@ -156,19 +158,20 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
 
 
 def _read_window(
-    frames: Tensor,
+    segmented: SegmentedFrames,
     seen: Sequence[Sequence[Sighting]],
     wanted: SceneAttributes,
     first: int,
     settings: LongSettings,
     reference: Appearance | None,
 ) -> tuple[WindowReading, Appearance]:
-    clip = frames[first : first + settings.window]
-    verdict = judge(_without_motion(wanted), read_clip(clip))
+    clip = segmented.clip(slice(first, first + settings.window))
+    verdict = judge(_without_motion(wanted), read_segmentation(clip))
     tracks = _tracks(seen, first, settings.window)
     motion = tracks is not None and _motion_is_right(wanted.objects, tracks, short=False)
     continuous = tracks is not None and all(is_continuous(track) for track in tracks)
-    found = _appearance(clip, wanted)
+    # At the quarters of the window.
+    found = _appearance(segmented.clip(slice(first, first + settings.window, max(1, settings.window // 4))), wanted)
     reference = found if reference is None else reference
     window = WindowReading(
         first,
@@ -208,9 +211,8 @@ def _motion_is_right(wanted: Sequence[ObjectAttributes], tracks: Sequence[Sequen
     )
 
 
-def _appearance(clip: Tensor, wanted: SceneAttributes) -> Appearance:
-    """Of the frames at the quarters of a window."""
-    segmentation = segment(clip[:: max(1, len(clip) // 4)])
+def _appearance(segmentation: Segmentation, wanted: SceneAttributes) -> Appearance:
+    """Of some frames of a window."""
     coverage, images = segmentation.coverage, segmentation.frames
     inside = coverage > 0.5
     # Grey has no part in an object's colour: what is partly covered is left out.
@@ -250,7 +252,7 @@ def _drift(found: Appearance, reference: Appearance) -> Drift:
 
 
 def _read_switch(
-    frames: Tensor,
+    segmented: SegmentedFrames,
     seen: Sequence[Sequence[Sighting]],
     before: Prompt,
     after: Prompt,
@@ -262,7 +264,7 @@ def _read_switch(
     unchanged = _unchanged(before.attributes, after.attributes)
     right, kept = [], True
     for begin in range(first, min(end, first + SWITCH_CHUNKS * chunk) - chunk + 1, chunk):
-        reading = read_clip(frames[begin : begin + chunk])
+        reading = read_segmentation(segmented.clip(slice(begin, begin + chunk)))
         tracks = _tracks(seen, begin, min(chunk + 5, end - begin))
         follows = tracks is not None and _motion_is_right(after.attributes.objects, tracks, short=True)
         right.append(judge(_without_motion(after.attributes), reading).joint and follows)

@@ -183,6 +183,8 @@ class PackageModel:
                 "flow_shift": sampling.shift,
                 "first_chunk_steps": sampling.first_steps,
                 "first_chunk_flow_shift": sampling.first_shift,
+                "first_chunk_sampler": sampling.first_sampler,
+                "sampler": sampling.sampler,
                 "guidance_scale": sampling.first_guidance,
                 "guided_chunks": None if sampling.guidance == sampling.first_guidance else 1,
                 "prompt_switches": switches or None,
@@ -318,6 +320,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of committed keys and values"
     )
+    for name, default, of in (("--first-sampler", "dmd", "the first chunk"), ("--sampler", "unipc", "later chunks")):
+        parser.add_argument(name, choices=("unipc", "dmd"), default=default, help=f"of {of}")
     parser.add_argument("--no-commit", action="store_true", help="a control that is to fail")
     parser.add_argument(
         "--commit-noise",
@@ -364,6 +368,8 @@ def main() -> None:
         arguments.chunk,
         arguments.span or None,
         arguments.sink,
+        first_sampler=arguments.first_sampler,
+        sampler=arguments.sampler,
         commits=not arguments.no_commit,
         kv_cache_dtype=arguments.kv_cache_dtype,
         commit_noise=arguments.commit_noise,

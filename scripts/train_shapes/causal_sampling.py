@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 from scripts.train_shapes.architecture import LATENT_CHANNELS, MAX_PROMPT_TOKENS, embed_prompts
 from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
-from scripts.train_shapes.export import build_scheduler
+from scripts.train_shapes.export import SamplerScheduler, build_scheduler
 
 _COMMIT_DRAWS = 500_000
 """The noise of commits, behind that of any chunk."""
+_STEP_DRAWS = 10_000
+"""And that of steps, from one step's to the next one's: 200 s of latent frames, two per chunk, are 300 chunks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class StreamSampling:
     guidance: float = 1.0
     first_shift: float = 20.0
     shift: float = 5.0
+    first_sampler: str = "dmd"
+    """`dmd` estimates the data and adds fresh noise at every step, `unipc` does not."""
+    sampler: str = "unipc"
     commits: bool = True
     """False keeps the keys of the last denoising pass: a control that must fail."""
     kv_cache_dtype: str = "auto"
@@ -49,6 +54,8 @@ class StreamSampling:
 
     def __str__(self) -> str:
         changed = (
+            "" if self.first_sampler == "dmd" else f" first by {self.first_sampler}",
+            "" if self.sampler == "unipc" else f" {self.sampler}",
             "" if self.commits else " no commit",
             "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}",
             f" commit noise {self.commit_noise:g}" if self.commit_noise else "",
@@ -135,6 +142,31 @@ def visible_frames(first: int, count: int, span: int | None, sink: int) -> tuple
     return (*range(min(sink, first)), *range(max(oldest, min(sink, first)), first))
 
 
+class _Renoising:
+    """Noise levels s t / (1 + (s - 1) t) of linear t, and a step from one to the next: the data that a velocity says,
+    with fresh noise."""
+
+    def __init__(self, shift: float, steps: int, device: str) -> None:
+        linear = torch.linspace(1.0, 0.0, steps + 1, device=device)
+        self._levels = shift * linear / (1 + (shift - 1) * linear)
+
+    @property
+    def timesteps(self) -> Tensor:
+        return 1000 * self._levels[:-1]
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, fresh: Tensor) -> Tensor:
+        data, following = latents - self._levels[index] * velocity, self._levels[index + 1]
+        return (1 - following) * data + following * fresh
+
+
+def _solver(shift: float, steps: int, device: str) -> SamplerScheduler:
+    """A fresh UniPC."""
+    scheduler = copy.deepcopy(build_scheduler("unipc", shift))
+    scheduler.set_timesteps(steps, device=device)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
 class StreamSampler:
     """Prompts and seeds to normalised latents of streams."""
 
@@ -183,11 +215,10 @@ class StreamSampler:
                 else (sampling.shift, sampling.steps, sampling.guidance)
             )
             latents = self._noise(seeds, index, (LATENT_CHANNELS, sampling.chunk, side, side))
-            scheduler = copy.deepcopy(build_scheduler("unipc", shift))
-            scheduler.set_timesteps(steps, device=self._device)
-            scheduler.set_begin_index(0)
+            adds_noise = (sampling.sampler if index else sampling.first_sampler) == "dmd"
+            solver = _Renoising(shift, steps, self._device) if adds_noise else _solver(shift, steps, self._device)
             cache.keep = None
-            for step, timestep in enumerate(scheduler.timesteps):
+            for step, timestep in enumerate(solver.timesteps):
                 if not sampling.commits and step == steps - 1:
                     cache.keep = range(first, first + sampling.chunk)
                 inputs = torch.cat([latents, latents]) if with_guidance else latents
@@ -195,7 +226,11 @@ class StreamSampler:
                 if with_guidance:
                     wanted, without = velocity.chunk(2)
                     velocity = without + guidance * (wanted - without)
-                latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+                if isinstance(solver, _Renoising):
+                    fresh = self._noise(seeds, (step + 1) * _STEP_DRAWS + index, tuple(latents.shape[1:]))
+                    latents = solver.step(velocity, step, latents, fresh)
+                else:
+                    latents = solver.step(velocity, timestep, latents, return_dict=False)[0]
             if sampling.commits:
                 cache.keep = range(first, first + sampling.chunk)
                 level = sampling.commit_noise

@@ -47,6 +47,7 @@ def causal_weights(folder: Path, ranks: Ranks) -> tuple[int, list[torch.Tensor]]
     pool = make_pool(CAUSAL_BUCKET, load_encoder(ASSETS, "cpu"), "cpu", ranks.seed(7), StreamSettings())
     pool.fill(1.0)
     arguments = argparse.Namespace(
+        schedule=(0.0, 1.0),
         seed=0,
         steps=0,
         pause_file=None,

@@ -3,6 +3,7 @@ there is to know, and what it holds runs."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,11 +23,13 @@ from scripts.train_shapes.causal_buckets import STAGES
 from scripts.train_shapes.causal_export import export_streams
 from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
 from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
-from scripts.train_shapes.causal_objective import StepPlan
+from scripts.train_shapes.causal_objective import CausalLoss, StepPlan
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_sampling import Fp8Codes, KeyCache, StreamSampler, StreamSampling, visible_frames
-from scripts.train_shapes.causal_train import SHAPES, make_pool
+from scripts.train_shapes.causal_train import SHAPES, make_pool, train
 from scripts.train_shapes.causal_training import CausalTraining, build_models
+from scripts.train_shapes.ranks import Ranks
+from scripts.train_shapes.session import Clock, Log
 from scripts.train_shapes.train_transformer import load_encoder
 from tests.tables import table
 
@@ -206,6 +209,46 @@ def test_the_loss_falls_and_a_resumed_training_is_the_one_that_went_on(tmp_path:
     part.unlink()
     with pytest.raises(ValueError, match="checkpoint"):
         resumed.resume(tmp_path / "saved")
+
+
+def test_two_calls_share_one_schedule_of_the_learning_rate(tmp_path: Path) -> None:
+    class Recorder:
+        steps, device, generator = 0, "cpu", torch.Generator()
+
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def step(self, batch: object, plan: StepPlan, rate: float) -> CausalLoss:
+            self.rates.append(rate)
+            self.steps += 1
+            return CausalLoss(*torch.zeros(3))
+
+        def save(self, folder: Path, **state: float) -> None:
+            pass
+
+    pool = make_pool(STAGES["toy"][2], load_encoder(SHAPES, "cpu"), "cpu", 0, StreamSettings())
+    pool.fill(1.0)
+
+    def rates(steps: int, begin: float, end: float) -> list[float]:
+        recorder = Recorder()
+        arguments = argparse.Namespace(
+            schedule=(begin, end),
+            seed=0,
+            steps=steps,
+            pause_file=None,
+            save_every=9e9,
+            refresh_every=9,
+            log_every=99,
+            peak=1.0,
+            end=0.1,
+            first_chunk_weight=2.0,
+            out=tmp_path,
+        )
+        train(recorder, [pool], Clock(9e9), Ranks(0, 1, "cpu"), Log(None), arguments)  # type: ignore[arg-type]
+        return recorder.rates
+
+    assert rates(8, 0.0, 1.0) == pytest.approx(rates(4, 0.0, 0.5) + rates(4, 0.5, 1.0))
+    assert rates(4, 0.0, 0.5)[-1] > 0.6 > rates(4, 0.5, 1.0)[1]
 
 
 def test_an_object_of_a_drifted_past_is_too_fast_or_too_slow_and_ends_where_it_should(

@@ -54,8 +54,12 @@ class Verdict:
 
 def read_clip(frames: Tensor) -> Reading:
     """Read one clip: uint8 [frames, height, width, 3]. A single frame has no motion to read (None)."""
-    num_frames = int(frames.shape[0])
-    segmentation = segment(frames)
+    return read_segmentation(segment(frames))
+
+
+def read_segmentation(segmentation: Segmentation) -> Reading:
+    """Read one clip that is segmented already."""
+    num_frames = int(segmentation.frames.shape[0])
     background = read_background(segmentation)
     tracks = link_tracks(segmentation.regions, num_frames)
     objects = tuple(

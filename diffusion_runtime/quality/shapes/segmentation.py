@@ -76,6 +76,43 @@ def to_work_size(frames: Tensor) -> Tensor:
 
 def segment(frames: Tensor) -> Segmentation:
     """Segment one clip: uint8 [frames, height, width, 3], on any device."""
+    return segment_frames(frames).clip(slice(None))
+
+
+@dataclass(frozen=True)
+class SegmentedFrames:
+    """Frames segmented one by one: what every clip that is cut of them has in common."""
+
+    frames: Tensor
+    """[frames, 3, 128, 128], as are coverage and colour those of a Segmentation."""
+    coverage: Tensor
+    colour: Tensor
+    areas: Tensor
+    """[frames, colours] int64: cells of each palette colour."""
+    labels: Tensor
+    """[frames, colours, 64, 64] int16: as in a Segmentation; 0 for a colour that no frame shows enough of."""
+
+    def clip(self, which: slice) -> Segmentation:
+        """The segmentation of some of the frames, as if they were all that there is."""
+        areas = self.areas[which].amax(dim=0)
+        order = torch.argsort(areas, descending=True)[:MAX_COLOURS].tolist()
+        present = tuple(index for index in order if int(areas[index]) >= MIN_REGION_CELLS)
+        labels = self.labels[which][:, list(present)].long()
+        return Segmentation(
+            self.frames[which], self.coverage[which], self.colour[which], present, labels, _regions(labels, present)
+        )
+
+
+def segment_frames(frames: Tensor, at_once: int = 64) -> SegmentedFrames:
+    """Segment every frame of a stream: uint8 [frames, height, width, 3], `at_once` frames at a time."""
+    parts = [_segment_part(part) for part in frames.split(at_once)]
+    if len(parts) == 1:
+        return parts[0]
+    columns = ("frames", "coverage", "colour", "areas", "labels")
+    return SegmentedFrames(*(torch.cat([getattr(part, name) for part in parts]) for name in columns))
+
+
+def _segment_part(frames: Tensor) -> SegmentedFrames:
     images = to_work_size(frames)
     palette = torch.tensor(list(COLOURS.values()), device=images.device, dtype=torch.float32) / 255.0
     palette_chroma = palette - palette.mean(dim=1, keepdim=True)
@@ -88,11 +125,11 @@ def segment(frames: Tensor) -> Segmentation:
     object_pixels = torch.where(best / length > _MIN_COSINE, covered, torch.zeros_like(covered))
     planes = torch.stack([object_pixels * (colour == index) for index in range(len(COLOURS))], dim=1)
     cells = F.avg_pool2d(planes, WORK_SIZE // CELL_SIZE) > _MIN_COVERAGE
-    areas = cells.sum(dim=(2, 3)).amax(dim=0)
-    order = torch.argsort(areas, descending=True)[:MAX_COLOURS].tolist()
-    present = tuple(index for index in order if int(areas[index]) >= MIN_REGION_CELLS)
-    labels = _connected(cells[:, list(present)])
-    return Segmentation(images, covered, colour, present, labels, _regions(labels, present))
+    areas = cells.sum(dim=(2, 3))
+    shown = torch.nonzero(areas.amax(dim=0) >= MIN_REGION_CELLS).flatten()
+    labels = torch.zeros(cells.shape, dtype=torch.int16, device=cells.device)
+    labels[:, shown] = _connected(cells[:, shown]).to(torch.int16)
+    return SegmentedFrames(images, covered, colour, areas, labels)
 
 
 def _connected(mask: Tensor) -> Tensor:

@@ -218,6 +218,30 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     assert (all_guided != media.frames).any()
 
 
+def test_the_first_chunk_has_a_sampler_of_its_own(pipeline: Pipeline) -> None:
+    """It is sampled as by that one alone, and the later chunks by the other one, whose first steps see its frames."""
+    request = dataclasses.replace(REQUEST, num_inference_steps=3, sampler="unipc", sigmas_before_shift=None)
+    levels = {}
+    for name, values in {
+        "unipc": {},
+        "dmd": {"sampler": "dmd"},
+        "mixed": {"first_chunk_sampler": "dmd"},
+        "other": {"sampler": "dmd", "first_chunk_sampler": "unipc"},
+    }.items():
+        with recorded(pipeline) as passes:
+            pipeline(dataclasses.replace(request, **values))
+        denoising = [given for given in passes if given.step.phase == "denoise"]
+        levels[name] = (
+            [(given.step.sigma, given.latents) for given in denoising if given.step.chunk == 0],
+            [given.step.sigma for given in denoising if given.step.chunk > 0],
+        )
+    for mixed, first, later in (("mixed", "dmd", "unipc"), ("other", "unipc", "dmd")):
+        assert [level for level, _ in levels[mixed][0]] == [level for level, _ in levels[first][0]]
+        assert all(torch.equal(x, y) for (_, x), (_, y) in zip(levels[mixed][0], levels[first][0], strict=True))
+        assert levels[mixed][1] == levels[later][1]
+    assert any(not torch.equal(x, y) for (_, x), (_, y) in zip(levels["dmd"][0], levels["unipc"][0], strict=True))
+
+
 def test_the_branch_without_guidance_is_kept_for_the_guided_chunks_alone(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +287,8 @@ def test_the_branch_without_guidance_is_kept_for_the_guided_chunks_alone(
     [
         ({**ROLLING, "first_chunk_steps": 3}, "first_chunk_steps: rolling denoises.*use --first-chunk-steps 4,"),
         ({**ROLLING, "first_chunk_flow_shift": 2.0}, "first_chunk_flow_shift: rolling .*--first-chunk-flow-shift 5.0,"),
+        ({**ROLLING, "first_chunk_sampler": "unipc"}, "first_chunk_sampler: rolling .*--first-chunk-sampler dmd,"),
+        ({"sigmas": (1.0, 0.5), "first_chunk_sampler": "unipc"}, "sigmas: unipc spaces its own noise levels"),
         ({**ROLLING, "guided_chunks": 3, "guidance_scale": 3.0}, "guided_chunks: rolling .*use --guided-chunks 4,"),
         ({"sigmas": (1.0, 0.5), "first_chunk_steps": 3}, "first_chunk_steps: sigmas .* use --first-chunk-steps 2"),
     ],
@@ -274,7 +300,7 @@ def test_a_first_chunk_that_cannot_differ(pipeline: Pipeline, values: dict[str, 
 
 def test_a_rolling_window_takes_first_chunks_like_the_others(pipeline: Pipeline) -> None:
     """A folder's defaults may say something of the first chunk, which a request can change and not leave out."""
-    alike = {"first_chunk_steps": 4, "first_chunk_flow_shift": 5.0}
+    alike = {"first_chunk_steps": 4, "first_chunk_flow_shift": 5.0, "first_chunk_sampler": "dmd"}
     for guided in ({"guided_chunks": 1}, {"guided_chunks": 4, "guidance_scale": 3.0}):
         resolved = pipeline.resolve(dataclasses.replace(REQUEST, **ROLLING, **alike, **guided))
         assert {name: getattr(resolved, name) for name in alike} == alike
