@@ -416,7 +416,7 @@ class GenerationRequest:
     first_chunk_sampler: str | None = field(
         default=None,
         metadata=RequestField(
-            help="Sampler of the first chunk, where it has another one.",
+            help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
             check=OneOf(SAMPLERS),
             may_stay_none=True,
             refusal=_NO_CACHE,
@@ -729,7 +729,8 @@ class GenerationRequest:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
-        guidance_scale of its own stands for both experts, and its noise levels go with its number of steps."""
+        guidance_scale of its own stands for both experts, a sampler for every chunk, and its noise levels go with its
+        number of steps."""
         own = {name: value for name, value in self.to_dict().items() if value is not None}
         missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
@@ -766,14 +767,17 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Request values of several levels by field name, where a later level wins over an earlier one.
 
     A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
-    stands beside it; one that says seconds means no num_frames of an earlier level, and the other way round. A level
-    that says noise levels says the number of steps with them, and those of an earlier level
-    go where a later one says another number of steps, or a sampler that spaces its own.
+    stands beside it; one that says sampler without first_chunk_sampler means every chunk. One that says seconds means
+    no num_frames of an earlier level, and the other way round. A level that says noise levels says the number of steps
+    with them, and those of an earlier level go where a later one says another number of steps, or a sampler that
+    spaces its own.
     """
     values: dict[str, Any] = {}
     for level in levels:
         if level.get("guidance_scale") is not None:
             values.pop("guidance_scale_2", None)
+        if level.get("sampler") is not None:
+            values.pop("first_chunk_sampler", None)
         for name, other in (("seconds", "num_frames"), ("num_frames", "seconds")):
             if level.get(name) is not None:
                 values.pop(other, None)

@@ -106,7 +106,7 @@ class RequestRules(SamplingRules):
         # Building the samplers raises for what they cannot do.
         settings.build_sampler()
         if self.is_causal:
-            settings.build_sampler(chunk=0)
+            _try_first_chunk(settings)
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_steps)
@@ -451,3 +451,16 @@ def image_remarks(request: GenerationRequest, *, but: Iterable[str] = ()) -> lis
     """What of its images a request does not use as it stands there. but: fields that may name videos."""
     names = [name for name in IMAGE_FIELDS if name not in frozenset(but)]
     return [remark for name in names for path in image_paths(request, name) for remark in picture_remarks(path, name)]
+
+
+def _try_first_chunk(settings: BatchSettings) -> None:
+    """Raises what building the first chunk's sampler does, and names the field where that chunk has one of its own."""
+    own = settings.shared.first_chunk_sampler
+    try:
+        settings.build_sampler(chunk=0)
+    except RequestError as error:
+        if own in (None, settings.sampler):
+            raise
+        raise RequestError(
+            f"first_chunk_sampler: {error}; or use --first-chunk-sampler {settings.sampler}, as of the other chunks"
+        ) from None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import diffusion_runtime
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.loading import prepare
 from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
 from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
@@ -89,6 +92,30 @@ def test_the_record_says_what_was_measured() -> None:
     kinds = {row["kind"] for row in record["prompt_accuracy"]}
     assert kinds == {"one_object", "two_objects", "held_out"}
     assert record["defaults"]["num_inference_steps"] == 12
+
+
+def test_a_sampler_of_ones_own_is_of_every_chunk() -> None:
+    """So is that of a recipe from before the first chunk had one of its own: it repeats what was made."""
+    rules = prepare(RuntimeConfig("shapes-causal", device="cpu")).rules
+    request = GenerationRequest("a red circle", num_frames=29)
+    cases: dict[str, dict[str, Any]] = {
+        "folder": {},
+        "own": {"sampler": "flow_match_euler"},
+        "both": {"sampler": "flow_match_euler", "first_chunk_sampler": "unipc"},
+    }
+    found = {}
+    for name, values in cases.items():
+        resolved = rules.resolve(dataclasses.replace(request, **values))
+        assert rules.resolve(GenerationRequest.from_dict(resolved.to_dict())) == resolved
+        found[name] = (resolved.first_chunk_sampler, resolved.sampler)
+    assert found == {
+        "folder": ("dmd", "unipc"),
+        "own": (None, "flow_match_euler"),
+        "both": ("unipc", "flow_match_euler"),
+    }
+    before = rules.resolve(request).to_dict()
+    del before["first_chunk_sampler"]
+    assert rules.resolve(GenerationRequest.from_dict(before)).first_chunk_sampler is None
 
 
 def test_the_causal_model_goes_on_and_follows_another_prompt() -> None:

@@ -54,7 +54,8 @@ class SamplingPreset:
         values = request.to_dict()
         # A scale of the second expert that is no other one.
         same_scales = values["guidance_scale_2"] in (None, values["guidance_scale"])
-        return same_scales and all(values[name] == value for name, value in self.request.items())
+        same_samplers = values["first_chunk_sampler"] in (None, values["sampler"])
+        return same_scales and same_samplers and all(values[name] == value for name, value in self.request.items())
 
     def recognised(self, folder: AnyFolder, model_path: str) -> str | None:
         """What says that this preset is the model's, None when nothing does."""
@@ -85,6 +86,8 @@ class FewSteps:
         samplers = {str(preset.request["sampler"]) for preset in self.presets}
         if request.sampler not in samplers:
             wrong.append(f"sampler {request.sampler}")
+        if request.first_chunk_sampler not in (None, request.sampler, *samplers):
+            wrong.append(f"sampler {request.first_chunk_sampler} of the first chunk")
         if not wrong:
             return None
         names = " or ".join(f"--preset {preset.name} ({preset.settings})" for preset in self.presets)

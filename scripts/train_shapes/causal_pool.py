@@ -135,7 +135,8 @@ class StreamPool:
 
         In every second stream objects are also too fast or too slow, within every second pair of latent frames and at
         its end where they should be: a chunk that begins there goes on from its past, at the speed of the sink. The
-        pairs between, in which they get away from that place, are those of the stream itself.
+        pairs between, in which they get away from that place, are those of the stream itself: where a pair that is too
+        fast begins its objects jump, by 2.1 frames' way at most, and where it ends they do not.
         """
         count, device = len(streams), streams.starts.device
         off = SPEED_DRIFT * (2 * torch.rand(count, generator=self._generator, device=device) - 1)

@@ -54,8 +54,6 @@ class StreamSampling:
 
     def __str__(self) -> str:
         changed = (
-            "" if self.first_sampler == "dmd" else f" first by {self.first_sampler}",
-            "" if self.sampler == "unipc" else f" {self.sampler}",
             "" if self.commits else " no commit",
             "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}",
             f" commit noise {self.commit_noise:g}" if self.commit_noise else "",
@@ -63,6 +61,7 @@ class StreamSampling:
         )
         return (
             f"{self.size} c{self.chunk} W{self.span} S{self.sink} J{self.first_steps}/{self.steps} "
+            f"{self.first_sampler}/{self.sampler} "
             f"g{self.first_guidance:g}/{self.guidance:g}{''.join(changed)}"
         )
 

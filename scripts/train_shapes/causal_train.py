@@ -175,7 +175,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of streams whose past is a little off in size and shade, behind the sink",
+        help="of streams whose past is a little off in size, shade and speed, behind the sink",
     )
     parser.add_argument(
         "--first-chunk-weight",

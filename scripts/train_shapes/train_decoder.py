@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vae", type=Path, required=True, metavar="FOLDER", help="exported folder to begin with")
-    parser.add_argument("--seconds", type=float, required=True, help="wall seconds of training, compiling included")
+    parser.add_argument("--seconds", type=float, required=True, help="wall seconds: compiling, and no check")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets vae/ and decoder_log.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=3e-4, help="learning rate")
@@ -158,7 +158,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train by the clock, write vae/ in bfloat16, and say what reconstructions look like before and after."""
     arguments = parse_arguments()
-    began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -173,13 +172,18 @@ def main() -> None:
     )
     if arguments.check:
         log.write(event="before", **check_switches(training.vae, device, arguments.check))
+    # The check before is not training.
+    began = time.monotonic()
     for bucket in buckets if device == "cuda" else ():
         # Compiles, and chooses kernels: 160 s of a first run on an H200.
         training.step(bucket, 0.0, of_streams=False)
         if bucket.num_frames >= MIN_STREAM_FRAMES:
             training.step(bucket, 0.0, of_streams=True)
     log.write(event="begin", seconds=time.monotonic() - began)
-    clock = Clock(max(1.0, arguments.seconds - (time.monotonic() - began)))
+    left = arguments.seconds - (time.monotonic() - began)
+    if left <= 0:
+        raise SystemExit(f"--seconds {arguments.seconds:g} were over {-left:.0f} s before the first step")
+    clock = Clock(left)
     step, losses = 0, []
     while not clock.is_over:
         bucket = random.choices(buckets, [bucket.share for bucket in buckets])[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.denoising.dmd import DmdSampler
 from scripts.shapes.streams import StreamSettings, render_stream_slots
 from scripts.shapes.trajectories import SPEED_RANGE
 from scripts.train_shapes import causal_pool
@@ -25,12 +26,21 @@ from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
 from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
 from scripts.train_shapes.causal_objective import CausalLoss, StepPlan
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
-from scripts.train_shapes.causal_sampling import Fp8Codes, KeyCache, StreamSampler, StreamSampling, visible_frames
+from scripts.train_shapes.causal_sampling import (
+    Fp8Codes,
+    KeyCache,
+    StreamSampler,
+    StreamSampling,
+    _Renoising,
+    visible_frames,
+)
 from scripts.train_shapes.causal_train import SHAPES, make_pool, train
 from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.ranks import Ranks
 from scripts.train_shapes.session import Clock, Log
+from scripts.train_shapes.train_decoder import DecoderTraining
 from scripts.train_shapes.train_transformer import load_encoder
+from scripts.train_shapes.train_vae import Bucket
 from tests.tables import table
 
 
@@ -364,3 +374,37 @@ def test_a_checkpoint_is_small_files_and_runs_once_exported(tmp_path: Path) -> N
     )
     assert media.frames.shape == (5, 64, 64, 3)
     assert float(media.frames.std()) > 1.0
+
+
+def test_the_decoder_is_trained_alone() -> None:
+    training = DecoderTraining(SHAPES, "cpu", 0)
+    before = {name: value.clone() for name, value in training.module.state_dict().items()}
+    losses = [training.step(Bucket(9, 32, 2, 1.0), 1e-3, of_streams=of_streams) for of_streams in (True, False, True)]
+    assert all(bool(loss.isfinite()) and float(loss) > 0 for loss in losses)
+    changed = {
+        name.split(".")[0]
+        for name, value in training.module.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
+    assert changed == {"decoder", "post_quant_conv"}
+
+
+def test_fresh_noise_is_added_as_by_the_package() -> None:
+    """The levels of both, and a step from one to the next."""
+    sampler, solver = DmdSampler(12, 20.0), _Renoising(20.0, 12, "cpu")
+    torch.testing.assert_close(
+        solver.timesteps, torch.tensor([1000 * level for level in sampler.levels]), rtol=0, atol=1e-2
+    )
+    noise = torch.randn(1, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    drawn: list[Tensor] = []
+
+    def draw() -> Tensor:
+        drawn.append(torch.randn(noise.shape, generator=torch.Generator().manual_seed(len(drawn) + 1)))
+        return drawn[-1]
+
+    wanted = sampler.sample(noise, lambda x, step: 0.3 * x + step.timestep / 1000, draw_noise=draw)
+    latents = noise
+    for index, timestep in enumerate(solver.timesteps):
+        fresh = drawn[index] if index < 11 else torch.zeros_like(noise)
+        latents = solver.step(0.3 * latents + float(timestep) / 1000, index, latents, fresh)
+    torch.testing.assert_close(latents, wanted, rtol=1e-4, atol=1e-4)

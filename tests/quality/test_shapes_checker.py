@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffusion_runtime.quality.shapes.segmentation import segment, segment_frames
 from scripts.shapes import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
@@ -238,3 +239,20 @@ def test_wilson_interval_of_textbook_values() -> None:
     assert wilson(10, 10).high == 1.0
     with pytest.raises(ValueError, match="between"):
         wilson(3, 2)
+
+
+def test_clips_of_frames_that_were_segmented_once_are_those_segmented_alone() -> None:
+    """A part of a stream with other colours in every part, across the borders at which it is segmented."""
+    clips = [render(sample_scenes(3, torch.Generator().manual_seed(seed)), 29, 96) for seed in range(2)]
+    frames = torch.cat([clip for each in clips for clip in each])
+    whole = segment_frames(frames, at_once=20)
+    for first, last, step in ((0, 29, 1), (11, 40, 1), (50, 79, 7), (140, 174, 1)):
+        mine, alone = whole.clip(slice(first, last, step)), segment(frames[first:last:step])
+        assert mine.regions == alone.regions
+        assert mine.regions
+        assert mine.plane_colours == alone.plane_colours
+        for name in ("frames", "coverage", "colour"):
+            assert torch.equal(getattr(mine, name), getattr(alone, name))
+        own = torch.stack([alone.labels[each.frame, each.plane] == each.label for each in alone.regions])
+        seen = torch.stack([mine.labels[each.frame, each.plane] == each.label for each in mine.regions])
+        assert torch.equal(own, seen)

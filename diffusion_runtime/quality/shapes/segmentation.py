@@ -105,7 +105,7 @@ class SegmentedFrames:
 
 def segment_frames(frames: Tensor, at_once: int = 64) -> SegmentedFrames:
     """Segment every frame of a stream: uint8 [frames, height, width, 3], `at_once` frames at a time."""
-    parts = [_segment_part(part) for part in frames.split(at_once)]
+    parts = [_segment_part(part) for part in torch.split(frames, at_once)]
     if len(parts) == 1:
         return parts[0]
     columns = ("frames", "coverage", "colour", "areas", "labels")

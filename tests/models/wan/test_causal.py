@@ -288,7 +288,10 @@ def test_the_branch_without_guidance_is_kept_for_the_guided_chunks_alone(
         ({**ROLLING, "first_chunk_steps": 3}, "first_chunk_steps: rolling denoises.*use --first-chunk-steps 4,"),
         ({**ROLLING, "first_chunk_flow_shift": 2.0}, "first_chunk_flow_shift: rolling .*--first-chunk-flow-shift 5.0,"),
         ({**ROLLING, "first_chunk_sampler": "unipc"}, "first_chunk_sampler: rolling .*--first-chunk-sampler dmd,"),
-        ({"sigmas": (1.0, 0.5), "first_chunk_sampler": "unipc"}, "sigmas: unipc spaces its own noise levels"),
+        (
+            {"sigmas": (1.0, 0.5), "first_chunk_sampler": "unipc"},
+            "first_chunk_sampler: sigmas: unipc spaces its own noise levels.*--first-chunk-sampler dmd,",
+        ),
         ({**ROLLING, "guided_chunks": 3, "guidance_scale": 3.0}, "guided_chunks: rolling .*use --guided-chunks 4,"),
         ({"sigmas": (1.0, 0.5), "first_chunk_steps": 3}, "first_chunk_steps: sigmas .* use --first-chunk-steps 2"),
     ],
