@@ -63,16 +63,16 @@ class Streams:
 class DecoderTraining:
     """The VAE whose decoder learns; `step` is one update."""
 
-    def __init__(self, folder: Path, device: str, seed: int) -> None:
+    def __init__(self, folder: Path, device: str, seed: int, *, compiled: bool = False) -> None:
         cuda = device == "cuda"
         torch.manual_seed(seed)
         self._device, self._generator = device, torch.Generator(device).manual_seed(seed)
         self.module = load_vae(folder).float().to(device).requires_grad_(False)
         if cuda:
             channels_last(self.module)
-        activate = torch.compile(normalise_and_activate, dynamic=True) if cuda else normalise_and_activate
-        self._render = torch.compile(render_float, dynamic=True) if cuda else render_float
-        self._render_slots = torch.compile(render_slots, dynamic=True) if cuda else render_slots
+        activate = torch.compile(normalise_and_activate, dynamic=True) if compiled else normalise_and_activate
+        self._render = torch.compile(render_float, dynamic=True) if compiled else render_float
+        self._render_slots = torch.compile(render_slots, dynamic=True) if compiled else render_slots
         self.vae = WholeClipVae(self.module, activate)
         self.parameters = [*self.module.decoder.parameters(), *self.module.post_quant_conv.parameters()]
         for parameter in self.parameters:
@@ -151,6 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch-share", type=float, default=1.0, metavar="SHARE", help="of every batch; 0.125 is enough on a CPU"
     )
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes minutes at first")
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")
     return parser.parse_args()
 
@@ -164,7 +165,9 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.out / "decoder_log.jsonl")
-    training, random = DecoderTraining(arguments.vae, device, arguments.seed), Random(arguments.seed)
+    compiled = device == "cuda" and not arguments.no_compile
+    training = DecoderTraining(arguments.vae, device, arguments.seed, compiled=compiled)
+    random = Random(arguments.seed)
     buckets = tuple(
         replace(each, batch=max(1, round(each.batch * arguments.batch_share)))
         for each in (TOY_BUCKETS if arguments.toy else BUCKETS)

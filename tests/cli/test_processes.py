@@ -100,6 +100,8 @@ def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: Path, tmp_path: Path) -> None:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("hang-ups are ignored here, as under nohup, and stay so")
     arguments = ("-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder), "--json")
     with start_python(*arguments, cwd=tmp_path, env=process_environment()) as process:
         assert process.stderr is not None
