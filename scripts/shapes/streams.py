@@ -120,7 +120,7 @@ def drifted(streams: StreamBatch, generator: torch.Generator) -> StreamBatch:
     return replace(streams, segments=replace(segments, radius=radius, tones=tones))
 
 
-def hurried(streams: StreamBatch, moments: Tensor) -> StreamBatch:
+def at_moments(streams: StreamBatch, moments: Tensor) -> StreamBatch:
     """The same streams with every object where it is at other moments. moments: [B, frames] float32, in frames of
     `streams` counted from its first one, held to those that there are."""
     last = streams.centre.shape[1] - 1

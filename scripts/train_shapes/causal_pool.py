@@ -20,8 +20,8 @@ from scripts.shapes.streams import (
     SPEED_DRIFT,
     StreamBatch,
     StreamSettings,
+    at_moments,
     drifted,
-    hurried,
     sample_streams,
 )
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS, Encoder, TrainingBatch, latent_foreground
@@ -147,7 +147,7 @@ class StreamPool:
         from_place = ((frame - skipped - 4) % 16 - 8).abs()
         first = frame.new_tensor(1 + 4 * (SINK_FRAMES - 1) if self.far else 0)
         moments = (frame - off[:, None] * from_place).clamp(min=first)
-        latents, _ = self._encoded(drifted(hurried(streams, moments), self._generator))
+        latents, _ = self._encoded(drifted(at_moments(streams, moments), self._generator))
         pair = torch.arange(self.num_latents, device=device) // 2
         where = (pair > 0) & ((pair % 2 == 1) | (off == 0)[:, None])
         return latents, where[:, None, :, None, None]

@@ -141,7 +141,7 @@ def visible_frames(first: int, count: int, span: int | None, sink: int) -> tuple
     return (*range(min(sink, first)), *range(max(oldest, min(sink, first)), first))
 
 
-class _Renoising:
+class Renoising:
     """Noise levels s t / (1 + (s - 1) t) of linear t, and a step from one to the next: the data that a velocity says,
     with fresh noise."""
 
@@ -215,7 +215,7 @@ class StreamSampler:
             )
             latents = self._noise(seeds, index, (LATENT_CHANNELS, sampling.chunk, side, side))
             adds_noise = (sampling.sampler if index else sampling.first_sampler) == "dmd"
-            solver = _Renoising(shift, steps, self._device) if adds_noise else _solver(shift, steps, self._device)
+            solver = Renoising(shift, steps, self._device) if adds_noise else _solver(shift, steps, self._device)
             cache.keep = None
             for step, timestep in enumerate(solver.timesteps):
                 if not sampling.commits and step == steps - 1:
@@ -225,7 +225,7 @@ class StreamSampler:
                 if with_guidance:
                     wanted, without = velocity.chunk(2)
                     velocity = without + guidance * (wanted - without)
-                if isinstance(solver, _Renoising):
+                if isinstance(solver, Renoising):
                     fresh = self._noise(seeds, (step + 1) * _STEP_DRAWS + index, tuple(latents.shape[1:]))
                     latents = solver.step(velocity, step, latents, fresh)
                 else:

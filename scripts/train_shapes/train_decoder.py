@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -46,18 +46,11 @@ LOG_EVERY = 50
 """Steps."""
 
 
-@dataclass(frozen=True)
-class Streams:
-    """How streams are looked at: latents encoded in one go, switches at every second latent frame."""
-
-    num_frames: int
-    size: int
-
-    def sample(self, count: int, generator: torch.Generator, switch_share: float) -> StreamBatch:
-        """Streams with the switches that a decoder has to follow."""
-        firsts = first_pixel_frames(1 + (self.num_frames - 1) // 4).tolist()
-        settings = StreamSettings(0.4, switch_share, SWITCH_WEIGHTS, switch_frames=tuple(firsts[2::2]))
-        return sample_streams(count, generator, torch.arange(self.num_frames), settings)
+def streams_with_switches(bucket: Bucket, generator: torch.Generator) -> StreamBatch:
+    """Streams of a bucket's shape; nine of ten change what a decoder has to follow, at every second latent frame."""
+    firsts = first_pixel_frames(1 + (bucket.num_frames - 1) // 4).tolist()
+    settings = StreamSettings(0.4, 0.9, SWITCH_WEIGHTS, switch_frames=tuple(firsts[2::2]))
+    return sample_streams(bucket.batch, generator, torch.arange(bucket.num_frames), settings)
 
 
 class DecoderTraining:
@@ -84,7 +77,7 @@ class DecoderTraining:
     def _clips(self, bucket: Bucket, *, of_streams: bool) -> tuple[Tensor, Tensor]:
         if not of_streams:
             return training_clips(bucket, self._generator, self._render)
-        streams = Streams(bucket.num_frames, bucket.size).sample(bucket.batch, self._generator, 0.9)
+        streams = streams_with_switches(bucket, self._generator)
         frames, covered = render_stream_slots(streams, bucket.size, self._render_slots)
         return frames.permute(0, 4, 1, 2, 3) * 2 - 1, covered.amax(dim=1)
 
@@ -112,13 +105,12 @@ class DecoderTraining:
 @torch.no_grad()
 def check_switches(vae: WholeClipVae, device: str, count: int, sheet: Path | None = None) -> dict[str, object]:
     """How reconstructions of seeded streams with switches are read: 8 s of 256 x 256, one object."""
-    shape = Streams(93, 256)
     readings, shown = [], []
     settings = StreamSettings(0.0, 1.0, SWITCH_WEIGHTS, switch_frames=(29, 37, 45))
     for seed in range(count):
         generator = torch.Generator().manual_seed(990_000 + seed)
-        streams = sample_streams(1, generator, torch.arange(shape.num_frames), settings)
-        clip = render_streams(streams, shape.size).to(device)
+        streams = sample_streams(1, generator, torch.arange(93), settings)
+        clip = render_streams(streams, 256).to(device)
         mean, _ = vae.encode(clip.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
         frames = clip_to_frames(vae.decode(mean)).cpu()[0]
         prompts: list[tuple[int, SceneAttributes]] = streams.prompts_of(0)
@@ -143,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vae", type=Path, required=True, metavar="FOLDER", help="exported folder to begin with")
-    parser.add_argument("--seconds", type=float, required=True, help="wall seconds: compiling, and no check")
+    parser.add_argument("--seconds", type=float, required=True, help="wall seconds, with compiling and without checks")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets vae/ and decoder_log.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=3e-4, help="learning rate")

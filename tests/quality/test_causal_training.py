@@ -29,9 +29,9 @@ from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_sampling import (
     Fp8Codes,
     KeyCache,
+    Renoising,
     StreamSampler,
     StreamSampling,
-    _Renoising,
     visible_frames,
 )
 from scripts.train_shapes.causal_train import SHAPES, make_pool, train
@@ -391,7 +391,7 @@ def test_the_decoder_is_trained_alone() -> None:
 
 def test_fresh_noise_is_added_as_by_the_package() -> None:
     """The levels of both, and a step from one to the next."""
-    sampler, solver = DmdSampler(12, 20.0), _Renoising(20.0, 12, "cpu")
+    sampler, solver = DmdSampler(12, 20.0), Renoising(20.0, 12, "cpu")
     torch.testing.assert_close(
         solver.timesteps, torch.tensor([1000 * level for level in sampler.levels]), rtol=0, atol=1e-2
     )

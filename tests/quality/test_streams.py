@@ -20,8 +20,8 @@ from scripts.shapes.streams import (
     MAX_SEGMENTS,
     StreamBatch,
     StreamSettings,
+    at_moments,
     drifted,
-    hurried,
     render_streams,
     sample_streams,
 )
@@ -100,16 +100,16 @@ def test_a_drifted_stream_is_the_same_one_a_little_off() -> None:
     assert torch.equal(render_streams(first, 32), render_streams(batch, 32)[:3])
 
 
-def test_a_hurried_stream_is_the_same_one_at_other_moments() -> None:
+def test_a_stream_at_moments_is_the_same_one_at_other_moments() -> None:
     batch = streams(7, 8, 9, StreamSettings(switch_share=0.0))
     moments = torch.arange(9.0).expand(8, -1)
-    assert torch.equal(hurried(batch, moments).centre, batch.centre)
-    halfway = hurried(batch, moments * 0.5)
+    assert torch.equal(at_moments(batch, moments).centre, batch.centre)
+    halfway = at_moments(batch, moments * 0.5)
     assert torch.equal(halfway.centre[:, ::2], batch.centre[:, :5])
     torch.testing.assert_close(halfway.centre[:, 1], batch.centre[:, :2].mean(dim=1))
     # Before the first frame and after the last one objects rest.
-    assert torch.equal(hurried(batch, moments - 99).centre, batch.centre[:, :1].expand_as(batch.centre))
-    assert torch.equal(hurried(batch, moments + 99).centre, batch.centre[:, -1:].expand_as(batch.centre))
+    assert torch.equal(at_moments(batch, moments - 99).centre, batch.centre[:, :1].expand_as(batch.centre))
+    assert torch.equal(at_moments(batch, moments + 99).centre, batch.centre[:, -1:].expand_as(batch.centre))
     assert halfway.attributes() == batch.attributes()
 
 
