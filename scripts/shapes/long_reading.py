@@ -90,6 +90,8 @@ class WindowReading:
     drift: Drift
     seam: float = 1.0
     """Motion or flicker at the borders of chunks in the window over those inside chunks of the whole stream."""
+    tracks: tuple[tuple[Sighting, ...], ...] = ()
+    """Where each object is, of a window whose motion is wrong."""
 
     @property
     def right(self) -> bool:
@@ -182,6 +184,7 @@ def _read_window(
         motion,
         continuous,
         _drift(found, reference),
+        tracks=() if motion or tracks is None else tuple(map(tuple, tracks)),
     )
     return window, reference
 

@@ -120,7 +120,8 @@ def has_no_seam(window: WindowReading) -> bool:
 
 
 def window_record(reading: StreamReading) -> dict[str, object]:
-    """Every window of a stream, for JSON: its first frame, and a 1 or a 0 per window and question."""
+    """Every window of a stream, for JSON: its first frame, and a 1 or a 0 per window and question; of windows whose
+    motion is wrong also where each object is, frame by frame (x, y, left, right, upper and lower edge, area)."""
 
     def row(answers: Iterable[bool]) -> str:
         return "".join("1" if answer else "0" for answer in answers)
@@ -136,4 +137,12 @@ def window_record(reading: StreamReading) -> dict[str, object]:
         },
         "same": row(map(has_not_drifted, reading.windows)),
         "seamless": row(map(has_no_seam, reading.windows)),
+        "wrong_motion": {
+            str(window.first_frame): [
+                [[round(each, 3) for each in (seen.x, seen.y, *seen.edges, seen.cells)] for seen in track]
+                for track in window.tracks
+            ]
+            for window in reading.windows
+            if window.tracks
+        },
     }

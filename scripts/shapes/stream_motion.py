@@ -29,6 +29,8 @@ below their centre."""
 MAX_STEP = 0.15
 """Largest step from one frame to the next: four times the fastest speed in the data."""
 SPEED_TOLERANCE, RADIUS_TOLERANCE = 0.25, 0.20
+MIN_BEND = 0.5
+"""Of the angle that an object on a circle sweeps about the middle: by how much its velocity turns at least."""
 MIN_SHARE = 0.9
 """Share of frames that must agree."""
 MIN_FREE_FRAMES = 6
@@ -143,7 +145,8 @@ def _bounces(along: Tensor, free: Tensor, short: bool) -> bool:
 
 
 def _circles(place: Tensor, velocity: Tensor) -> bool:
-    """One radius about the frame's middle, and one sense."""
+    """One radius about the frame's middle, one sense, and a way that bends: a straight one that passes the middle at a
+    distance has nearly one radius as well."""
     radius = torch.linalg.vector_norm(place, dim=1)
     median = float(radius.median())
     steady = ((radius - median).abs() <= RADIUS_TOLERANCE * median).float().mean()
@@ -151,4 +154,11 @@ def _circles(place: Tensor, velocity: Tensor) -> bool:
     spin = middle[:, 0] * velocity[:, 1] - middle[:, 1] * velocity[:, 0]
     one_sense = max(float((spin > 0).float().mean()), float((spin < 0).float().mean()))
     speed = float(torch.linalg.vector_norm(velocity, dim=1).median())
-    return speed >= MIN_SPEED and float(steady) >= MIN_SHARE and one_sense >= MIN_SHARE
+    bends = abs(_swept(velocity)) >= MIN_BEND * abs(_swept(middle))
+    return speed >= MIN_SPEED and float(steady) >= MIN_SHARE and one_sense >= MIN_SHARE and bends
+
+
+def _swept(vectors: Tensor) -> float:
+    """The angle that vectors [frames, 2] turn by from the first to the last, in radians."""
+    angle = torch.atan2(vectors[:, 1], vectors[:, 0]).diff()
+    return float(torch.remainder(angle + torch.pi, 2 * torch.pi).sum()) - len(angle) * torch.pi

@@ -40,10 +40,10 @@ that jumped by 0.12."""
 SPEED_DRIFT = 0.3
 """Of a speed: an object that turned at the margin went on at 0.73 of the speed that it came with."""
 SWITCHES = ("motion", "colour", "shape", "background")
-# (left, right, up, down, still, back and forth, up and down; of two objects around as well): where two objects share
-# the frame, each moves along the line between the halves.
+# (left, right, up, down, still; of two objects back and forth, up and down and around as well): where two objects
+# share the frame, each moves along the line between the halves.
 _WEIGHTS = {
-    "one": (1.0, 1.0, 1.0, 1.0, 0.6, 1.4, 1.4),
+    "one": (1.0, 1.0, 1.0, 1.0, 0.6),
     "across": (1.0, 1.0, 0.0, 0.0, 0.6, 1.6, 0.0, 0.0),
     "along": (0.0, 0.0, 1.0, 1.0, 0.6, 0.0, 1.6, 0.0),
 }
@@ -60,6 +60,8 @@ class StreamSettings:
     """Relative frequency of each of SWITCHES."""
     around_weight: float = 1.4
     """Relative frequency of "around" among the motions of one object, where those of the others add up to 7.4."""
+    bounce_weight: float = 1.4
+    """Likewise of "back and forth", and of "up and down"."""
     switch_frames: tuple[int, ...] = ()
     """Frames at which a segment may begin; none: no switches."""
 
@@ -166,7 +168,7 @@ def sample_streams(
     axis = torch.randint(2, (count,), generator=generator, device=device)
     swapped = torch.rand(count, generator=generator, device=device) < 0.5
     bounds = bounds_of(scenes.radius, two, axis, swapped)
-    weights = _motion_weights(two, axis, settings.around_weight)
+    weights = _motion_weights(two, axis, settings)
     scenes = replace(scenes, motion=_draw_motion(scenes, weights, generator))
     parts, starts = [scenes], _draw_starts(count, generator, settings)
     for _ in range(MAX_SEGMENTS - 1):
@@ -184,10 +186,10 @@ def sample_streams(
     return StreamBatch(_interleaved(parts), starts, centre, times)
 
 
-def _motion_weights(two: Tensor, axis: Tensor, around: float) -> Tensor:
-    """[B, motions]: halves beside each other (axis 0) leave room to move up and down, others across. around: of that
-    motion, which one object alone has."""
-    table = torch.tensor([(*_WEIGHTS["one"], around), _WEIGHTS["along"], _WEIGHTS["across"]], device=two.device)
+def _motion_weights(two: Tensor, axis: Tensor, settings: StreamSettings) -> Tensor:
+    """[B, motions]: halves beside each other (axis 0) leave room to move up and down, others across."""
+    one = (*_WEIGHTS["one"], settings.bounce_weight, settings.bounce_weight, settings.around_weight)
+    table = torch.tensor([one, _WEIGHTS["along"], _WEIGHTS["across"]], device=two.device)
     return table[torch.where(two, 1 + axis, 0)]
 
 

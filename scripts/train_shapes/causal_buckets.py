@@ -24,6 +24,8 @@ FAR_WINDOWS: dict[int, tuple[tuple[int, int], ...]] = {
     4: ((8, 2), (10, 2)),
     8: ((12, 2),),
 }
+SHIPPED = (2, 6, 2)
+"""Chunk, span and sink of `shapes-causal`."""
 NO_PAST = 0.05
 """Share of steps in which no chunk sees another."""
 LAST_POSITION = 4096
@@ -57,15 +59,17 @@ class CausalBucket:
     def num_frames(self) -> int:
         return 1 + 4 * (self.num_latents - 1)
 
-    def plan(self, random: Random, device: str) -> StepPlan:
-        """How one step reads its batch: chunk, window, positions."""
+    def plan(self, random: Random, device: str, as_shipped: float = 0.0) -> StepPlan:
+        """How one step reads its batch: chunk, window, positions. as_shipped: share of steps with those of SHIPPED."""
         positions = torch.arange(self.num_latents)
         if self.kind in ("clip", "first"):
             return StepPlan(positions.to(device), self.first_shift)
         sizes = [chunk for chunk in CHUNKS if self.num_latents % chunk == 0 and chunk < self.num_latents]
         chunk = random.choices(sizes, [CHUNKS[size] for size in sizes])[0]
+        shipped = as_shipped > 0 and random.random() < as_shipped
+        chunk = SHIPPED[0] if shipped else chunk
         if self.kind == "far":
-            span, sink = random.choice(FAR_WINDOWS[chunk])
+            span, sink = SHIPPED[1:] if shipped else random.choice(FAR_WINDOWS[chunk])
             # As far as the stream was long when it came here, an hour at most, and near more often than far.
             positions[SINK_FRAMES:] += round(LAST_POSITION ** random.random())
             # Chunks whose past was never encoded: they begin in the first frames behind the sink.
@@ -73,7 +77,7 @@ class CausalBucket:
                 first + chunk <= SINK_FRAMES or first >= SINK_FRAMES + 2 for first in range(0, self.num_latents, chunk)
             )
         else:
-            span, sink = random.choice(WINDOWS[chunk])
+            span, sink = SHIPPED[1:] if shipped else random.choice(WINDOWS[chunk])
             if random.random() < NO_PAST:
                 span, sink = chunk, 0
             positions += random.choice((0, random.randrange(LAST_POSITION)))

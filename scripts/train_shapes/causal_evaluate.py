@@ -58,6 +58,8 @@ FIRST_SEED = 77_003
 SAMPLED_AT_ONCE = 64
 DECODED_AT_ONCE = 4 * 733 * 256 * 256
 """Pixels, of all frames and streams together: four streams of a minute at 256 x 256."""
+SHOWN_OF_STREAM = 3
+"""Wrong windows of one stream that are in the picture of what is wrong."""
 WRITE_EVERY = 10.0
 """Seconds between two versions of the results while streams are read."""
 
@@ -107,9 +109,16 @@ def tasks_of(
     return tasks
 
 
-def _read_one(frames: np.ndarray, prompts: tuple[Prompt, ...], settings: LongSettings) -> StreamReading:
+def _read_one(
+    frames: np.ndarray, prompts: tuple[Prompt, ...], settings: LongSettings
+) -> tuple[StreamReading, list[Tensor]]:
+    """The reading, and frames of its first wrong windows and of switches that changed something else."""
     torch.set_num_threads(1)
-    return read_stream(torch.from_numpy(frames), prompts, settings)
+    clip = torch.from_numpy(frames)
+    reading = read_stream(clip, prompts, settings)
+    wrong = [window.first_frame for window in reading.windows if not window.right][:SHOWN_OF_STREAM]
+    wrong += [switch.first_frame for switch in reading.switches if not switch.kept or switch.delay is None]
+    return reading, [clip[first : first + settings.window : 4].clone() for first in wrong]
 
 
 class StreamModel:
@@ -265,11 +274,20 @@ def measure(
     is_over: Callable[[], bool],
     sheet: Path,
 ) -> Iterator[Result]:
-    """Results of more and more streams, the last one of all that was made. sheet: where frames of 16 of them go."""
+    """Results of more and more streams, the last one of all that was made. sheet: where frames of 16 of them go; those
+    of what is wrong go beside it."""
     name = "rendered" if model is None else f"{'package ' if isinstance(model, PackageModel) else ''}{sampling}"
-    pending: set[Future[StreamReading]] = set()
+    pending: set[Future[tuple[StreamReading, list[Tensor]]]] = set()
     readings: list[StreamReading] = []
     kept: list[Tensor] = []
+    wrong: list[Tensor] = []
+
+    def collect(done: set[Future[tuple[StreamReading, list[Tensor]]]]) -> None:
+        for future in done:
+            reading, clips = future.result()
+            readings.append(reading)
+            wrong.extend(clips)
+
     num_whole = 0
     length, began = 4 * len(tasks[0].texts) * sampling.chunk - 3, time.monotonic()
     for first in range(0, len(tasks), SAMPLED_AT_ONCE):
@@ -291,12 +309,14 @@ def measure(
             if part is not None:
                 pending.add(pool.submit(_read_one, *part, settings))
         done, pending = wait(pending, timeout=0)
-        readings += [future.result() for future in done]
+        collect(done)
         yield Result(name, readings, len(tasks), is_complete=False)
     save_sheet(sheet, kept, num_columns=8)
     while pending:
         done, pending = wait(pending, timeout=WRITE_EVERY)
-        readings += [future.result() for future in done]
+        collect(done)
+        if wrong and not pending:
+            save_sheet(sheet.with_stem(f"{sheet.stem}_wrong"), wrong, num_columns=8)
         yield Result(name, readings, len(tasks), is_complete=not pending and num_whole == len(tasks))
 
 

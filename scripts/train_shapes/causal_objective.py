@@ -23,6 +23,8 @@ from scripts.train_shapes.objective import CAPTION_DROPOUT, FOREGROUND_BELOW, FO
 
 LATER_SHIFT = 5.0
 """Timestep shift of chunks after the first: where objects are is known from the chunks before."""
+LATER_STEPS = 4
+"""Sampling steps of chunks after the first, as `shapes-causal` has them."""
 FIRST_CHUNK_WEIGHT = 2.0
 """Of the first chunk's error: it is one of eight, and alone in being made of nothing."""
 BANK_SHARE = 0.5
@@ -77,6 +79,8 @@ class StepPlan:
     """Per chunk, whether its error counts."""
     first_weight: float = FIRST_CHUNK_WEIGHT
     """Of the first chunk's error."""
+    at_steps: float = 0.0
+    """Share of samples whose later chunks have noise levels of the LATER_STEPS sampling steps alone."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,20 @@ class CausalLoss:
 
 
 def noise_levels(
-    count: int, num_chunks: int, first_shift: float, generator: torch.Generator, later_shift: float = LATER_SHIFT
+    count: int,
+    num_chunks: int,
+    first_shift: float,
+    generator: torch.Generator,
+    later_shift: float = LATER_SHIFT,
+    at_steps: float = 0.0,
 ) -> Tensor:
-    """[B, num_chunks] in 0 to 1, independent."""
+    """[B, num_chunks] in 0 to 1, independent. at_steps: see StepPlan."""
     device = generator.device
     level = torch.sigmoid(TIMESTEP_SPREAD * torch.randn(count, num_chunks, generator=generator, device=device))
+    if at_steps:
+        at = torch.randint(1, LATER_STEPS + 1, (count, num_chunks), generator=generator, device=device) / LATER_STEPS
+        chosen = torch.rand(count, 1, generator=generator, device=device) < at_steps
+        level[:, 1:] = torch.where(chosen, at, level)[:, 1:]
     shift = torch.full((num_chunks,), later_shift, device=device)
     shift[0] = first_shift
     return shift * level / (1 + (shift - 1) * level)
@@ -134,7 +147,8 @@ def causal_loss(
     chunk = num_frames if plan.mask is None else plan.mask.chunk
     num_chunks = num_frames // chunk
     noise = torch.randn(data.shape, generator=generator, device=device)
-    level = noise_levels(count, num_chunks, plan.first_shift, generator).repeat_interleave(chunk, dim=1)
+    level = noise_levels(count, num_chunks, plan.first_shift, generator, at_steps=plan.at_steps)
+    level = level.repeat_interleave(chunk, dim=1)
     wide = level[:, None, :, None, None]
     mixed = torch.lerp(data, noise, wide)
     # A chunk has the caption that holds when it begins.

@@ -126,7 +126,11 @@ def train(
             pool.clips.refresh(pool.bucket.encode_batch)
         begin, end = arguments.schedule
         rate = cosine(begin + (end - begin) * progress, arguments.peak, arguments.end)
-        plan = replace(pool.bucket.plan(random, training.device), first_weight=arguments.first_chunk_weight)
+        plan = replace(
+            pool.bucket.plan(random, training.device, arguments.as_shipped),
+            first_weight=arguments.first_chunk_weight,
+            at_steps=arguments.at_steps,
+        )
         loss = training.step(pool.draw(training.generator), plan, rate)
         for part, error in (("first", loss.first), ("later", loss.later)):
             errors.setdefault(f"{pool.bucket.name}.{part}", []).append(error)
@@ -168,6 +172,27 @@ def parse_arguments() -> argparse.Namespace:
         help="of streams of one object that circle; the other motions add up to 7.4",
     )
     parser.add_argument(
+        "--bounce",
+        type=float,
+        default=StreamSettings.bounce_weight,
+        metavar="WEIGHT",
+        help="of streams of one object that go back and forth, and of those that go up and down",
+    )
+    parser.add_argument(
+        "--as-shipped",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of steps with the chunk, window and sink that shapes-causal has; the others draw theirs",
+    )
+    parser.add_argument(
+        "--at-steps",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of samples whose later chunks are at the noise levels of the four sampling steps alone",
+    )
+    parser.add_argument(
         "--two-objects", type=float, default=StreamSettings.two_object_fraction, metavar="SHARE", help="of streams"
     )
     parser.add_argument(
@@ -190,6 +215,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--refresh-every", type=int, default=REFRESH_EVERY, metavar="STEPS")
+    parser.add_argument(
+        "--fill",
+        type=float,
+        metavar="SHARE",
+        help="of each pool, before the first step; default: 0.25 of all processes'",
+    )
     parser.add_argument("--no-compile", action="store_true", help="run the blocks without torch.compile")
     parser.add_argument("--pause-file", type=Path, help="wait between steps while it is there, off the clock")
     parser.add_argument("--compile-cache", type=Path, help="file of what torch.compile made: read, and written")
@@ -229,13 +260,13 @@ def main() -> None:
     state = training.resume(arguments.resume) if arguments.resume else {}
     log.write(event="start", device=device, ranks=ranks.count, stage=arguments.stage, compiled=compiled, **state)
     encode = load_encoder(arguments.vae, device)
-    streams = StreamSettings(arguments.two_objects, around_weight=arguments.around)
+    streams = StreamSettings(arguments.two_objects, around_weight=arguments.around, bounce_weight=arguments.bounce)
     pools = []
     for index, bucket in enumerate(STAGES[arguments.stage]):
         start = time.monotonic()
         seed = ranks.seed(1000 * (arguments.seed + training.steps) + index)
         pool = make_pool(bucket, encode, device, seed, streams, arguments.drift)
-        pool.fill(max(0.08, 0.25 / ranks.count))
+        pool.fill(arguments.fill or max(0.08, 0.25 / ranks.count))
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
     left = ranks.agree(arguments.seconds - (time.monotonic() - began))

@@ -24,7 +24,7 @@ from scripts.train_shapes.causal_buckets import STAGES
 from scripts.train_shapes.causal_export import export_streams
 from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
 from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
-from scripts.train_shapes.causal_objective import CausalLoss, StepPlan
+from scripts.train_shapes.causal_objective import LATER_SHIFT, LATER_STEPS, CausalLoss, StepPlan, noise_levels
 from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
 from scripts.train_shapes.causal_sampling import (
     Fp8Codes,
@@ -36,6 +36,7 @@ from scripts.train_shapes.causal_sampling import (
 )
 from scripts.train_shapes.causal_train import SHAPES, make_pool, train
 from scripts.train_shapes.causal_training import CausalTraining, build_models
+from scripts.train_shapes.export import build_scheduler
 from scripts.train_shapes.ranks import Ranks
 from scripts.train_shapes.session import Clock, Log
 from scripts.train_shapes.train_decoder import DecoderTraining
@@ -252,6 +253,8 @@ def test_two_calls_share_one_schedule_of_the_learning_rate(tmp_path: Path) -> No
             peak=1.0,
             end=0.1,
             first_chunk_weight=2.0,
+            as_shipped=0.0,
+            at_steps=0.0,
             out=tmp_path,
         )
         train(recorder, [pool], Clock(9e9), Ranks(0, 1, "cpu"), Log(None), arguments)  # type: ignore[arg-type]
@@ -326,6 +329,30 @@ def test_a_drifted_past_is_what_chunks_see_and_not_what_they_are_to_become() -> 
     same = loss(None)
     assert loss(batch.latents.clone()) == same
     assert loss(batch.latents + 1.0) != same
+
+
+def test_shares_of_steps_are_as_streams_are_sampled() -> None:
+    # Chunk, span and sink of what ships.
+    for bucket in STAGES["toy"][:2]:
+        plans = [bucket.plan(random, "cpu", as_shipped=0.5) for random in [Random(0)] for _ in range(200)]
+        usual = [bucket.plan(random, "cpu") for random in [Random(0)] for _ in range(200)]
+        shipped, before = (
+            sum(
+                plan.mask is not None and (plan.mask.chunk, plan.mask.span, plan.mask.sink) == (2, 6, 2)
+                for plan in each
+            )
+            for each in (plans, usual)
+        )
+        assert 0.45 * 200 < shipped < 0.8 * 200
+        assert before < 0.4 * 200
+    # The noise levels of four steps at a shift of 5: those at which the model is asked.
+    asked = build_scheduler("unipc", LATER_SHIFT)
+    asked.set_timesteps(LATER_STEPS)
+    generator = torch.Generator().manual_seed(0)
+    levels = noise_levels(500, 4, 12.0, generator, at_steps=0.5)
+    near = (levels[:, 1:, None] - asked.sigmas[:-1]).abs().amin(dim=-1) < 2e-3
+    assert 0.4 < float(near.all(dim=1).float().mean()) < 0.6
+    assert float((levels[:, 0, None] - asked.sigmas[:-1]).abs().amin(dim=-1).lt(2e-3).float().mean()) < 0.2
 
 
 def test_pools_of_streams_hold_what_their_frames_show() -> None:

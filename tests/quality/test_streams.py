@@ -160,6 +160,10 @@ def test_a_weight_makes_more_streams_circle_and_leaves_the_others_as_they_were()
     # Of the four fifths with one object, 1.4 of 8.8 and half; what is held out of training makes up for the rest.
     assert usual[around] == pytest.approx(0.8 * 1.4 / 8.8, abs=0.03)
     assert more[around] == pytest.approx(0.4, abs=0.03)
+    bounces = [STREAM_MOTION_NAMES.index(name) for name in ("back and forth", "up and down")]
+    bouncing = shares(StreamSettings(0.2, bounce_weight=4.2))
+    # Half of two fifths, and what two objects do as before.
+    assert sum(bouncing[motion] - usual[motion] for motion in bounces) == pytest.approx(0.8 * 0.29, abs=0.04)
     tasks = tasks_of(3, 2.0, 2, 0.0, 0.0, "around")
     assert {task.prompts[0].attributes.objects[0].motion for task in tasks} == {"around"}
     seeds = [task.seed for task in tasks_of(40, 2.0, 2, 0.0, 0.0)]
@@ -266,9 +270,14 @@ def test_every_control_is_found_wrong() -> None:
     # And recorded window by window.
     rows = ("right", "motion", "background", "colour", "shape", "same", "seamless")
     motions = [[prompt.first_frame, prompt.attributes.objects[0].motion] for prompt in prompts]
-    whole = {"frames": 37, "motions": motions, "first_frames": [0, 8], **dict.fromkeys(rows, "11")}
+    whole = {"frames": 37, "motions": motions, "first_frames": [0, 8], **dict.fromkeys(rows, "11"), "wrong_motion": {}}
     assert window_record(clean) == whole
-    assert window_record(readings["frozen"])["motion"] == "0"
+    frozen = window_record(readings["frozen"])
+    assert frozen["motion"] == "0"
+    # With the place of its one object in each frame of the wrong window.
+    track = torch.tensor(frozen["wrong_motion"]["0"])
+    assert track.shape == (1, 29, 7)
+    assert float(track[0, -5:, :2].std(dim=0).max()) < 0.01
     assert "1" not in str(window_record(readings["stuttering"])["seamless"])
     assert window_record(readings["fading"])["same"] == "10"
     (scene,) = [prompt.attributes for prompt in prompts]
