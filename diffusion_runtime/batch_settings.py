@@ -220,14 +220,23 @@ class BatchSettings:
         return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
 
     def cfg_scale_at(self, step: StepInfo) -> float:
-        """Of one step's expert and chunk; 1 where guided_chunks leaves it without guidance. A commit is for the chunk
-        behind it."""
-        return self.cfg_scales[min(step.expert, 1)] if self.is_guided_at(step) else 1.0
+        """Of one step's expert and chunk; 1 where guided_chunks leaves it without guidance, and no new prompt has it. A
+        commit is for the chunk behind it."""
+        guided = step.shares_keys or self.has_both_branches(step)
+        return self.cfg_scales[min(step.expert, 1)] if guided else 1.0
 
-    def is_guided_at(self, step: StepInfo) -> bool:
-        """Whether guided_chunks allows guidance at a step; once it does not, it does at no later one of the video."""
+    def has_both_branches(self, step: StepInfo) -> bool:
+        """Whether guided_chunks allows guidance at a step, with keys of both branches; once it does not, it does at no
+        later one of the video."""
         num_guided = self.shared.guided_chunks
         return num_guided is None or step.chunk + (step.phase == "commit") < num_guided
+
+    def with_shared_keys(self, step: StepInfo, switched_at: int | None) -> StepInfo:
+        """The step with guidance from the keys of the conditional branch alone, where guided_switch_chunks has it.
+        switched_at: the first chunk of the prompt; None for the video's first prompt."""
+        num_guided = self.shared.guided_switch_chunks or 0
+        guided = switched_at is not None and step.chunk < switched_at + num_guided and step.phase == "denoise"
+        return dataclasses.replace(step, shares_keys=True) if guided and not self.has_both_branches(step) else step
 
     @property
     def guidance_terms(self) -> GuidanceTerms | None:

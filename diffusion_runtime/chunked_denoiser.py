@@ -32,7 +32,7 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForwar
 from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
-from diffusion_runtime.denoising.prompt_times import first_frame
+from diffusion_runtime.denoising.prompt_times import chunk_at, first_frame
 from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
@@ -77,7 +77,7 @@ class ChunkedDenoiser:
         denoiser, settings = self.denoiser, self.denoiser.settings
         channels, _, height, width = settings.sample_shape(settings.size)
         later = {
-            _chunk_at(frame, chunks, settings.rules.geometry.temporal_factor): seed
+            chunk_at(frame, chunks, settings.rules.geometry.temporal_factor): seed
             for frame, seed in settings.shared.seed_switches or ()
         }
         noise = ChunkNoise((channels, height, width), seeds, later)
@@ -276,6 +276,9 @@ class _FrameForward:
         self._experts = experts
         self._guided_frames = guided_frames
         self._uncond_tokens = None if guided_frames is None else passes.capacity_for(guided_frames)
+        # The first chunk of the prompt, and whether that is the next one; None for the video's first prompt.
+        self._switched_at: int | None = None
+        self._is_next_switched = False
         self._bytes_while_guided = 0
         self._saturated_while_guided = 0
         self._guided = denoiser.guided(
@@ -309,6 +312,7 @@ class _FrameForward:
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
         """Of another video that goes on from here. What depends on the prompt alone is computed again."""
         twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
+        twin._switched_at, twin._is_next_switched = self._switched_at, self._is_next_switched
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
         return twin
 
@@ -335,6 +339,7 @@ class _FrameForward:
         before, self._state = self._state, RequestCache()
         self._state.adopt(before, CACHED_KEYS)
         self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
+        self._is_next_switched = True
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
@@ -346,8 +351,8 @@ class _FrameForward:
         return self._pass(latents, self.passes.plan(frames, "compress"), step)
 
     def _end_guidance(self) -> None:
-        """Let go of the unconditional branch, which does not run again: whether a chunk is guided depends on its place
-        in the video alone, whatever prompts come."""
+        """Let go of the unconditional branch's own keys, which are not read again: which chunks have them depends on
+        their places in the video alone, whatever prompts come."""
         stores = [cast(KeyStore, store) for store in self._state.find_all(CACHED_KEYS, "uncond")]
         if not stores:
             return
@@ -360,9 +365,13 @@ class _FrameForward:
             self._transformer_pass.end_branch("uncond")
 
     def _pass(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
-        if not self._denoiser.settings.is_guided_at(step):
+        settings = self._denoiser.settings
+        if not settings.has_both_branches(step):
             self._end_guidance()
         if step.phase == "denoise":
+            if self._is_next_switched:
+                self._switched_at, self._is_next_switched = step.chunk, False
+            step = settings.with_shared_keys(step, self._switched_at)
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
             return self._run(latents, plan, dataclasses.replace(step, expert=expert))
@@ -410,11 +419,6 @@ def _experts_of(sampler: Sampler, denoiser: LatentDenoiser) -> frozenset[int]:
     one = torch.zeros(1, 1, 1, 1, 1)
     sampler.sample(one, predict, draw_noise=lambda: one)
     return frozenset(found)
-
-
-def _chunk_at(frame: int | str, chunks: ChunkPlan, temporal_factor: int) -> int:
-    """The chunk that begins at a frame of the video, in pixels, as request rules put it."""
-    return next(chunk.index for chunk in chunks if first_frame(chunk, temporal_factor) >= int(frame))
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

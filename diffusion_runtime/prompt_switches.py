@@ -20,7 +20,7 @@ MAX_SWITCHES = 1000
 _TIME = re.compile(r"(?:(?P<minutes>[0-9]{1,5})m)?(?:(?P<seconds>[0-9]{1,7}(?:\.[0-9]{1,3})?)s)?")
 _SEED = re.compile(r"[0-9]{1,19}")
 # The same as a pattern of JSON Schema, frames included.
-TIME = r"^\s*([0-9]{1,5}m([0-9]{1,7}(\.[0-9]{1,3})?s)?|[0-9]{1,7}(\.[0-9]{1,3})?s|[0-9]{1,9}f?)\s*$"
+TIME = r"^\s*([0-9]{1,5}m([0-9]{1,7}(\.[0-9]{1,3})?s)?|[0-9]{1,7}(\.[0-9]{1,3})?s|[0-9]{1,9}f)\s*$"
 _FORMS = "5s, 1m30s, 2.5s, or a frame as 48f"
 
 
@@ -92,8 +92,14 @@ def seconds_of(at: str, name: str) -> float:
     """`5s` or `1m30s` in seconds. Raises RequestError that names the field for any other text."""
     found = _TIME.fullmatch(at.strip()) if at.strip() else None
     if found is None:
-        raise RequestError(f"{name}: expected a time ({_FORMS}), got {shown(at)}")
+        raise RequestError(f"{name}: expected a time ({_FORMS}), got {shown(at)}{_units(at)}")
     return 60 * int(found["minutes"] or 0) + float(found["seconds"] or 0)
+
+
+def _units(at: str) -> str:
+    """What to type in place of digits alone."""
+    digits = at.strip()
+    return f": {digits}s for seconds, {digits}f for a frame" if digits.isdecimal() else ""
 
 
 def _is_pair(item: object) -> bool:
@@ -106,7 +112,7 @@ def _seed(text: object) -> object:
 
 
 def _frame(at: object) -> object:
-    """`48f` and `48` as a number."""
-    if isinstance(at, str) and (digits := at.strip().removesuffix("f")).isdecimal() and len(digits) <= 9:
-        return int(digits)
+    """`48f` as a number. A text of digits alone stays: whether it means seconds or frames is for its writer to say."""
+    if isinstance(at, str) and (digits := at.strip()).endswith("f") and digits[:-1].isdecimal() and len(digits) <= 10:
+        return int(digits[:-1])
     return at

@@ -433,6 +433,17 @@ class GenerationRequest:
             refusal=_NO_CACHE,
         ).as_metadata(),
     )
+    # How many chunks, from every new prompt on, are guided where those of guided_chunks have ended; None is none.
+    guided_switch_chunks: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Chunks with guidance from every new prompt on, where --guided-chunks has ended. Default: none.",
+            check=Count(),
+            may_stay_none=True,
+            used_with=GUIDANCE,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
     # Whether chunks are denoised one after the other, or several at once at rising noise levels.
     chunk_schedule: str | None = field(
         default=None,

@@ -36,7 +36,8 @@ class StepInfo:
     chunk: which chunk of a video that is made chunk by chunk; index and num_steps count within it. phase: `denoise`, or
     `commit` for the pass over clean frames that leaves their final keys in the cache, and for the one that computes a
     prefix (attention/cache/prefix.py). frame_timesteps: of each latent frame of the pass, where they differ, as in a
-    rolling window; None where timestep is that of all.
+    rolling window; None where timestep is that of all. shares_keys: whether the unconditional branch goes on from the
+    cached keys of the conditional one, since it has none of its own.
     """
 
     index: int = 0
@@ -49,3 +50,4 @@ class StepInfo:
     chunk: int = 0
     phase: Literal["denoise", "commit"] = "denoise"
     frame_timesteps: tuple[float, ...] | None = None
+    shares_keys: bool = False

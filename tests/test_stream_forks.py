@@ -106,6 +106,8 @@ def test_another_seed_of_the_later_chunks(pipeline: Pipeline) -> None:
         ([["0s", 1]], "is the video's first frame, which is of the seed"),
         ([["1s", "x"]], r"seed_switches \(--seed-at\), at 1s: expected a whole number from 0"),
         (["soon 1"], "expected a time"),
+        (["3 1"], "got '3': 3s for seconds, 3f for a frame"),
+        (["³f 1"], "expected a time"),
         ([7], "expected pairs of a time and a seed, such as"),
     ):
         with pytest.raises(RequestError, match=said):

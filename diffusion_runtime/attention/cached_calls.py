@@ -67,8 +67,10 @@ def write_to_cache(
     with_cached_keys."""
     _grid_of(inputs, layer, cache)
     check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, causal)
-    store = context.state.of_layer(layer, context.step).get_or_create(
-        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(inputs.k, context.step.branch)
+    # Its own keys of the chunk are written over before the other branch, or the commit, reads them.
+    step = dataclasses.replace(context.step, branch="cond") if context.step.shares_keys else context.step
+    store = context.state.of_layer(layer, step).get_or_create(
+        (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(inputs.k, step.branch)
     )
     store.write(cache.plan, inputs.k, inputs.v)
     return store

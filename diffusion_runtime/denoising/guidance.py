@@ -84,6 +84,8 @@ def predict_branches(predict: Predict, mode: str, branches: BranchExchange | Non
         return predict(latents, dataclasses.replace(step, branch=branch)).float()
 
     def velocities(latents: torch.Tensor, step: StepInfo, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        if branches is not None and step.shares_keys:
+            return _from_first_group(latents, step, wanted, of_branch, branches)
         if branches is not None:
             return _exchanged(latents, step, wanted, of_branch, branches)
         if mode == "batched" and "uncond" in wanted:
@@ -97,6 +99,21 @@ def predict_branches(predict: Predict, mode: str, branches: BranchExchange | Non
 
 # What two groups of processes compute at the same time, the first group's first.
 _PAIRS = (("cond", "uncond"), (PERTURBED, ISOLATED))
+
+
+def _from_first_group(
+    latents: torch.Tensor,
+    step: StepInfo,
+    wanted: Sequence[str],
+    of_branch: Callable[[torch.Tensor, StepInfo, str], torch.Tensor],
+    branches: BranchExchange,
+) -> dict[str, torch.Tensor]:
+    """The velocities, all computed by the first group of processes: the other one has no keys of the conditional
+    branch."""
+    is_first = branches.branch == "cond"
+    own = [of_branch(latents, step, branch) if is_first else torch.zeros_like(latents).float() for branch in wanted]
+    first, _ = branches.exchange(torch.stack(own))
+    return dict(zip(wanted, first, strict=True))
 
 
 def _exchanged(

@@ -60,3 +60,8 @@ def first_frame(chunk: Chunk, temporal_factor: int) -> int:
     """The first of a chunk's frames in the video, in pixels: the first latent frame is one frame."""
     start = chunk.frames.start
     return 0 if start == 0 else 1 + temporal_factor * (start - 1)
+
+
+def chunk_at(frame: int | str, chunks: ChunkPlan, temporal_factor: int) -> int:
+    """The chunk that begins at a frame of the video, in pixels, as request rules put it."""
+    return next(chunk.index for chunk in chunks if first_frame(chunk, temporal_factor) >= int(frame))

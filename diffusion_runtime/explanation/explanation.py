@@ -14,6 +14,7 @@ from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.chunks import is_rolling, passes_of
+from diffusion_runtime.denoising.prompt_times import chunk_at
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
@@ -295,6 +296,8 @@ def _costs_of_chunks(
     chunk = 0
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
+    temporal_factor = settings.rules.geometry.temporal_factor
+    switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
     for frames, kind in passes_of(request, chunks, history):
         plan = passes.plan(frames, kind)
         if kind == "denoise":
@@ -302,6 +305,8 @@ def _costs_of_chunks(
             chunk = places.get(frames, 0)
         # A commit is for the chunk behind the one that was made last.
         step = StepInfo(chunk=chunk + (kind != "denoise"))
+        if kind == "denoise":
+            step = settings.with_shared_keys(step, max((at for at in switches if at <= chunk), default=None))
         num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
         key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
         found[num_first is None or step.chunk > 0].setdefault(key, []).extend([plan] * num_branches)

@@ -58,6 +58,7 @@ _OF_CHUNKS = (
     "first_chunk_flow_shift",
     "first_chunk_sampler",
     "guided_chunks",
+    "guided_switch_chunks",
     "chunk_schedule",
     "kv_window",
     "kv_sink",

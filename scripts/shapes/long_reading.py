@@ -91,7 +91,7 @@ class WindowReading:
     seam: float = 1.0
     """Motion or flicker at the borders of chunks in the window over those inside chunks of the whole stream."""
     tracks: tuple[tuple[Sighting, ...], ...] = ()
-    """Where each object is, of a window whose motion is wrong."""
+    """Where each object is, frame by frame, of a window whose motion is wrong; empty where their number changes."""
 
     @property
     def right(self) -> bool:

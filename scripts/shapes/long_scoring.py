@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from diffusion_runtime.quality.shapes.attributes import COLOUR_NAMES
 from diffusion_runtime.quality.shapes.scoring import Proportion, wilson
-from scripts.shapes.long_reading import StreamReading, WindowReading
+from scripts.shapes.long_reading import StreamReading, SwitchReading, WindowReading
 
 SURVIVAL_SECONDS = (5, 15, 30, 60, 180)
 MAX_AREA_DRIFT, MAX_COLOUR_DRIFT, MAX_BACKGROUND_DRIFT, MAX_SOFTNESS_DRIFT = 0.25, 0.10, 0.08, 0.6
@@ -81,7 +82,7 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
         for name in ("count", "colour", "shape", "background", "motion", "continuous")
     }
     switches = [switch for each in readings for switch in each.switches]
-    followed = sum(switch.delay is not None and switch.delay <= MAX_SWITCH_DELAY for switch in switches)
+    followed = sum(map(is_followed, switches))
     last = torch.tensor([each.windows[-1].drift.area for each in readings if each.windows])
     return LongScore(
         survival,
@@ -96,6 +97,11 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
         wilson(followed, len(switches)) if switches else None,
         wilson(sum(switch.kept for switch in switches), len(switches)) if switches else None,
     )
+
+
+def is_followed(switch: SwitchReading) -> bool:
+    """Whether a new prompt was followed in time."""
+    return switch.delay is not None and switch.delay <= MAX_SWITCH_DELAY
 
 
 def is_same(reading: StreamReading) -> bool:
@@ -120,8 +126,11 @@ def has_no_seam(window: WindowReading) -> bool:
 
 
 def window_record(reading: StreamReading) -> dict[str, object]:
-    """Every window of a stream, for JSON: its first frame, and a 1 or a 0 per window and question; of windows whose
-    motion is wrong also where each object is, frame by frame (x, y, left, right, upper and lower edge, area)."""
+    """Every window of a stream, for JSON: its first frame, and a 1 or a 0 per window and question.
+
+    wrong_motion: by first frame, windows whose motion is wrong and whose number of objects never changes for long: per
+    object, and frame in which it is seen, (frame, colour, x, y, left, right, upper and lower edge, area).
+    """
 
     def row(answers: Iterable[bool]) -> str:
         return "".join("1" if answer else "0" for answer in answers)
@@ -139,7 +148,11 @@ def window_record(reading: StreamReading) -> dict[str, object]:
         "seamless": row(map(has_no_seam, reading.windows)),
         "wrong_motion": {
             str(window.first_frame): [
-                [[round(each, 3) for each in (seen.x, seen.y, *seen.edges, seen.cells)] for seen in track]
+                [
+                    [seen.frame, COLOUR_NAMES[seen.colour]]
+                    + [round(each, 3) for each in (seen.x, seen.y, *seen.edges, seen.cells)]
+                    for seen in track
+                ]
                 for track in window.tracks
             ]
             for window in reading.windows

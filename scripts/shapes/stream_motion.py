@@ -18,7 +18,7 @@ from diffusion_runtime.quality.shapes.attributes import MOTION_DIRECTIONS, MOTIO
 from diffusion_runtime.quality.shapes.segmentation import CELL_SIZE, WORK_SIZE, Region, Segmentation
 
 MIN_SPEED = 0.012
-"""Half of the slowest speed in the data."""
+"""0.44 of the slowest speed in the data."""
 MAX_REST = 0.14
 """How far an object that stands still may move, and one that moves along a line across it."""
 MAX_BACK = 0.06
@@ -27,10 +27,11 @@ MARGIN = 0.3
 """Distance of an object's edge from the frame's within which it may rest or turn: shapes differ in how far they reach
 below their centre."""
 MAX_STEP = 0.15
-"""Largest step from one frame to the next: four times the fastest speed in the data."""
+"""Largest step from one frame to the next: 4.8 times the fastest speed in the data."""
 SPEED_TOLERANCE, RADIUS_TOLERANCE = 0.25, 0.20
-MIN_BEND = 0.5
-"""Of the angle that an object on a circle sweeps about the middle: by how much its velocity turns at least."""
+MIN_BEND, MIN_SWEPT = 0.5, 0.3
+"""Of the angle that an object on a circle sweeps about the middle: by how much its velocity turns at least. Below so
+many radians, ten frames or fewer, the tremor of a decoder's edges bends a track as much as a circle does."""
 MIN_SHARE = 0.9
 """Share of frames that must agree."""
 MIN_FREE_FRAMES = 6
@@ -145,8 +146,8 @@ def _bounces(along: Tensor, free: Tensor, short: bool) -> bool:
 
 
 def _circles(place: Tensor, velocity: Tensor) -> bool:
-    """One radius about the frame's middle, one sense, and a way that bends: a straight one that passes the middle at a
-    distance has nearly one radius as well."""
+    """One radius about the frame's middle, one sense, whichever, and a way that bends: a straight one that passes the
+    middle at a distance has nearly one radius as well."""
     radius = torch.linalg.vector_norm(place, dim=1)
     median = float(radius.median())
     steady = ((radius - median).abs() <= RADIUS_TOLERANCE * median).float().mean()
@@ -154,7 +155,8 @@ def _circles(place: Tensor, velocity: Tensor) -> bool:
     spin = middle[:, 0] * velocity[:, 1] - middle[:, 1] * velocity[:, 0]
     one_sense = max(float((spin > 0).float().mean()), float((spin < 0).float().mean()))
     speed = float(torch.linalg.vector_norm(velocity, dim=1).median())
-    bends = abs(_swept(velocity)) >= MIN_BEND * abs(_swept(middle))
+    swept = abs(_swept(middle))
+    bends = swept < MIN_SWEPT or abs(_swept(velocity)) >= MIN_BEND * swept
     return speed >= MIN_SPEED and float(steady) >= MIN_SHARE and one_sense >= MIN_SHARE and bends
 
 

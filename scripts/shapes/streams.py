@@ -59,7 +59,8 @@ class StreamSettings:
     switch_weights: tuple[float, float, float, float] = (0.70, 0.15, 0.10, 0.05)
     """Relative frequency of each of SWITCHES."""
     around_weight: float = 1.4
-    """Relative frequency of "around" among the motions of one object, where those of the others add up to 7.4."""
+    """Relative frequency of "around" among the motions of one object, where those of the others add up to 7.4
+    with the usual bounce_weight."""
     bounce_weight: float = 1.4
     """Likewise of "back and forth", and of "up and down"."""
     switch_frames: tuple[int, ...] = ()

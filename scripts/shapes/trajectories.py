@@ -18,7 +18,7 @@ from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
 SPEED_RANGE = (0.027, 0.031)
 """The middle of that of clips of 29 frames, whose travel of 0.64 to 0.96 is 0.023 to 0.034 per frame. A window of six
 latent frames shows 8 frames of the past: where an object turns in them they say little about its speed, which wandered
-over the whole range (0.024 to 0.034 until Call 8), from 0.026 to 0.033 in one turn."""
+over the whole range (0.024 to 0.034 then, see CAUSAL.md), from 0.026 to 0.033 in one turn."""
 SMALLEST_CIRCLE = 0.6
 """Radius of the motion "around", as a share of the room that there is: an object nearer to the middle moves out."""
 BACK_AND_FORTH, UP_AND_DOWN, AROUND = (

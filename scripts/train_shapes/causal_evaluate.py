@@ -33,7 +33,7 @@ from transformers import UMT5EncoderModel
 from diffusion_runtime.quality.shapes.attributes import STREAM_MOTION_NAMES
 from diffusion_runtime.quality.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
-from scripts.shapes.long_scoring import score_streams, window_record
+from scripts.shapes.long_scoring import is_followed, score_streams, window_record
 from scripts.shapes.streams import StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_pool import first_pixel_frames
@@ -58,8 +58,8 @@ FIRST_SEED = 77_003
 SAMPLED_AT_ONCE = 64
 DECODED_AT_ONCE = 4 * 733 * 256 * 256
 """Pixels, of all frames and streams together: four streams of a minute at 256 x 256."""
-SHOWN_OF_STREAM = 3
-"""Wrong windows of one stream that are in the picture of what is wrong."""
+SHOWN_OF_STREAM, SHOWN = 3, 64
+"""Wrong windows of one stream, and rows of all, that are in the picture of what is wrong."""
 WRITE_EVERY = 10.0
 """Seconds between two versions of the results while streams are read."""
 
@@ -109,16 +109,30 @@ def tasks_of(
     return tasks
 
 
-def _read_one(
-    frames: np.ndarray, prompts: tuple[Prompt, ...], settings: LongSettings
-) -> tuple[StreamReading, list[Tensor]]:
-    """The reading, and frames of its first wrong windows and of switches that changed something else."""
+@dataclass(frozen=True)
+class StreamResult:
+    """What was read of one stream. wrong: frames of what is wrong in it, see `wrong_clips`."""
+
+    seed: int
+    reading: StreamReading
+    wrong: tuple[Tensor, ...]
+
+
+def _read_one(seed: int, frames: np.ndarray, prompts: tuple[Prompt, ...], settings: LongSettings) -> StreamResult:
     torch.set_num_threads(1)
     clip = torch.from_numpy(frames)
     reading = read_stream(clip, prompts, settings)
+    return StreamResult(seed, reading, wrong_clips(clip, reading))
+
+
+def wrong_clips(clip: Tensor, reading: StreamReading) -> tuple[Tensor, ...]:
+    """Every fourth frame of the first wrong windows, and of as many frames behind a switch that was not followed in
+    time, or that changed something else."""
     wrong = [window.first_frame for window in reading.windows if not window.right][:SHOWN_OF_STREAM]
-    wrong += [switch.first_frame for switch in reading.switches if not switch.kept or switch.delay is None]
-    return reading, [clip[first : first + settings.window : 4].clone() for first in wrong]
+    wrong += [switch.first_frame for switch in reading.switches if not (is_followed(switch) and switch.kept)]
+    length = reading.settings.window
+    begins = [min(first, len(clip) - length) for first in wrong]
+    return tuple(clip[begin : begin + length : 4].clone() for begin in begins)
 
 
 class StreamModel:
@@ -196,6 +210,7 @@ class PackageModel:
                 "sampler": sampling.sampler,
                 "guidance_scale": sampling.first_guidance,
                 "guided_chunks": None if sampling.guidance == sampling.first_guidance else 1,
+                "guided_switch_chunks": 1 if sampling.guides_new_prompts else None,
                 "prompt_switches": switches or None,
                 "switch_mode": "keep",
                 "kv_cache_dtype": sampling.kv_cache_dtype,
@@ -217,21 +232,25 @@ def parse_sampling(text: str, base: StreamSampling) -> StreamSampling:
     )
 
 
-def read_part(clip: Tensor, task: Task, settings: LongSettings) -> tuple[np.ndarray, tuple[Prompt, ...]] | None:
+def read_part(clip: Tensor, task: Task, settings: LongSettings) -> tuple[int, np.ndarray, tuple[Prompt, ...]] | None:
     """The arguments of a reading; None for a stream that ended before its first window did."""
     if len(clip) < settings.window:
         return None
-    return clip.numpy(), tuple(prompt for prompt in task.prompts if prompt.first_frame < len(clip))
+    return task.seed, clip.numpy(), tuple(prompt for prompt in task.prompts if prompt.first_frame < len(clip))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was read so far of one setting. is_complete: of all streams, to their ends."""
+    """What was read so far of one setting, by seed. is_complete: of all streams, to their ends."""
 
     setting: str
-    readings: list[StreamReading]
+    streams: list[StreamResult]
     num_streams: int
     is_complete: bool
+
+    @property
+    def readings(self) -> list[StreamReading]:
+        return [stream.reading for stream in self.streams]
 
     def to_dict(self) -> dict[str, object]:
         """For JSON; no scores where nothing was read."""
@@ -244,7 +263,16 @@ class Result:
         if any(reading.windows for reading in self.readings):
             score = score_streams(self.readings)
             row |= {"score": score.to_dict(), "misses": score.misses()}
-        return {**row, "windows": [json.dumps(window_record(reading)) for reading in self.readings]}
+        windows = [json.dumps({"seed": one.seed, **window_record(one.reading)}) for one in self.streams]
+        return {**row, "windows": windows}
+
+    def save_wrong(self, path: Path) -> None:
+        """A picture of what is wrong, stream by stream; without any, none, and none of an earlier run."""
+        clips = [clip for stream in self.streams for clip in stream.wrong][:SHOWN]
+        if clips:
+            save_sheet(path, clips, num_columns=8)
+        else:
+            path.unlink(missing_ok=True)
 
     def rates(self) -> dict[str, float | None]:
         """The main scores, for a line of text."""
@@ -274,21 +302,16 @@ def measure(
     is_over: Callable[[], bool],
     sheet: Path,
 ) -> Iterator[Result]:
-    """Results of more and more streams, the last one of all that was made. sheet: where frames of 16 of them go; those
-    of what is wrong go beside it."""
+    """Results of more and more streams, the last one of all that was made. sheet: where frames of 16 of them go."""
     name = "rendered" if model is None else f"{'package ' if isinstance(model, PackageModel) else ''}{sampling}"
-    pending: set[Future[tuple[StreamReading, list[Tensor]]]] = set()
-    readings: list[StreamReading] = []
+    pending: set[Future[StreamResult]] = set()
+    streams: list[StreamResult] = []
     kept: list[Tensor] = []
-    wrong: list[Tensor] = []
-
-    def collect(done: set[Future[tuple[StreamReading, list[Tensor]]]]) -> None:
-        for future in done:
-            reading, clips = future.result()
-            readings.append(reading)
-            wrong.extend(clips)
-
     num_whole = 0
+
+    def result(*, is_complete: bool) -> Result:
+        return Result(name, sorted(streams, key=lambda stream: stream.seed), len(tasks), is_complete)
+
     length, began = 4 * len(tasks[0].texts) * sampling.chunk - 3, time.monotonic()
     for first in range(0, len(tasks), SAMPLED_AT_ONCE):
         if first and is_over():
@@ -309,15 +332,15 @@ def measure(
             if part is not None:
                 pending.add(pool.submit(_read_one, *part, settings))
         done, pending = wait(pending, timeout=0)
-        collect(done)
-        yield Result(name, readings, len(tasks), is_complete=False)
+        streams += [future.result() for future in done]
+        yield result(is_complete=False)
     save_sheet(sheet, kept, num_columns=8)
     while pending:
         done, pending = wait(pending, timeout=WRITE_EVERY)
-        collect(done)
-        if wrong and not pending:
-            save_sheet(sheet.with_stem(f"{sheet.stem}_wrong"), wrong, num_columns=8)
-        yield Result(name, readings, len(tasks), is_complete=not pending and num_whole == len(tasks))
+        streams += [future.result() for future in done]
+        if pending:
+            yield result(is_complete=False)
+    yield result(is_complete=num_whole == len(tasks))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -342,6 +365,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     for name, default, of in (("--first-sampler", "dmd", "the first chunk"), ("--sampler", "unipc", "later chunks")):
         parser.add_argument(name, choices=("unipc", "dmd"), default=default, help=f"of {of}")
+    parser.add_argument(
+        "--no-switch-guidance", action="store_true", help="of the first chunk of a new prompt, as before 2026-11-27"
+    )
     parser.add_argument("--no-commit", action="store_true", help="a control that is to fail")
     parser.add_argument(
         "--commit-noise",
@@ -390,6 +416,7 @@ def main() -> None:
         arguments.sink,
         first_sampler=arguments.first_sampler,
         sampler=arguments.sampler,
+        guides_new_prompts=not arguments.no_switch_guidance,
         commits=not arguments.no_commit,
         kv_cache_dtype=arguments.kv_cache_dtype,
         commit_noise=arguments.commit_noise,
@@ -424,6 +451,7 @@ def main() -> None:
             start, sheet = time.monotonic(), arguments.out.with_name(f"{arguments.out.stem}_{len(results)}.png")
             result: Result | None = None
             for result in measure(model, tasks, parse_sampling(text, base), settings, pool, is_over, sheet):
+                result.save_wrong(sheet.with_stem(f"{sheet.stem}_wrong"))
                 arguments.out.write_text(json.dumps([*results, result.to_dict()], indent=1) + "\n")
             assert result is not None, "there is a task, and so a result"
             results.append(result.to_dict())

@@ -43,6 +43,8 @@ class StreamSampling:
     first_sampler: str = "dmd"
     """`dmd` estimates the data and adds fresh noise at every step, `unipc` does not."""
     sampler: str = "unipc"
+    guides_new_prompts: bool = True
+    """Whether the first chunk of a new prompt is guided, as the video's first chunk is."""
     commits: bool = True
     """False keeps the keys of the last denoising pass: a control that must fail."""
     kv_cache_dtype: str = "auto"
@@ -54,6 +56,7 @@ class StreamSampling:
 
     def __str__(self) -> str:
         changed = (
+            "" if self.guides_new_prompts else " no guidance of new prompts",
             "" if self.commits else " no commit",
             "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}",
             f" commit noise {self.commit_noise:g}" if self.commit_noise else "",
@@ -206,6 +209,11 @@ class StreamSampler:
             first = index * sampling.chunk
             said = self._embed([each[index] for each in prompts])
             with_guidance = always or (index == 0 and guided)
+            # Whose prompt is new: guided too, from the keys of the branch that has any.
+            new = [index > 0 and each[index] != each[index - 1] for each in prompts]
+            of_new = None
+            if sampling.guides_new_prompts and guided and any(new) and not with_guidance:
+                of_new = torch.tensor(new, device=self._device)[:, None, None, None, None]
             text = torch.cat([said, empty]) if with_guidance else said
             cache.visible = visible_frames(first, sampling.chunk, sampling.span, sampling.sink)
             shift, steps, guidance = (
@@ -222,6 +230,11 @@ class StreamSampler:
                     cache.keep = range(first, first + sampling.chunk)
                 inputs = torch.cat([latents, latents]) if with_guidance else latents
                 velocity = self._predict(inputs, float(timestep), first, text, cache)
+                if of_new is not None:
+                    cache.keep = None
+                    without = self._predict(inputs, float(timestep), first, empty, cache)
+                    guided_velocity = without + sampling.first_guidance * (velocity - without)
+                    velocity = torch.where(of_new, guided_velocity, velocity)
                 if with_guidance:
                     wanted, without = velocity.chunk(2)
                     velocity = without + guidance * (wanted - without)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scripts.shapes.render import render_slots
-from scripts.shapes.streams import StreamSettings, render_stream_slots
+from scripts.shapes.streams import SWITCHES, StreamSettings, render_stream_slots
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES, CausalBucket
 from scripts.train_shapes.causal_objective import FIRST_CHUNK_WEIGHT
@@ -169,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=StreamSettings.around_weight,
         metavar="WEIGHT",
-        help="of streams of one object that circle; the other motions add up to 7.4",
+        help="of streams of one object that circle; the other motions add up to 7.4 with the usual --bounce",
     )
     parser.add_argument(
         "--bounce",
@@ -177,6 +178,17 @@ def parse_arguments() -> argparse.Namespace:
         default=StreamSettings.bounce_weight,
         metavar="WEIGHT",
         help="of streams of one object that go back and forth, and of those that go up and down",
+    )
+    parser.add_argument(
+        "--switches", type=float, default=StreamSettings.switch_share, metavar="SHARE", help="of streams with a switch"
+    )
+    parser.add_argument(
+        "--switch-weights",
+        type=float,
+        nargs=len(SWITCHES),
+        default=StreamSettings.switch_weights,
+        metavar=tuple(name.upper() for name in SWITCHES),
+        help="how often a switch changes each, relative to the others",
     )
     parser.add_argument(
         "--as-shipped",
@@ -219,7 +231,7 @@ def parse_arguments() -> argparse.Namespace:
         "--fill",
         type=float,
         metavar="SHARE",
-        help="of each pool, before the first step; default: 0.25 of all processes'",
+        help="of each pool, before the first step; default: 0.25 divided by the processes, at least 0.08",
     )
     parser.add_argument("--no-compile", action="store_true", help="run the blocks without torch.compile")
     parser.add_argument("--pause-file", type=Path, help="wait between steps while it is there, off the clock")
@@ -229,6 +241,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             f"--schedule: two shares, rising, from 0 to 1, got {' '.join(map('{:g}'.format, arguments.schedule))}"
         )
+    for name in ("drift", "two_objects", "switches", "as_shipped", "at_steps", "fill"):
+        share = getattr(arguments, name)
+        if share is not None and not 0 <= share <= 1:
+            parser.error(f"--{name.replace('_', '-')}: a share from 0 to 1, got {share:g}")
+    weights = {"around": [arguments.around], "bounce": [arguments.bounce], "switch-weights": arguments.switch_weights}
+    for name, values in weights.items():
+        if not all(0 <= weight < math.inf for weight in values):
+            parser.error(f"--{name}: weights from 0 on, got {' '.join(map('{:g}'.format, values))}")
     return arguments
 
 
@@ -260,13 +280,19 @@ def main() -> None:
     state = training.resume(arguments.resume) if arguments.resume else {}
     log.write(event="start", device=device, ranks=ranks.count, stage=arguments.stage, compiled=compiled, **state)
     encode = load_encoder(arguments.vae, device)
-    streams = StreamSettings(arguments.two_objects, around_weight=arguments.around, bounce_weight=arguments.bounce)
+    streams = StreamSettings(
+        arguments.two_objects,
+        arguments.switches,
+        tuple(arguments.switch_weights),
+        around_weight=arguments.around,
+        bounce_weight=arguments.bounce,
+    )
     pools = []
     for index, bucket in enumerate(STAGES[arguments.stage]):
         start = time.monotonic()
         seed = ranks.seed(1000 * (arguments.seed + training.steps) + index)
         pool = make_pool(bucket, encode, device, seed, streams, arguments.drift)
-        pool.fill(arguments.fill or max(0.08, 0.25 / ranks.count))
+        pool.fill(max(0.08, 0.25 / ranks.count) if arguments.fill is None else arguments.fill)
         pools.append(pool)
         log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
     left = ranks.agree(arguments.seconds - (time.monotonic() - began))

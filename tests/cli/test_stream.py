@@ -176,6 +176,7 @@ def test_what_does_not_go_with_a_stream_is_refused_before_loading(
         (("--stream", "-", "--json"), "standard output carries the video"),
         (("--stream", "x.mp4", "--seconds", "2", "--at", "9s", "late"), "; give more --seconds or --num-frames"),
         (("--stream", "x.mp4", "--at", "soon", "b"), "expected a time (5s, 1m30s"),
+        (("--stream", "x.mp4", "--at", "3", "b"), "got '3': 3s for seconds, 3f for a frame"),
         (("--at", "2s", "--stream", "x.mp4"), "--at 2s: expected a prompt in quotes after the time"),
         (("--seconds", "2", "--num-frames", "9"), "expected one of them, got both"),
         (("--stream", "x.mp4", "--interactive", "--kv-window", "0", "--kv-sink", "0"), "give --kv-window"),

@@ -57,6 +57,8 @@ def causal_weights(folder: Path, ranks: Ranks) -> tuple[int, list[torch.Tensor]]
         peak=1e-3,
         end=1e-5,
         first_chunk_weight=2.0,
+        as_shipped=0.0,
+        at_steps=0.0,
         out=folder / f"causal{ranks.rank}",
     )
     train(training, [pool], Clock(0.5 + 60 * ranks.rank), ranks, Log(None), arguments)

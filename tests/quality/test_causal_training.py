@@ -352,7 +352,8 @@ def test_shares_of_steps_are_as_streams_are_sampled() -> None:
     levels = noise_levels(500, 4, 12.0, generator, at_steps=0.5)
     near = (levels[:, 1:, None] - asked.sigmas[:-1]).abs().amin(dim=-1) < 2e-3
     assert 0.4 < float(near.all(dim=1).float().mean()) < 0.6
-    assert float((levels[:, 0, None] - asked.sigmas[:-1]).abs().amin(dim=-1).lt(2e-3).float().mean()) < 0.2
+    # First chunks have other steps.
+    assert torch.equal(levels[:, 0], noise_levels(500, 4, 12.0, torch.Generator().manual_seed(0))[:, 0])
 
 
 def test_pools_of_streams_hold_what_their_frames_show() -> None:

@@ -295,7 +295,9 @@ def _refusal_of(given: ForwardPass) -> str | None:
     """Why a pass cannot be replayed, by its context alone."""
     if type(given.context.block_runner) is not BlockRunner:
         return "a step cache or a measurement decides within the forward pass"
-    cache = given.context.cache
+    cache, step = given.context.cache, given.context.step
+    if step.shares_keys and step.branch != "cond":
+        return "guidance of a new prompt goes on from the keys of the conditional branch, for a few passes"
     if cache is not None and not cache.plan.is_full:
         return "the key-value cache is not full, or read in part: every pass reads another number of keys"
     return None

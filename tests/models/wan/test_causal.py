@@ -218,6 +218,56 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     assert (all_guided != media.frames).any()
 
 
+def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline: Pipeline) -> None:
+    request = dataclasses.replace(
+        REQUEST,
+        sampler="unipc",
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        chunk_frames=3,
+        kv_window=7,
+        kv_sink=2,
+        guided_chunks=1,
+        guided_switch_chunks=1,
+        prompt_switches=((21, "a star"),),
+        switch_mode="keep",
+    )
+    # Every text the same, so that one pass over all frames is what both branches must be: with the whole past.
+    alike = dataclasses.replace(request, prompt="a star", negative_prompt="a star")
+    with recorded(pipeline) as passes:
+        pipeline(alike)
+    both, alone = [("denoise", "cond"), ("denoise", "uncond")] * 2, [("denoise", "cond")] * 2
+    made: dict[int, list[tuple[str, str]]] = {}
+    for given in passes:
+        made.setdefault(given.plan.first_frame, []).append((given.step.phase, given.step.branch))
+    commit = [("commit", "cond")]
+    assert made == {0: both + commit, 3: alone + commit, 6: both + commit, 9: alone}
+    assert assert_block_causal(pipeline, passes, 2, 7) == 12
+    # Of other texts: that of the negative prompt, which no new prompt changes; and as many bytes as without.
+    with recorded(pipeline) as passes:
+        media = pipeline(request)
+    first, new = (
+        next(each.inputs.text for each in passes if (each.plan.first_frame, each.step.branch) == (frame, "uncond"))
+        for frame in (0, 6)
+    )
+    assert torch.equal(first.embeddings, new.embeddings)
+    without = pipeline(dataclasses.replace(request, guided_switch_chunks=None))
+    assert media.attention_report.cache == without.attention_report.cache
+    assert (media.frames[:21] == without.frames[:21]).all()
+    assert (media.frames[21:33] != without.frames[21:33]).any()
+    # Where both branches have keys of their own, it says nothing.
+    own = dataclasses.replace(request, guided_chunks=3)
+    assert (pipeline(own).frames == pipeline(dataclasses.replace(own, guided_switch_chunks=None)).frames).all()
+    # Typed while the video is made, and in another stream that goes on from the one before.
+    with pipeline.stream(dataclasses.replace(request, prompt_switches=None)) as stream:
+        next(stream), next(stream)
+        with stream.fork() as fork:
+            for each in (stream, fork):
+                each.prompt("a star")
+                frames = numpy.concatenate([chunk.frames for chunk in each])
+                assert (frames == media.frames[21:]).all()
+
+
 def test_the_first_chunk_has_a_sampler_of_its_own(pipeline: Pipeline) -> None:
     """It is sampled as by that one alone, and the later chunks by the other one, whose first steps see its frames."""
     request = dataclasses.replace(REQUEST, num_inference_steps=3, sampler="unipc", sigmas_before_shift=None)
