@@ -370,7 +370,8 @@ class _FrameForward:
             self._end_guidance()
         if step.phase == "denoise":
             if self._is_next_switched:
-                self._switched_at, self._is_next_switched = step.chunk, False
+                # A prompt that came before the first chunk is the video's first one.
+                self._switched_at, self._is_next_switched = step.chunk or None, False
             step = settings.with_shared_keys(step, self._switched_at)
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)

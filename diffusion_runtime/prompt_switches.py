@@ -18,6 +18,9 @@ SWITCH_MODES = ("recache", "recache_at_once", "keep")
 MAX_SWITCHES = 1000
 
 _TIME = re.compile(r"(?:(?P<minutes>[0-9]{1,5})m)?(?:(?P<seconds>[0-9]{1,7}(?:\.[0-9]{1,3})?)s)?")
+_FRAME = re.compile(r"([0-9]{1,9})f")
+# Seconds or a frame: it does not say.
+_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 _SEED = re.compile(r"[0-9]{1,19}")
 # The same as a pattern of JSON Schema, frames included.
 TIME = r"^\s*([0-9]{1,5}m([0-9]{1,7}(\.[0-9]{1,3})?s)?|[0-9]{1,7}(\.[0-9]{1,3})?s|[0-9]{1,9}f)\s*$"
@@ -98,8 +101,10 @@ def seconds_of(at: str, name: str) -> float:
 
 def _units(at: str) -> str:
     """What to type in place of digits alone."""
-    digits = at.strip()
-    return f": {digits}s for seconds, {digits}f for a frame" if digits.isdecimal() else ""
+    number = at.strip()
+    if _NUMBER.fullmatch(number) is None:
+        return ""
+    return f": {number}s for seconds" + ("" if "." in number else f", {number}f for a frame")
 
 
 def _is_pair(item: object) -> bool:
@@ -113,6 +118,5 @@ def _seed(text: object) -> object:
 
 def _frame(at: object) -> object:
     """`48f` as a number. A text of digits alone stays: whether it means seconds or frames is for its writer to say."""
-    if isinstance(at, str) and (digits := at.strip()).endswith("f") and digits[:-1].isdecimal() and len(digits) <= 10:
-        return int(digits[:-1])
-    return at
+    found = _FRAME.fullmatch(at.strip()) if isinstance(at, str) else None
+    return at if found is None else int(found[1])

@@ -437,10 +437,11 @@ class GenerationRequest:
     guided_switch_chunks: int | None = field(
         default=None,
         metadata=RequestField(
-            help="Chunks with guidance from every new prompt on, where --guided-chunks has ended. Default: none.",
-            check=Count(),
+            help="Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
+            check=Count(minimum=0),
             may_stay_none=True,
             used_with=GUIDANCE,
+            off=0,
             refusal=_NO_CACHE,
         ).as_metadata(),
     )

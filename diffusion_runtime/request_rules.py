@@ -356,6 +356,13 @@ class RequestRules(SamplingRules):
             usual = (UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
             if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
+        switched = request.guided_switch_chunks
+        usual_switched = (None, 0, self.defaults.get("guided_switch_chunks"))
+        if switched not in usual_switched and request.guided_chunks is None and GUIDANCE not in reasons:
+            remarks.append(
+                f"guided_switch_chunks: {switched} is not used: every chunk is guided; give guided_chunks "
+                "(--guided-chunks 1) for guidance of the first chunk and of new prompts alone"
+            )
         if self.few_steps is not None:
             remark = self.few_steps.remark(request, self.is_guided(request))
             remarks += [] if remark is None else [remark]

@@ -107,7 +107,9 @@ def test_another_seed_of_the_later_chunks(pipeline: Pipeline) -> None:
         ([["1s", "x"]], r"seed_switches \(--seed-at\), at 1s: expected a whole number from 0"),
         (["soon 1"], "expected a time"),
         (["3 1"], "got '3': 3s for seconds, 3f for a frame"),
-        (["³f 1"], "expected a time"),
+        (["3.5 1"], "got '3.5': 3.5s for seconds$"),
+        (["99999999999 1"], "got '99999999999'$"),
+        (["٣f 1"], "expected a time"),
         ([7], "expected pairs of a time and a seed, such as"),
     ):
         with pytest.raises(RequestError, match=said):

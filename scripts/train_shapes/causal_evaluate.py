@@ -34,7 +34,7 @@ from diffusion_runtime.quality.shapes.attributes import STREAM_MOTION_NAMES
 from diffusion_runtime.quality.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import is_followed, score_streams, window_record
-from scripts.shapes.streams import StreamBatch, StreamSettings, render_streams, sample_streams
+from scripts.shapes.streams import SWITCHES, StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_pool import first_pixel_frames
 from scripts.train_shapes.causal_sampling import StreamSampler, StreamSampling
@@ -82,6 +82,7 @@ def tasks_of(
     switch_share: float,
     motion: str | None = None,
     first_seed: int = FIRST_SEED,
+    switch_weights: tuple[float, float, float, float] = StreamSettings.switch_weights,
 ) -> list[Task]:
     """Seeded streams of at least so many seconds, their switches at chunks. motion: those of them alone that begin with
     it, of their first object; first_seed: of the first stream, the others follow."""
@@ -89,7 +90,8 @@ def tasks_of(
     num_latents = num_chunks * chunk
     first = first_pixel_frames(num_latents).tolist()
     later = range(4 * chunk, num_latents - 4 * chunk, chunk)
-    settings = StreamSettings(two_object_fraction, switch_share, switch_frames=tuple(first[each] for each in later))
+    frames = tuple(first[each] for each in later)
+    settings = StreamSettings(two_object_fraction, switch_share, switch_weights, switch_frames=frames)
     tasks: list[Task] = []
     for seed in itertools.count(first_seed):
         if len(tasks) == count:
@@ -210,7 +212,7 @@ class PackageModel:
                 "sampler": sampling.sampler,
                 "guidance_scale": sampling.first_guidance,
                 "guided_chunks": None if sampling.guidance == sampling.first_guidance else 1,
-                "guided_switch_chunks": 1 if sampling.guides_new_prompts else None,
+                "guided_switch_chunks": int(sampling.guides_new_prompts),
                 "prompt_switches": switches or None,
                 "switch_mode": "keep",
                 "kv_cache_dtype": sampling.kv_cache_dtype,
@@ -354,6 +356,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--two-objects", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--switches", type=float, default=0.0, metavar="SHARE", help="of streams with a switch")
+    parser.add_argument(
+        "--switch-weights",
+        type=float,
+        nargs=len(SWITCHES),
+        default=StreamSettings.switch_weights,
+        metavar=tuple(name.upper() for name in SWITCHES),
+        help="how often a switch changes each, relative to the others",
+    )
     parser.add_argument("--motion", choices=STREAM_MOTION_NAMES, help="only streams that begin with it")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the streams; another on each GPU")
     parser.add_argument("--size", type=int, default=128)
@@ -430,6 +440,7 @@ def main() -> None:
         arguments.switches,
         arguments.motion,
         arguments.first_seed,
+        tuple(arguments.switch_weights),
     )
     model: StreamModel | PackageModel | None = None
     if arguments.package:

@@ -3,6 +3,7 @@ that the first process has in another order in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import torch
@@ -14,6 +15,9 @@ from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.parallel.world import World
 
 SIZES = {"height": 64, "width": 64, "num_frames": 1, "num_inference_steps": 2}
+OF_CHUNKS = GenerationRequest(
+    "a red circle", first_chunk_steps=2, prompt_switches=((5, "a blue star"),), **{**SIZES, "num_frames": 21}
+)
 
 
 def main() -> None:
@@ -21,12 +25,21 @@ def main() -> None:
     place = read_process_info()
     assert place is not None
     world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
-    frames = []
+    frames, chunks = [], []
     for parallel in (ParallelConfig(ulysses_degree=2, cfg_parallel=False), ParallelConfig(cfg_parallel=True)):
         pipeline = load_pipeline(RuntimeConfig("shapes", device="cpu", parallel=parallel), world=world)
         frames.append(pipeline(GenerationRequest(prompt="a red circle", **SIZES)).frames.astype(int))
         notes = pipeline(GenerationRequest(prompt="a star", guidance_scale=1.0, **SIZES)).attention_report.notes
         assert any("leave out --cfg-parallel" in note for note in notes) == (parallel.cfg_parallel is True), notes
+        # A new prompt is guided from keys that one of the two has.
+        causal = load_pipeline(RuntimeConfig("shapes-causal", device="cpu", parallel=parallel), world=world)
+        assert causal.resolve(OF_CHUNKS).guided_switch_chunks == 1
+        chunks += [
+            causal(dataclasses.replace(OF_CHUNKS, guided_switch_chunks=num)).frames.astype(int) for num in (1, 0)
+        ]
+    assert abs(chunks[0] - chunks[2]).max() <= 1
+    assert abs(chunks[1] - chunks[3]).max() <= 1
+    assert abs(chunks[0] - chunks[1]).max() > 8
     turned = torch.arange(6.0).view(2, 3).t()
     received = world.broadcast(turned if world.is_first else torch.empty(3, 2))
     assert torch.equal(received, turned), received

@@ -218,7 +218,7 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     assert (all_guided != media.frames).any()
 
 
-def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline: Pipeline) -> None:
+def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline: Pipeline, folder: Path) -> None:
     request = dataclasses.replace(
         REQUEST,
         sampler="unipc",
@@ -257,7 +257,28 @@ def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline
     assert (media.frames[21:33] != without.frames[21:33]).any()
     # Where both branches have keys of their own, it says nothing.
     own = dataclasses.replace(request, guided_chunks=3)
-    assert (pipeline(own).frames == pipeline(dataclasses.replace(own, guided_switch_chunks=None)).frames).all()
+    assert (pipeline(own).frames == pipeline(dataclasses.replace(own, guided_switch_chunks=0)).frames).all()
+    everywhere = pipeline.resolve(dataclasses.replace(own, guided_chunks=None))
+    assert any("guided_switch_chunks: 1 is not used" in remark for remark in pipeline.rules.unused(everywhere))
+    # A prompt before the first chunk is the video's own, and one that a request has twice begins anew in a stream too.
+    twice = dataclasses.replace(request, guided_switch_chunks=2, prompt_switches=((21, REQUEST.prompt),))
+    for given, typed in ((twice, None), (dataclasses.replace(request, guided_switch_chunks=2), "a ring")):
+        with pipeline.stream(given, keeps_frames=True) as stream:
+            if typed is not None:
+                stream.prompt(typed)
+            list(stream)
+            again = GenerationRequest.from_dict(stream.recipe["request"])
+            assert (pipeline(again).frames == stream.media().frames).all()
+    # Texts alike, guidance changes nothing, however keys are kept.
+    for values in (
+        {"page_size": 4},
+        {"kv_cache_dtype": "fp8_e4m3", "switch_mode": "recache"},
+        {"positions": "window", "switch_mode": "recache_at_once"},
+    ):
+        each = dataclasses.replace(alike, guided_switch_chunks=1_000_000, **values)
+        assert (pipeline(each).frames == pipeline(dataclasses.replace(each, guidance_scale=1.0)).frames).all(), values
+    prepared = prepare(RuntimeConfig(model_path=str(folder), device="cpu"))
+    assert explain(prepared, pipeline.resolve(request)).num_forwards == len(passes)
     # Typed while the video is made, and in another stream that goes on from the one before.
     with pipeline.stream(dataclasses.replace(request, prompt_switches=None)) as stream:
         next(stream), next(stream)
@@ -704,6 +725,31 @@ def test_graphs_of_the_branch_without_guidance_end_with_the_guided_chunks(folder
         unregister_backend(PlanningBackend.name)
     assert held == [set()] * 2 + [{"cond", "uncond"}] * 3 + [{"cond"}] * 2
     assert abs(frames.astype(int) - expected).max() <= 1
+
+
+def test_guidance_of_a_new_prompt_is_not_replayed(folder: Path) -> None:
+    register_backend(PlanningBackend)
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
+        request = dataclasses.replace(
+            REQUEST,
+            num_frames=117,
+            guidance_scale=3.0,
+            guided_chunks=5,
+            guided_switch_chunks=2,
+            prompt_switches=((69, "a star"), (93, "a ring")),
+        )
+        expected = pipeline(request).frames
+        pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        media = pipeline(request)
+    finally:
+        unregister_backend(PlanningBackend.name)
+    graphs = media.attention_report.graphs
+    assert graphs is not None
+    assert {reason: count for reason, count in graphs.eager.items() if "of a new prompt" in reason} == {
+        "guidance of a new prompt goes on from the keys of the conditional branch, for a few passes": 2 * 2 * 4
+    }
+    assert abs(media.frames.astype(int) - expected).max() <= 1
 
 
 def test_explain_counts_every_pass_and_the_keys_it_has_in_sight(pipeline: Pipeline, folder: Path) -> None:
