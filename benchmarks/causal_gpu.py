@@ -1,6 +1,7 @@
 """Streams of causal Wan 2.1 1.3B at 480p on one GPU: seconds per chunk, to the first frames, and what grows with time.
 
     python -m benchmarks.causal_gpu --output benchmarks/results/causal_gpu.json
+    python -m benchmarks.causal_gpu --cases "window 21" --output window_21.json    # those whose names begin so
     python -m benchmarks.causal_gpu --device cpu --output causal_cpu.json          # every path, at tiny sizes
 
 Random weights of the published sizes, full decoder, text encoder left out. Chunks of three latent frames, twelve of
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +53,30 @@ AROUND = 10
 
 @dataclass(frozen=True)
 class Case:
-    """values: of the request. chunks: how many are made."""
+    """values: of the request. chunks: how many are made. runtime: of the pipeline, beside device and dtype."""
 
     name: str
     values: Mapping[str, Any]
     chunks: int
+    runtime: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = (
     Case("window 21 (Self-Forcing)", {"kv_window": 21, "kv_sink": 0}, 40),
     Case("window 12, sink 3 (LongLive)", {"kv_window": 12, "kv_sink": 3}, 200),
     Case("window 21, fp8 cache", {"kv_window": 21, "kv_sink": 0, "kv_cache_dtype": "fp8_e4m3"}, 40),
+    Case("window 21, fast decoding", {"kv_window": 21, "kv_sink": 0}, 40, {"vae_decode": "fast"}),
+    Case(
+        "window 21, fast decoding, linear layers in fp8",
+        {"kv_window": 21, "kv_sink": 0},
+        40,
+        {"vae_decode": "fast", "quantization": "fp8"},
+    ),
 )
+"""Those of one pipeline one after the other."""
 
 
-def open_pipeline(device: torch.device) -> Pipeline:
+def open_pipeline(device: torch.device, runtime: Mapping[str, Any]) -> Pipeline:
     changes = {} if device.type == "cuda" else TINY
     changes = {
         **changes,
@@ -75,7 +86,8 @@ def open_pipeline(device: torch.device) -> Pipeline:
             "transformer": ["diffusers", CAUSAL["_class_name"]],
         },
     }
-    config = RuntimeConfig(device=str(device), dtype="bfloat16" if device.type == "cuda" else "float32")
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    config = RuntimeConfig(device=str(device), dtype=dtype, **runtime)
     return random_pipeline(MODEL, config, lambda _: None, changes)
 
 
@@ -123,6 +135,8 @@ def measure(pipeline: Pipeline, case: Case, chunks: int) -> dict[str, Any]:
         "cache_gb": cache_bytes / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         "attention": {row.role: f"{row.backend}: {row.implementation}" for row in report.rows},
+        "libraries": {row.component: f"{row.library}: {row.implementation}" for row in report.libraries},
+        "notes": list(report.notes),
     }
 
 
@@ -133,13 +147,14 @@ def rate_around(seconds: Sequence[float], frame: int) -> float | None:
     return 12 * AROUND / sum(part) if len(part) == AROUND else None
 
 
-def rows_of(device: torch.device, chunks: int | None) -> Iterator[dict[str, Any]]:
-    pipeline = open_pipeline(device)
-    for case in CASES:
-        # What is compiled, and tuned for the sizes of this cache.
-        measure(pipeline, case, 9 if device.type == "cuda" else 3)
-        yield measure(pipeline, case, chunks or case.chunks)
-    pipeline.close()
+def rows_of(device: torch.device, chunks: int | None, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    for runtime, of_pipeline in itertools.groupby(cases, lambda case: case.runtime):
+        pipeline = open_pipeline(device, runtime)
+        for case in of_pipeline:
+            # What is compiled, and tuned for the sizes of this cache.
+            measure(pipeline, case, 9 if device.type == "cuda" else 3)
+            yield measure(pipeline, case, chunks or case.chunks)
+        pipeline.close()
 
 
 def main() -> None:
@@ -147,7 +162,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--chunks", type=int, help="of every stream; default: 40, and 200 of one")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], metavar="NAME", help=f"beginnings of: {'; '.join(c.name for c in CASES)}"
+    )
     arguments = parser.parse_args()
+    cases = [case for case in CASES if case.name.startswith(tuple(arguments.cases))]
+    if not cases:
+        parser.error(f"--cases: none begins with {' or '.join(arguments.cases)}")
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     document: dict[str, Any] = {
         "schema": "diffusion_runtime.causal_gpu/1",
@@ -158,7 +179,7 @@ def main() -> None:
         "rows": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    for row in rows_of(device, arguments.chunks):
+    for row in rows_of(device, arguments.chunks, cases):
         document["rows"].append(row)
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
         shown = ", ".join(
