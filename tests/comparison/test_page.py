@@ -64,7 +64,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 # The frame that each clip shows, and the one that the clock names.
 FRAMES = f"[...document.querySelectorAll('video')].map(v => Math.floor(v.currentTime * {FPS}))"
-SETTLED = "[...document.querySelectorAll('video')].every(v => !v.seeking)"
+# Every clip is where the slider is: one seek follows the other.
+SETTLED = (
+    "[...document.querySelectorAll('video')].every("
+    f"v => !v.seeking && Math.floor(v.currentTime * {FPS}) === Number(seek.value))"
+)
 CLOCK = "document.getElementById('frame').value"
 
 
