@@ -115,6 +115,7 @@ class ChunkStream(Iterator[CleanChunk]):
         self._sampler = sampler
         self._num_shared_bytes = 0
         self._uncommitted: CleanChunk | None = None
+        self._num_made = 0
         # Clean chunks whose keys are there.
         self._recent: deque[CleanChunk] = deque()
 
@@ -165,6 +166,7 @@ class ChunkStream(Iterator[CleanChunk]):
         video = dataclasses.replace(self._video, forward=forward, commit=commit, noise=noise)
         twin = ChunkStream(denoiser, video, forward, self._sampler.fork(video))
         twin._recent.extend(self._recent)
+        twin._num_made = self._num_made
         self._num_shared_bytes = twin._num_shared_bytes = self._forward.num_shared_bytes
         return twin
 
@@ -175,6 +177,7 @@ class ChunkStream(Iterator[CleanChunk]):
         clean = self._sampler.next_chunk()
         check_finite(clean.latents, self._denoiser.dtype)
         self._uncommitted = clean
+        self._num_made += 1
         self._recent.append(clean)
         while self._recent and self._recent[0].chunk.frames.stop <= self._forward.oldest_frame:
             self._recent.popleft()
@@ -205,7 +208,7 @@ class ChunkStream(Iterator[CleanChunk]):
         stay those of the prompt before.
         """
         self.commit()
-        self._forward.set_text(text)
+        self._forward.set_text(text, self._num_made or None)
         if mode == "keep" or not self._recent:
             return
         in_one_pass = mode == "recache_at_once"
@@ -276,9 +279,8 @@ class _FrameForward:
         self._experts = experts
         self._guided_frames = guided_frames
         self._uncond_tokens = None if guided_frames is None else passes.capacity_for(guided_frames)
-        # The first chunk of the prompt, and whether that is the next one; None for the video's first prompt.
+        # The first chunk of the prompt; None for the video's first prompt.
         self._switched_at: int | None = None
-        self._is_next_switched = False
         self._bytes_while_guided = 0
         self._saturated_while_guided = 0
         self._guided = denoiser.guided(
@@ -312,7 +314,7 @@ class _FrameForward:
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
         """Of another video that goes on from here. What depends on the prompt alone is computed again."""
         twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
-        twin._switched_at, twin._is_next_switched = self._switched_at, self._is_next_switched
+        twin._switched_at = self._switched_at
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
         return twin
 
@@ -334,12 +336,13 @@ class _FrameForward:
         if isinstance(self._transformer_pass, GraphedForward):
             self._transformer_pass.end_video()
 
-    def set_text(self, text: Mapping[str, Conditions]) -> None:
-        """Other conditions from the next pass on. Nothing but the keys is kept of the text before."""
+    def set_text(self, text: Mapping[str, Conditions], switched_at: int | None) -> None:
+        """Other conditions from the next pass on. Nothing but the keys is kept of the text before. switched_at: the
+        first chunk denoised under them; None before the video's first one, whose prompt they then are."""
         before, self._state = self._state, RequestCache()
         self._state.adopt(before, CACHED_KEYS)
         self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
-        self._is_next_switched = True
+        self._switched_at = switched_at
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
@@ -369,9 +372,6 @@ class _FrameForward:
         if not settings.has_both_branches(step):
             self._end_guidance()
         if step.phase == "denoise":
-            if self._is_next_switched:
-                # A prompt that came before the first chunk is the video's first one.
-                self._switched_at, self._is_next_switched = step.chunk or None, False
             step = settings.with_shared_keys(step, self._switched_at)
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)

@@ -24,6 +24,7 @@ from diffusion_runtime.prompt_switches import (
 from diffusion_runtime.request_fields import (
     ANY_GUIDANCE,
     GUIDANCE,
+    GUIDED_CHUNKS,
     IMAGES,
     SHIFT,
     VIDEO,
@@ -440,7 +441,7 @@ class GenerationRequest:
             help="Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
             check=Count(minimum=0),
             may_stay_none=True,
-            used_with=GUIDANCE,
+            used_with=GUIDED_CHUNKS,
             off=0,
             refusal=_NO_CACHE,
         ).as_metadata(),

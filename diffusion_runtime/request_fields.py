@@ -14,9 +14,10 @@ WHAT = "What to make"
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any
-# guidance; a video, not an image; noise levels that are still to be shifted.
+# guidance; guidance of some chunks alone; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
 ANY_GUIDANCE = "any guidance"
+GUIDED_CHUNKS = "guided chunks"
 IMAGES = "images"
 VIDEO = "video"
 SHIFT = "shift"
@@ -287,9 +288,9 @@ class RequestField:
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos. None for a field of every model. off: the value of such a field that asks
     for nothing, which every model takes.
-    used_with: GUIDANCE, ANY_GUIDANCE, IMAGES, VIDEO or SHIFT for a field that counts only then; a generation without it
-    says that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None:
-    the same.
+    used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
+    generation without it says that it was not used. convert: makes the value that the request holds out of what a flag
+    or a file says; None: the same.
     """
 
     help: str

@@ -30,7 +30,7 @@ from diffusion_runtime.request import (
     is_set,
     too_many_images,
 )
-from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, IMAGES, SHIFT, VIDEO
+from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings, TeaCachePolynomials
 from diffusion_runtime.step_cache_rules import step_cache_remarks, with_fitting_step_cache
@@ -335,6 +335,10 @@ class RequestRules(SamplingRules):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
             if BatchSettings.of([request], self).guidance_terms is None:
                 reasons[ANY_GUIDANCE] = reasons[GUIDANCE]
+        if GUIDANCE in reasons:
+            reasons[GUIDED_CHUNKS] = reasons[GUIDANCE]
+        elif request.guided_chunks is None:
+            reasons[GUIDED_CHUNKS] = "every chunk is guided; give guided_chunks (--guided-chunks 1)"
         if self.geometry.temporal_factor == 1:
             reasons[VIDEO] = "this model makes images"
         if request.image_path is None and request.last_image_path is None and not request.frame_conditions:
@@ -356,13 +360,6 @@ class RequestRules(SamplingRules):
             usual = (UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
             if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
-        switched = request.guided_switch_chunks
-        usual_switched = (None, 0, self.defaults.get("guided_switch_chunks"))
-        if switched not in usual_switched and request.guided_chunks is None and GUIDANCE not in reasons:
-            remarks.append(
-                f"guided_switch_chunks: {switched} is not used: every chunk is guided; give guided_chunks "
-                "(--guided-chunks 1) for guidance of the first chunk and of new prompts alone"
-            )
         if self.few_steps is not None:
             remark = self.few_steps.remark(request, self.is_guided(request))
             remarks += [] if remark is None else [remark]

@@ -318,12 +318,11 @@ class GenerationStream(Iterator[StreamedFrames]):
         due, place = [], self._place
         while place.scheduled and place.scheduled[0][0] <= place.num_begun:
             due.append(place.scheduled.popleft()[1])
-        # The same prompt once more changes nothing when it is typed; in a request it begins anew, as in a video that is
-        # made at once.
-        changes = bool(due)
+        # The same prompt once more changes nothing when it is typed; in a request it begins anew, as in `generate`.
+        is_scheduled = bool(due)
         while place.typed:
             due.append(place.typed.popleft())
-        if not due or (not changes and due[-1] == place.prompt):
+        if not due or (not is_scheduled and due[-1] == place.prompt):
             return
         started, place.prompt = self._clock(), due[-1]
         encoded = self._encode(place.prompt)
