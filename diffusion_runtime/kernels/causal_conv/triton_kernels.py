@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from diffusion_runtime.kernels.exact_division import _divide_rows, _silu_of_half
+
 
 @triton.jit
 def channels_first_input(
@@ -220,14 +222,15 @@ def channels_last_input(
             tl.store(source, rounded, mask=inside)
         if NORM:
             length = tl.maximum(tl.sqrt_rn(squares), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-            value = tl.div_rn(value, tl.broadcast_to(length[:, None], [PIXELS, COLUMNS])).to(dtype).to(tl.float32)
+            value = _divide_rows(value, length).to(dtype).to(tl.float32)
             value = (value * scale).to(dtype).to(tl.float32)
             value = (value * weight[None, :]).to(dtype).to(tl.float32)
-            if LIBDEVICE:
-                decay = libdevice.exp(-value)
+            if not LIBDEVICE:
+                value = tl.div_rn(value, 1.0 + tl.exp(-value))
+            elif dtype == tl.float32:
+                value = tl.div_rn(value, 1.0 + libdevice.exp(-value))
             else:
-                decay = tl.exp(-value)
-            value = tl.div_rn(value, 1.0 + decay)
+                value = _silu_of_half(value)
         result = value.to(dtype)
         tl.store(out + frame * frame_size + place, result, mask=inside)
         older = newer
