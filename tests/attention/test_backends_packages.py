@@ -36,6 +36,7 @@ from diffusion_runtime.attention.backends import (
 from diffusion_runtime.attention.backends.calling import numbers_of_keys, run_backend
 from diffusion_runtime.attention.backends.capability import KeyCounts
 from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
 from diffusion_runtime.attention.cache.plan import CachePlan
@@ -356,3 +357,21 @@ def test_key_counts() -> None:
     assert [number in nearly for number in (32760, 75600, 4096 + 1, 62_937)] == [True, True, False, True]
     assert [number in blocks for number in (32760, 75600)] == [False, False]
     assert (str(everything), str(blocks)) == ("any number of keys", "a number of keys that is a multiple of 64")
+
+
+def test_flash_attention_4_cuts_keys_on_a_gpu_whose_multiprocessors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 104, dtype=torch.bfloat16) for n in (200, 2**14, 2**14))
+    call = attention_call(q, k, v, return_lse=True)
+    with stand_in("fa4") as backend:
+        whole = run_backend(backend, call)
+        monkeypatch.setattr(fa4, "_processors_of", lambda _: 16)
+        split = run_backend(backend, call)
+        short = run_backend(backend, attention_call(q, k[:, :200], v[:, :200], return_lse=True))
+    assert (whole.implementation, split.implementation) == ("flash-attn-4", "flash-attn-4 split-KV")
+    assert short.implementation == "flash-attn-4"
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double())
+    error, own = (float((x.out.double() - exact).norm() / exact.norm()) for x in (split, whole))
+    assert error <= 1.5 * own
+    assert split.lse is not None
+    torch.testing.assert_close(split.lse, exact_lse.float(), rtol=0, atol=1e-2)

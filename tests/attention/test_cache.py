@@ -9,6 +9,7 @@ import torch
 
 from diffusion_runtime.attention import AttentionConfig, LocalAttention, TokenLayout
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.cache.copies import put_tokens
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
@@ -138,3 +139,14 @@ def test_noise_depends_on_seed_chunk_and_draw_alone() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
     # The first bytes of blake2b, as any other program can compute them.
     assert drawn[0][0, 0, 0, 0, 0] == pytest.approx(-1.9658882, abs=1e-6)
+
+
+def test_tokens_are_put_at_an_index_whatever_their_strides() -> None:
+    index = torch.tensor([5, 0, 3])
+    fused = torch.randn(2, 3, 3, 2, 8, dtype=torch.bfloat16)
+    for tokens in (fused[:, :, 1], fused[..., :6][:, :, 0], fused[..., 1:5][:, :, 2], fused[..., ::2][:, :, 0]):
+        cached = torch.randn(2, 7, *tokens.shape[2:], dtype=torch.bfloat16)
+        expected = cached.clone()
+        expected[:, index] = tokens
+        assert put_tokens(cached, index, tokens) is cached
+        assert torch.equal(cached, expected)

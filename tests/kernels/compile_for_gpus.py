@@ -137,6 +137,9 @@ def further_calls() -> Iterator[Callable[[], object]]:
     cache = importlib.import_module(f"{KERNELS}.fp8_cache.triton")
     codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)
     yield partial(cache.dequantise, *codes, scale, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16))
+    split = importlib.import_module(f"{KERNELS}.split_kv.triton")
+    parts = torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16)
+    yield partial(split.merge_parts, parts, torch.zeros(6, 2, 16), parts[:2])
     means, packing, highest, int8, kmeans = (importlib.import_module(f"{KERNELS}.{name}") for name in names)
     q, k, v = torch.randn(3, 1, 256, 2, 64, dtype=torch.bfloat16)
     for values in ("int8", "fp16", "fp8"):

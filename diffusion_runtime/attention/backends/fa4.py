@@ -26,6 +26,7 @@ from diffusion_runtime.attention.backends.flash_attention import (
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.backends.split_kv import KeySplit, attend_split, can_split, plan_split
 from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -33,6 +34,9 @@ from diffusion_runtime.kernels.first_use import count_kernel
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 _compiled: set[tuple[object, ...]] = set()
+# Queries of one tile of the package's kernel for sm_90, of these head sizes: one multiprocessor computes one at a time.
+_TILE = 128
+_TILED_BY_128 = range(97, 129)
 
 
 @functools.cache
@@ -40,10 +44,12 @@ def _kernels() -> tuple[Callable[..., Any], ...]:
     return FlashAttention4().first_call_functions()
 
 
-def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> bool:
+def _announce_compilation(
+    q: torch.Tensor, k: torch.Tensor, form: str, *, return_lse: bool, causal: bool = False
+) -> bool:
     """Say that a first call is about to compile: it takes seconds, which look like a hang. Whether it is one."""
     q_shape = q.shape
-    key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, call.return_lse, form)
+    key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, return_lse, form)
     if key in _compiled:
         return False
     _compiled.add(key)
@@ -101,16 +107,19 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> AttentionResult:
-        kernel = _kernels()[0]
-        is_first, started = _announce_compilation(call, q, k, causal, "dense"), time.perf_counter()
-        result = kernel(q, k, v, softmax_scale=call.scale, causal=causal, return_lse=call.return_lse)
-        if is_first:
-            count_kernel(time.perf_counter() - started)
-        return _result(call, result, "flash-attn-4")
+        split = None if causal else _split_of(q, k, v)
+        if split is None:
+            return AttentionResult(*_attend_dense(call, q, k, v, call.return_lse, causal=causal), "flash-attn-4")
+        attend = functools.partial(_attend_dense, call)
+        out, lse = attend_split(split, q, k, v, attend, return_lse=call.return_lse)
+        return AttentionResult(out, lse, "flash-attn-4 split-KV")
 
     def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
         kernel = _kernels()[1]
-        is_first, started = _announce_compilation(call, packed.q, packed.k, False, "varlen"), time.perf_counter()
+        is_first, started = (
+            _announce_compilation(packed.q, packed.k, "varlen", return_lse=call.return_lse),
+            time.perf_counter(),
+        )
         result = kernel(
             packed.q,
             packed.k,
@@ -133,7 +142,10 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
         return codes_refusal(form)
 
     def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
-        is_first, started = _announce_compilation(call, call.q, stored.keys, False, "paged"), time.perf_counter()
+        is_first, started = (
+            _announce_compilation(call.q, stored.keys, "paged", return_lse=call.return_lse),
+            time.perf_counter(),
+        )
         result = _kernels()[1](
             call.q,
             stored.keys,
@@ -148,6 +160,40 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
         if is_first:
             count_kernel(time.perf_counter() - started)
         return _result(call, result, "flash-attn-4 paged")
+
+
+def _attend_dense(
+    call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, *, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One call of the kernel. call: its scale alone is read."""
+    is_first, started = (
+        _announce_compilation(q, k, "dense", return_lse=return_lse, causal=causal),
+        time.perf_counter(),
+    )
+    result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=return_lse)
+    if is_first:
+        count_kernel(time.perf_counter() - started)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    return out, lse if return_lse else None
+
+
+def _split_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KeySplit | None:
+    """How the keys are cut; None where one call takes no longer, and where the kernel's tiles are not known."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    if head_dim not in _TILED_BY_128 or not can_split(k, v):
+        return None
+    num_processors = _processors_of(q.device)
+    if num_processors is None:
+        return None
+    return plan_split(num_queries, k.shape[1], batch * num_heads, _TILE, num_processors)
+
+
+@functools.cache
+def _processors_of(device: torch.device) -> int | None:
+    """Multiprocessors of a device whose kernel gives each of them one tile at a time; None for others."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _result(call: AttentionCall, result: Any, implementation: str) -> AttentionResult:

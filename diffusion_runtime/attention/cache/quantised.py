@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 
+from diffusion_runtime.attention.cache.copies import put_tokens
 from diffusion_runtime.attention.cache.pages import PagedStore, best_page_size
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
@@ -142,7 +143,7 @@ def _with_own(plan: CachePlan, found: torch.Tensor, own: torch.Tensor) -> torch.
     """Keys or values in sight, [batch, plan.num_keys, heads, head_dim], with those of the pass as they are."""
     if plan.write_index is not None:
         # Of a full cache, all of which is in sight.
-        return found.index_copy_(1, plan.write_index, own)
+        return put_tokens(found, plan.write_index, own)
     for here, place in plan.own_copies:
         found[:, place] = own[:, here]
     return found

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 
+from diffusion_runtime.attention.cache.copies import put_tokens
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat
 
@@ -95,8 +96,8 @@ class RingStore(KeyStore):
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self.keys_and_values
         if plan.write_index is not None:
-            keys.index_copy_(1, plan.write_index, k)
-            values.index_copy_(1, plan.write_index, v)
+            put_tokens(keys, plan.write_index, k)
+            put_tokens(values, plan.write_index, v)
             return
         for here, cached in plan.write_copies:
             keys[:, cached] = k[:, here]

@@ -1,0 +1,1 @@
+"""Attention to parts of the keys, merged by the log-sum-exp of each part."""
