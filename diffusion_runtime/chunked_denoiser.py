@@ -84,7 +84,8 @@ class ChunkedDenoiser:
         sampler = settings.build_sampler()
         inputs = denoiser.inputs_of(text, settings.size)
         guided = guided_frames(settings.shared, chunks)
-        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, _experts_of(sampler, denoiser), guided)
+        experts = frozenset(experts_by_step(sampler, denoiser.transformer.expert_at))
+        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, experts, guided)
         commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
         if (history := settings.rules.history) is not None:
             commit = HistoryCommit(commit, forward.compress, history)
@@ -403,23 +404,22 @@ class _FrameForward:
         return self._denoiser.context_of(self._state, cache=self._cache, plans=self._plans)
 
 
-def _experts_of(sampler: Sampler, denoiser: LatentDenoiser) -> frozenset[int]:
-    """The experts that run in the steps of a sampler."""
-    expert_at = denoiser.transformer.expert_at
-    ends = frozenset(expert_at(timestep) for timestep in (0.0, 1000.0))
-    if len(ends) == 1:
-        return ends
-    found: set[int] = set()
+def experts_by_step(sampler: Sampler, expert_at: Callable[[float], int]) -> tuple[int, ...]:
+    """The expert of each step of a sampler, in order; of all steps in one where there is one expert. expert_at: of a
+    timestep."""
+    if expert_at(0.0) == expert_at(1000.0):
+        return (expert_at(0.0),)
+    found: list[int] = []
 
     def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         assert step.timestep is not None
-        found.add(expert_at(step.timestep))
+        found.append(expert_at(step.timestep))
         return torch.zeros_like(latents)
 
     # The levels are the same whatever is denoised.
     one = torch.zeros(1, 1, 1, 1, 1)
     sampler.sample(one, predict, draw_noise=lambda: one)
-    return frozenset(found)
+    return tuple(found)
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

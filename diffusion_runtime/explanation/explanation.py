@@ -13,6 +13,7 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.chunked_denoiser import experts_by_step
 from diffusion_runtime.denoising.chunks import is_rolling, passes_of
 from diffusion_runtime.denoising.prompt_times import chunk_at
 from diffusion_runtime.description import PipelineDescription
@@ -298,16 +299,27 @@ def _costs_of_chunks(
     places = {chunk.frames: chunk.index for chunk in chunks}
     temporal_factor = settings.rules.geometry.temporal_factor
     switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
+    expert_at = prepared.transformer.expert_at
+    by_step = tuple(experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
+    in_commits = sorted({*by_step[1]})
+    # Of the frames of the pass before.
+    num_made, before = 0, None
     for frames, kind in passes_of(request, chunks, history):
         plan = passes.plan(frames, kind)
         if kind == "denoise":
             # Several chunks at once are all guided, or none of them.
             chunk = places.get(frames, 0)
+            num_made, before = (num_made + 1 if frames == before else 0), frames
         # A commit is for the chunk behind the one that was made last.
         step = StepInfo(chunk=chunk + (kind != "denoise"))
         if kind == "denoise":
             step = settings.with_shared_keys(step, max((at for at in switches if at <= chunk), default=None))
-        num_branches = 1 if is_alone or settings.cfg_scale_at(step) <= 1 else 2
+            of_chunk = by_step[chunk > 0]
+            experts = [of_chunk[min(num_made, len(of_chunk) - 1)]]
+        else:
+            experts = in_commits
+        scales = [settings.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
+        num_branches = sum(1 if is_alone or scale <= 1 else 2 for scale in scales)
         key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
         found[num_first is None or step.chunk > 0].setdefault(key, []).extend([plan] * num_branches)
     costs = []

@@ -403,6 +403,18 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
     assert assert_block_causal(pipeline, passes, 2, 7) == 1 + 3 * 4
 
 
+@pytest.mark.parametrize(
+    "scales", [{}, {"guidance_scale": 3.0, "guidance_scale_2": 1.0}, {"guidance_scale": 1.0, "guidance_scale_2": 3.0}]
+)
+def test_explain_counts_the_passes_of_both_experts(tmp_path: Path, scales: dict[str, float]) -> None:
+    config = RuntimeConfig(str(write_tiny_wan(tmp_path, causal=KEYS, boundary_ratio=0.875)), device="cpu")
+    request = dataclasses.replace(REQUEST, num_frames=33, guidance_mode="two_pass", **scales)
+    prepared = prepare(config)
+    with recorded(pipeline := load_pipeline(config)) as passes:
+        pipeline(request)
+    assert explain(prepared, prepared.rules.resolve(request)).num_forwards == len(passes)
+
+
 def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, tmp_path: Path) -> None:
     def planned(where: Path) -> tuple[int, int, int]:
         """Activations of a step, those of the cache, and what one expert keeps of the prompt."""
