@@ -301,9 +301,7 @@ def _signature() -> inspect.Signature:
         parameter("clip_path", None, clip_path_option(_COMPARE)),
     ]
     output = [
-        parameter(
-            "html", None, Annotated[Path | None, _option("Write a page too.", "--html", "FILE.html", options.OUTPUT)]
-        ),
+        parameter("html", None, options.html_option("Write a page too.")),
         parameter(
             "output_path",
             None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -181,10 +181,7 @@ def _signature() -> inspect.Signature:
         "html",
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[
-            Path | None,
-            typer.Option("--html", help="Write it as a page too.", metavar="FILE.html", rich_help_panel=options.OUTPUT),
-        ],
+        annotation=options.html_option("Write it as a page too."),
     )
     return inspect.Signature([*kept, html])
 

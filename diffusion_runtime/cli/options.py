@@ -4,13 +4,15 @@ others stand here. Names and types only; nothing is decided here."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 import typer
 
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.errors import OutputError, RequestError
 from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
 
@@ -479,3 +481,20 @@ def _number_parser(flag: str, kind: type[int | float], check: Callable[[str, obj
 
 def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def html_option(text: str) -> Any:
+    """The annotation of --html: a file that a page is written to."""
+    return Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help=text, metavar="FILE.html", rich_help_panel=OUTPUT, show_default=False, parser=_html_path
+        ),
+    ]
+
+
+def _html_path(text: str) -> Path:
+    """Raises OutputError for the name of a folder, whose slash a Path does not keep."""
+    if text.endswith(("/", os.sep)):
+        raise OutputError(f"--html {text}: it is a folder; give the name of a file in it")
+    return Path(text)

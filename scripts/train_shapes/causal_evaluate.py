@@ -34,7 +34,7 @@ from diffusion_runtime.quality.shapes.attributes import STREAM_MOTION_NAMES
 from diffusion_runtime.quality.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import is_followed, score_streams, window_record
-from scripts.shapes.streams import SWITCHES, StreamBatch, StreamSettings, render_streams, sample_streams
+from scripts.shapes.streams import StreamBatch, StreamSettings, render_streams, sample_streams
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_pool import first_pixel_frames
 from scripts.train_shapes.causal_sampling import StreamSampler, StreamSampling
@@ -42,6 +42,7 @@ from scripts.train_shapes.causal_training import averaged_models, build_models
 from scripts.train_shapes.clip_vae import WholeClipVae
 from scripts.train_shapes.contact_sheet import save_sheet
 from scripts.train_shapes.export import load_vae
+from scripts.train_shapes.switch_weights import add_switch_weights
 from scripts.train_shapes.train_vae import clip_to_frames
 
 SHAPES = Path("diffusion_runtime/assets/shapes")
@@ -356,14 +357,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--two-objects", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--switches", type=float, default=0.0, metavar="SHARE", help="of streams with a switch")
-    parser.add_argument(
-        "--switch-weights",
-        type=float,
-        nargs=len(SWITCHES),
-        default=StreamSettings.switch_weights,
-        metavar=tuple(name.upper() for name in SWITCHES),
-        help="how often a switch changes each, relative to the others",
-    )
+    add_switch_weights(parser)
     parser.add_argument("--motion", choices=STREAM_MOTION_NAMES, help="only streams that begin with it")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the streams; another on each GPU")
     parser.add_argument("--size", type=int, default=128)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scripts.shapes.render import render_slots
-from scripts.shapes.streams import SWITCHES, StreamSettings, render_stream_slots
+from scripts.shapes.streams import StreamSettings, render_stream_slots
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.causal_buckets import STAGES, CausalBucket
 from scripts.train_shapes.causal_objective import FIRST_CHUNK_WEIGHT
@@ -30,6 +30,7 @@ from scripts.train_shapes.causal_training import CausalTraining, build_models
 from scripts.train_shapes.latent_pool import Encoder, LatentPool
 from scripts.train_shapes.ranks import Ranks, join_ranks
 from scripts.train_shapes.session import Clock, Log, cosine
+from scripts.train_shapes.switch_weights import add_switch_weights
 from scripts.train_shapes.train_transformer import load_encoder
 
 SHAPES = Path("diffusion_runtime/assets/shapes")
@@ -182,14 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--switches", type=float, default=StreamSettings.switch_share, metavar="SHARE", help="of streams with a switch"
     )
-    parser.add_argument(
-        "--switch-weights",
-        type=float,
-        nargs=len(SWITCHES),
-        default=StreamSettings.switch_weights,
-        metavar=tuple(name.upper() for name in SWITCHES),
-        help="how often a switch changes each, relative to the others",
-    )
+    add_switch_weights(parser)
     parser.add_argument(
         "--as-shipped",
         type=float,
@@ -245,7 +239,7 @@ def parse_arguments() -> argparse.Namespace:
         share = getattr(arguments, name)
         if share is not None and not 0 <= share <= 1:
             parser.error(f"--{name.replace('_', '-')}: a share from 0 to 1, got {share:g}")
-    weights = {"around": [arguments.around], "bounce": [arguments.bounce], "switch-weights": arguments.switch_weights}
+    weights = {"around": [arguments.around], "bounce": [arguments.bounce]}
     for name, values in weights.items():
         if not all(0 <= weight < math.inf for weight in values):
             parser.error(f"--{name}: weights from 0 on, got {' '.join(map('{:g}'.format, values))}")

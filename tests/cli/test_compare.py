@@ -215,6 +215,7 @@ def test_other_flags_are_checked(command: Command, tmp_path: Path) -> None:
     for flags, message in (
         (("--threshold", "0"), "--threshold: expected a number above 0"),
         (("--html", str(tmp_path)), "it is a folder"),
+        (("--html", f"{tmp_path}/new/"), "it is a folder"),
         (("--format", "npy"), "add it"),
     ):
         answer = command(*SHARED, *two, *flags)
