@@ -21,7 +21,7 @@ from attention_calls import attention_call
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
 from tables import table
 
-from diffusion_runtime.attention import AttentionCall, StepInfo
+from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo
 from diffusion_runtime.attention.backends import (
     aiter,
     calling,
@@ -35,15 +35,16 @@ from diffusion_runtime.attention.backends import (
 )
 from diffusion_runtime.attention.backends.calling import numbers_of_keys, run_backend
 from diffusion_runtime.attention.backends.capability import KeyCounts
-from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.backends.interface import Backend, CallForm
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.backends.split_kv import KeySplit
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits, VideoPlans
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
@@ -359,19 +360,58 @@ def test_key_counts() -> None:
     assert (str(everything), str(blocks)) == ("any number of keys", "a number of keys that is a multiple of 64")
 
 
-def test_flash_attention_4_cuts_keys_on_a_gpu_whose_multiprocessors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_cuts_keys_where_the_tiles_of_its_kernel_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, 1, 104, dtype=torch.bfloat16) for n in (200, 2**14, 2**14))
-    call = attention_call(q, k, v, return_lse=True)
-    with stand_in("fa4") as backend:
-        whole = run_backend(backend, call)
-        monkeypatch.setattr(fa4, "_processors_of", lambda _: 16)
-        split = run_backend(backend, call)
-        short = run_backend(backend, attention_call(q, k[:, :200], v[:, :200], return_lse=True))
-    assert (whole.implementation, split.implementation) == ("flash-attn-4", "flash-attn-4 split-KV")
-    assert short.implementation == "flash-attn-4"
-    exact, exact_lse = reference_attention(q.double(), k.double(), v.double())
-    error, own = (float((x.out.double() - exact).norm() / exact.norm()) for x in (split, whole))
-    assert error <= 1.5 * own
-    assert split.lse is not None
-    torch.testing.assert_close(split.lse, exact_lse.float(), rtol=0, atol=1e-2)
+    asked: list[tuple[int, ...]] = []
+
+    def plan(*shape: int) -> KeySplit:
+        asked.append(shape)
+        return KeySplit(8, 2)
+
+    monkeypatch.setattr(fa4, "plan_split", plan)
+    plain = {"batch": 2, "queries": 12, "heads": 2, "head_dim": 104}
+    cases: dict[str, tuple[dict[str, int], dict[str, object], bool]] = {
+        "plain": (plain, {}, True),
+        "log-sum-exp": (plain, {"return_lse": True}, True),
+        "scale": (plain, {"scale": 0.3}, True),
+        "causal": ({**plain, "queries": 16}, {"causal": True}, False),
+        "grouped queries": ({**plain, "kv_heads": 1}, {}, False),
+        "small heads": ({**plain, "head_dim": 96}, {}, False),
+        "samples apart": ({**plain, "hidden": 2}, {}, False),
+    }
+    for name, (shape, fields, is_split) in cases.items():
+        batch, heads, head_dim = shape["batch"], shape["heads"], shape["head_dim"]
+        q = torch.randn(batch, shape["queries"], heads, head_dim, dtype=torch.bfloat16)
+        kv = torch.randn(2, batch, 16 + shape.get("hidden", 0), shape.get("kv_heads", heads), head_dim)
+        k, v = kv.to(torch.bfloat16)[:, :, :16]
+        for processors in (None, 132):
+            monkeypatch.setattr(fa4, "_processors_of", lambda _, found=processors: found)
+            asked.clear()
+            with stand_in("fa4") as backend:
+                result = run_backend(backend, attention_call(q, k, v, **fields))
+            splits = is_split and processors is not None
+            assert result.implementation == ("flash-attn-4 split-KV" if splits else "flash-attn-4"), name
+            assert asked == ([(12, 16, 4, 128, 132)] if splits else []), name
+            exact = {key: fields[key] for key in ("scale", "causal") if key in fields}
+            expected, expected_lse = reference_attention(q.double(), k.double(), v.double(), **exact)  # type: ignore[arg-type]
+            torch.testing.assert_close(result.out.double(), expected, rtol=0, atol=0.03, msg=name)
+            if "return_lse" in fields:
+                assert result.lse is not None
+                torch.testing.assert_close(result.lse, expected_lse.float(), rtol=0, atol=1e-2)
+            else:
+                assert result.lse is None, name
+
+
+def test_what_computes_a_call_that_a_chip_may_split_is_not_known_before() -> None:
+    fa4_backend = find_backend("fa4")
+    assert fa4_backend is not None
+    for capability, num_keys, causal, expected in (
+        ((9, 0), 32760, False, None),
+        ((9, 0), 4680, False, "flash-attn-4"),
+        ((10, 0), 32760, False, "flash-attn-4"),
+        ((9, 0), 4680, True, "flash-attn-4"),
+    ):
+        hardware = Hardware("cuda", capability=capability)
+        shapes = (1, 4680, 12, 128), (1, num_keys, 12, 128)
+        form = CallForm(hardware, torch.bfloat16, *shapes, None, None, LayerInfo(), StepInfo(), causal=causal)
+        assert fa4_backend.expected_implementation(form) == expected

@@ -150,3 +150,5 @@ def test_tokens_are_put_at_an_index_whatever_their_strides() -> None:
         expected[:, index] = tokens
         assert put_tokens(cached, index, tokens) is cached
         assert torch.equal(cached, expected)
+    with pytest.raises(RuntimeError, match="index_copy_"):
+        put_tokens(torch.zeros(2, 7, 2, 8, dtype=torch.float16), index, fused[:, :, 1])

@@ -18,6 +18,8 @@ def test_keys_are_cut_where_the_last_wave_would_leave_a_gpu_idle() -> None:
         ("many waves: less than a twentieth is idle", (32760, 32760, 12), None),
         ("full waves", (33 * 128, 32760, 12), None),
         ("a prime number of keys has no equal parts", (4680, 32749, 12), None),
+        ("a wave less as one call, and more tiles in parts", (7800, 15600, 5), KeySplit(3328, 3)),
+        ("no heads", (4680, 32760, 0), None),
     ):
         assert plan_split(*shape, 128, 132) == expected, what
 

@@ -74,6 +74,7 @@ def define_kernels() -> set[str]:
         if "triton" in module.name or module.name.endswith("_kernels"):
             defined = vars(importlib.import_module(module.name)).values()
             found |= {name_of(each) for each in defined if isinstance(each, JITFunction)}
+    importlib.import_module("exact_division_cases")
     os.environ["TRITON_INTERPRET"] = "1"
     return {name for name in found if not name.rpartition(".")[2].startswith("_")}
 
@@ -137,6 +138,10 @@ def further_calls() -> Iterator[Callable[[], object]]:
     cache = importlib.import_module(f"{KERNELS}.fp8_cache.triton")
     codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)
     yield partial(cache.dequantise, *codes, scale, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16))
+    # CPU tensors take other branches where these are called.
+    division, numbers = importlib.import_module("exact_division_cases"), torch.zeros(64, 64, dtype=torch.bfloat16)
+    yield partial(division.silu, numbers)
+    yield partial(division.divide, numbers, torch.ones(64))
     split = importlib.import_module(f"{KERNELS}.split_kv.triton")
     parts = torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16)
     yield partial(split.merge_parts, parts, torch.zeros(6, 2, 16), parts[:2])

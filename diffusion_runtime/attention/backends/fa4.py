@@ -23,7 +23,7 @@ from diffusion_runtime.attention.backends.flash_attention import (
     codes_refusal,
     lengths_of,
 )
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.backends.split_kv import KeySplit, attend_split, can_split, plan_split
@@ -37,6 +37,9 @@ _compiled: set[tuple[object, ...]] = set()
 # Queries of one tile of the package's kernel for sm_90, of these head sizes: one multiprocessor computes one at a time.
 _TILE = 128
 _TILED_BY_128 = range(97, 129)
+_SPLITTING_CAPABILITY = (9, 0)
+# Of an H20, an H100 with PCIe, and an H100 with SXM or an H200.
+_HOPPER_PROCESSORS = (78, 114, 132)
 
 
 @functools.cache
@@ -107,12 +110,28 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> AttentionResult:
-        split = None if causal else _split_of(q, k, v)
-        if split is None:
+        if causal or not _may_split(q, k):
             return AttentionResult(*_attend_dense(call, q, k, v, call.return_lse, causal=causal), "flash-attn-4")
-        attend = functools.partial(_attend_dense, call)
-        out, lse = attend_split(split, q, k, v, attend, return_lse=call.return_lse)
-        return AttentionResult(out, lse, "flash-attn-4 split-KV")
+        split = _split_of(q, k, v)
+        if split is not None:
+            attend = functools.partial(_attend_dense, call)
+            out, lse = attend_split(split, q, k, v, attend, return_lse=call.return_lse)
+            return AttentionResult(out, lse, "flash-attn-4 split-KV")
+        # The kernel that parts need: a stream whose window fills is not to wait for another one to be compiled.
+        out, lse = _attend_dense(call, q, k, v, True)
+        return AttentionResult(out, lse if call.return_lse else None, "flash-attn-4")
+
+    def expected_implementation(self, form: CallForm) -> str | None:
+        """None where it depends on the chip's multiprocessors whether keys are cut."""
+        batch, num_queries, num_heads, head_dim = form.q_shape
+        is_split = (
+            form.hardware.capability == _SPLITTING_CAPABILITY
+            and not form.causal
+            and head_dim in _TILED_BY_128
+            and form.k_shape[2] == num_heads
+            and any(plan_split(num_queries, form.k_shape[1], batch * num_heads, _TILE, n) for n in _HOPPER_PROCESSORS)
+        )
+        return None if is_split else super().expected_implementation(form)
 
     def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
         kernel = _kernels()[1]
@@ -177,21 +196,25 @@ def _attend_dense(
     return out, lse if return_lse else None
 
 
+def _may_split(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the kernel's tiles are known. Grouped queries are packed into them, of several heads together."""
+    num_heads, head_dim = q.shape[2:]
+    return head_dim in _TILED_BY_128 and k.shape[2] == num_heads and _processors_of(q.device) is not None
+
+
 def _split_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KeySplit | None:
-    """How the keys are cut; None where one call takes no longer, and where the kernel's tiles are not known."""
-    batch, num_queries, num_heads, head_dim = q.shape
-    if head_dim not in _TILED_BY_128 or not can_split(k, v):
-        return None
+    """How the keys of a call that may be split are cut; None where one call takes no longer."""
     num_processors = _processors_of(q.device)
-    if num_processors is None:
+    if num_processors is None or not can_split(k, v):
         return None
+    batch, num_queries, num_heads, _ = q.shape
     return plan_split(num_queries, k.shape[1], batch * num_heads, _TILE, num_processors)
 
 
 @functools.cache
 def _processors_of(device: torch.device) -> int | None:
     """Multiprocessors of a device whose kernel gives each of them one tile at a time; None for others."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _SPLITTING_CAPABILITY:
         return None
     return torch.cuda.get_device_properties(device).multi_processor_count
 

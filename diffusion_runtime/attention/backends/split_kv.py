@@ -21,8 +21,6 @@ from diffusion_runtime.kernels.split_kv.api import merge_parts
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 MAX_PARTS = 16
-# Keys of a part: below, what begins and ends a tile shows.
-_SHORTEST_PART = 1024
 # What another part costs, and how much a split is to save, in keys of one wave, each 12 ns on an H200: there a part
 # cost 5 us, and the launches of a second call and of the merging 0.1 ms of a processor
 # (benchmarks/results/split_kv_gpu.json).
@@ -43,28 +41,29 @@ class KeySplit(NamedTuple):
 def plan_split(num_queries: int, num_keys: int, num_rows: int, tile: int, num_processors: int) -> KeySplit | None:
     """The split that takes the least time, None where one call does. num_rows: heads of all samples together; tile:
     queries of one; num_processors: tiles that run at once."""
-    num_tiles = -(-num_queries // tile)
-    waves = num_tiles * num_rows / num_processors
-    whole_tiles = int(waves) * num_processors // num_rows
-    left_over = num_tiles - whole_tiles
-    if left_over <= 0:
-        return None
 
-    whole_waves = -(-whole_tiles * num_rows // num_processors)
+    def waves_of(num_tiles: int) -> int:
+        return -(-num_tiles * num_rows // num_processors)
 
-    def keys_of(num_parts: int) -> float:
+    def keys_of(split: KeySplit) -> float:
         """The time of a split, in keys of one wave."""
-        of_parts = -(-left_over * num_rows * num_parts // num_processors) / num_parts
-        return (whole_waves + of_parts) * num_keys + _KEYS_OF_A_PART * num_parts
+        whole_tiles, num_parts = split.num_whole // tile, split.num_parts
+        of_parts = waves_of((num_tiles - whole_tiles) * num_parts) / num_parts
+        return (waves_of(whole_tiles) + of_parts) * num_keys + _KEYS_OF_A_PART * num_parts
 
-    fitting = [n for n in range(2, MAX_PARTS + 1) if num_keys % n == 0 and num_keys // n >= _SHORTEST_PART]
-    if not fitting:
+    num_tiles = -(-num_queries // tile)
+    fitting = [n for n in range(2, MAX_PARTS + 1) if num_keys % n == 0]
+    full_waves = num_tiles * num_rows // num_processors
+    if not fitting or num_rows == 0 or num_tiles * num_rows % num_processors == 0:
         return None
-    best = min(fitting, key=keys_of)
-    keys_of_one_call = -(-num_tiles * num_rows // num_processors) * num_keys
-    if keys_of_one_call - keys_of(best) < max(_LEAST_KEYS, _LEAST_SHARE * keys_of_one_call):
+    # The full waves, one less, or none as one call.
+    wholes = {waves * num_processors // num_rows * tile for waves in (full_waves, max(0, full_waves - 1), 0)}
+    splits = [KeySplit(whole, parts) for whole in sorted(wholes, reverse=True) for parts in fitting]
+    best = min((split for split in splits if split.num_whole < num_queries), key=keys_of, default=None)
+    keys_of_one_call = waves_of(num_tiles) * num_keys
+    if best is None or keys_of_one_call - keys_of(best) < max(_LEAST_KEYS, _LEAST_SHARE * keys_of_one_call):
         return None
-    return KeySplit(whole_tiles * tile, best)
+    return best
 
 
 def can_split(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -77,13 +76,13 @@ def attend_split(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out and lse, as `attend` returns them, of tensors that `can_split`."""
     num_whole, num_parts = split
-    batch, num_queries = q.shape[:2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     whole_lse = None
     if num_whole:
         whole, whole_lse = attend(q[:, :num_whole], k, v, return_lse)
         out[:, :num_whole] = whole
-    of_parts = q[:, None, num_whole:].expand(batch, num_parts, *(num_queries - num_whole, *q.shape[2:])).flatten(0, 1)
+    # A copy: kernels are compiled for strides that are 0, which those of one sample would be.
+    of_parts = q[:, num_whole:].repeat_interleave(num_parts, dim=0)
     partial, partial_lse = attend(of_parts, _as_samples(k, num_parts), _as_samples(v, num_parts), True)
     assert partial_lse is not None, "it was asked for"
     lse = merge_parts(partial, partial_lse, out[:, num_whole:])

@@ -11,8 +11,8 @@ def merge_parts(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> 
     batch = out.shape[0]
     by_part = lse.to(working).view(batch, -1, *lse.shape[1:])
     merged = torch.logsumexp(by_part, dim=1)
-    # -inf minus -inf: a row without keys, all of whose parts are 0.
-    weights = (by_part - merged[:, None]).exp().nan_to_num(nan=0.0)
+    # A row without keys, all of whose parts are 0; otherwise -inf minus -inf.
+    weights = (by_part - merged.masked_fill(merged == -torch.inf, 0.0)[:, None]).exp()
     weighted = partial.to(working).view(batch, -1, *partial.shape[1:]) * weights.transpose(2, 3)[..., None]
     out.copy_(weighted.sum(dim=1))
     return merged.to(lse.dtype)
