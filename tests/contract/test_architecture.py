@@ -241,7 +241,7 @@ def scattered_readers() -> Iterator[str]:
 
 
 # What a cache of the whole process may hold in attention/ and kernels/ though it is asked per device: plain values.
-PLAIN_VALUES = {"KeyCounts", "FlashAttention", "str | None"}
+PLAIN_VALUES = {"KeyCounts", "FlashAttention", "int | None", "str | None"}
 
 
 def process_wide_device_caches() -> Iterator[str]:
