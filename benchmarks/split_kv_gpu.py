@@ -10,6 +10,7 @@ each other, as in a transformer. Errors are those of some queries of both halves
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -36,14 +37,15 @@ TILE = 128
 CALLS, ROUNDS = 20, 5
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute import flash_attn_func
 
-    result = flash_attn_func(q, k, v, return_lse=return_lse)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    return out, lse if return_lse else None
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    return out, lse
+
+
+def split_out(split: KeySplit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend_split(split, q, k, v, attend)[0]
 
 
 def error(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
@@ -79,9 +81,9 @@ def measure(name: str, num_queries: int, num_keys: int, heads: int, parts: list[
     splits = {f"{n} parts": KeySplit(whole, n) for n in parts if num_keys % n == 0 and whole < num_queries}
     if planned is not None:
         splits["planned"] = planned
-    outs: dict[str, Callable[[], torch.Tensor]] = {"one call": lambda: attend(q, k, v, False)[0]}
+    outs: dict[str, Callable[[], torch.Tensor]] = {"one call": lambda: attend(q, k, v)[0]}
     for label, split in splits.items():
-        outs[label] = lambda split=split: attend_split(split, q, k, v, attend, return_lse=False)[0]  # type: ignore[misc]
+        outs[label] = functools.partial(split_out, split, q, k, v)
     errors = {label: error(call(), q, k, v) for label, call in outs.items()}
     times = milliseconds(dict(outs))
     operations = 4 * num_queries * num_keys * heads * 128

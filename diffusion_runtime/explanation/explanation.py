@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -289,44 +289,17 @@ def _costs_of_chunks(
     """What one step of every chunk costs, with its share of the commits, and the number of these steps: of the first
     chunk apart where that takes another number. And how many passes there are in all, those of each guidance branch
     that runs."""
-    request, chunks = planned.request, settings.chunks
-    passes, history = settings.cache_passes(), prepared.model.history
     num_first = _num_first_steps(settings)
     # By all that a pass costs by, of the first chunk and of the others.
     found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
-    chunk = 0
-    is_alone = not planned.is_guided or planned.is_batched
-    places = {chunk.frames: chunk.index for chunk in chunks}
-    temporal_factor = settings.rules.geometry.temporal_factor
-    switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
-    expert_at = prepared.transformer.expert_at
-    by_step = tuple(experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
-    in_commits = sorted({*by_step[1]})
-    # Of the frames of the pass before.
-    num_made, before = 0, None
-    for frames, kind in passes_of(request, chunks, history):
-        plan = passes.plan(frames, kind)
-        if kind == "denoise":
-            # Several chunks at once are all guided, or none of them.
-            chunk = places.get(frames, 0)
-            num_made, before = (num_made + 1 if frames == before else 0), frames
-        # A commit is for the chunk behind the one that was made last.
-        step = StepInfo(chunk=chunk + (kind != "denoise"))
-        if kind == "denoise":
-            step = settings.with_shared_keys(step, max((at for at in switches if at <= chunk), default=None))
-            of_chunk = by_step[chunk > 0]
-            experts = [of_chunk[min(num_made, len(of_chunk) - 1)]]
-        else:
-            experts = in_commits
-        scales = [settings.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
-        num_branches = sum(1 if is_alone or scale <= 1 else 2 for scale in scales)
+    for plan, step, num_branches in _passes_of_chunks(prepared, planned, settings):
         key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
         found[num_first is None or step.chunk > 0].setdefault(key, []).extend([plan] * num_branches)
     costs = []
     for of_chunks, num_steps in zip(found, (num_first or 0, settings.num_steps), strict=True):
         counted = []
         for plans in of_chunks.values():
-            cache = FrameCache(plans[0], request.positions or "absolute")
+            cache = FrameCache(plans[0], planned.request.positions or "absolute")
             forward = forward_on_meta(
                 prepared.model,
                 prepared.transformer,
@@ -341,6 +314,36 @@ def _costs_of_chunks(
         if counted:
             costs.append((sum_of(counted), num_steps))
     return costs, sum(len(plans) for of_chunks in found for plans in of_chunks.values())
+
+
+def _passes_of_chunks(
+    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
+) -> Iterator[tuple[CachePlan, StepInfo, int]]:
+    """Every pass of a video and its step, a commit's that of the chunk behind it; and in how many passes of the
+    transformer it is made, by its guidance branches and, of a commit, by the experts of later chunks."""
+    request, chunks, passes = planned.request, settings.chunks, settings.cache_passes()
+    is_alone = not planned.is_guided or planned.is_batched
+    places = {chunk.frames: chunk.index for chunk in chunks}
+    temporal_factor = settings.rules.geometry.temporal_factor
+    switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
+    expert_at = prepared.transformer.expert_at
+    of_first, of_later = (experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
+    chunk = num_made = 0
+    before = None
+    for frames, kind in passes_of(request, chunks, prepared.model.history):
+        if kind == "denoise":
+            # Several chunks at once are all guided, or none of them.
+            chunk = places.get(frames, 0)
+            num_made, before = (num_made + 1 if frames == before else 0), frames
+            switched_at = max((at for at in switches if at <= chunk), default=None)
+            step = settings.with_shared_keys(StepInfo(chunk=chunk), switched_at)
+            of_chunk = of_later if chunk else of_first
+            experts = {of_chunk[min(num_made, len(of_chunk) - 1)]}
+        else:
+            step = StepInfo(chunk=chunk + 1)
+            experts = {*of_later}
+        scales = [settings.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
+        yield passes.plan(frames, kind), step, sum(1 if is_alone or scale <= 1 else 2 for scale in scales)
 
 
 def _num_grid(layout: Any) -> int:

@@ -31,25 +31,17 @@ def test_what_is_merged_is_attention_to_all_keys() -> None:
     k, v = torch.randn(2, 24, 2, 2, 8, dtype=torch.float64).unbind(2)
     seen: list[tuple[int, ...]] = []
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append((*q.shape[:2], *k.shape[:2]))
-        out, lse = reference_attention(q, k, v)
-        return out, lse if return_lse else None
+        return reference_attention(q, k, v)
 
     expected, expected_lse = reference_attention(q, k, v)
-    for split, calls in ((KeySplit(6, 3), [(2, 6, 2, 24), (6, 4, 6, 8)]), (KeySplit(0, 4), [(8, 10, 8, 6)])):
-        for return_lse in (True, False):
-            seen.clear()
-            out, lse = attend_split(split, q, k, v, attend, return_lse=return_lse)
-            assert seen == calls
-            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-            if return_lse:
-                assert lse is not None
-                torch.testing.assert_close(lse, expected_lse.to(lse.dtype), rtol=0, atol=1e-6)
-            else:
-                assert lse is None
+    for split, calls in ((KeySplit(6, 3), [(6, 4, 6, 8), (2, 6, 2, 24)]), (KeySplit(0, 4), [(8, 10, 8, 6)])):
+        seen.clear()
+        out, lse = attend_split(split, q, k, v, attend)
+        assert seen == calls
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse, expected_lse.to(lse.dtype), rtol=0, atol=1e-6)
 
 
 def test_samples_that_lie_apart_are_not_cut() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from diffusion_runtime.attention.backends.flash_attention import (
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.backends.split_kv import KeySplit, attend_split, can_split, plan_split
+from diffusion_runtime.attention.backends.split_kv import attend_split, can_split, plan_split
 from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -47,19 +48,24 @@ def _kernels() -> tuple[Callable[..., Any], ...]:
     return FlashAttention4().first_call_functions()
 
 
-def _announce_compilation(
+@contextmanager
+def _first_compiled(
     q: torch.Tensor, k: torch.Tensor, form: str, *, return_lse: bool, causal: bool = False
-) -> bool:
-    """Say that a first call is about to compile: it takes seconds, which look like a hang. Whether it is one."""
+) -> Iterator[None]:
+    """Around a call: a first one of its kind compiles for seconds, which look like a hang, so it says so and is
+    counted."""
     q_shape = q.shape
     key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, return_lse, form)
     if key in _compiled:
-        return False
+        yield
+        return
     _compiled.add(key)
     _logger.info(
         "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q_shape[-1], q.dtype
     )
-    return True
+    started = time.perf_counter()
+    yield
+    count_kernel(time.perf_counter() - started)
 
 
 def _capability(head_sizes: HeadSizes) -> Capability:
@@ -110,16 +116,24 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> AttentionResult:
-        if causal or not _may_split(q, k):
+        num_processors = None if causal else _processors_of_known_tiles(q, k)
+        if num_processors is None:
             return AttentionResult(*_attend_dense(call, q, k, v, call.return_lse, causal=causal), "flash-attn-4")
-        split = _split_of(q, k, v)
-        if split is not None:
-            attend = functools.partial(_attend_dense, call)
-            out, lse = attend_split(split, q, k, v, attend, return_lse=call.return_lse)
-            return AttentionResult(out, lse, "flash-attn-4 split-KV")
-        # The kernel that parts need: a stream whose window fills is not to wait for another one to be compiled.
-        out, lse = _attend_dense(call, q, k, v, True)
-        return AttentionResult(out, lse if call.return_lse else None, "flash-attn-4")
+        batch, num_queries, num_heads, _ = q.shape
+        split = None
+        if can_split(k, v):
+            split = plan_split(num_queries, k.shape[1], batch * num_heads, _TILE, num_processors)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """With the log-sum-exp whether it is asked for or not: a stream whose window fills, and whose keys are cut
+            from then on, is not to wait for a second kernel to be compiled."""
+            out, lse = _attend_dense(call, q, k, v, True)
+            assert lse is not None, "it was asked for"
+            return out, lse
+
+        out, lse = attend(q, k, v) if split is None else attend_split(split, q, k, v, attend)
+        name = "flash-attn-4" if split is None else "flash-attn-4 split-KV"
+        return AttentionResult(out, lse if call.return_lse else None, name)
 
     def expected_implementation(self, form: CallForm) -> str | None:
         """None where it depends on the chip's multiprocessors whether keys are cut."""
@@ -134,25 +148,19 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
         return None if is_split else super().expected_implementation(form)
 
     def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
-        kernel = _kernels()[1]
-        is_first, started = (
-            _announce_compilation(packed.q, packed.k, "varlen", return_lse=call.return_lse),
-            time.perf_counter(),
-        )
-        result = kernel(
-            packed.q,
-            packed.k,
-            packed.v,
-            cu_seqlens_q=packed.q_offsets,
-            cu_seqlens_k=packed.k_offsets,
-            max_seqlen_q=packed.seq_q,
-            max_seqlen_k=packed.max_length,
-            softmax_scale=call.scale,
-            return_lse=call.return_lse,
-        )
-        if is_first:
-            count_kernel(time.perf_counter() - started)
-        return _result(call, result, "flash-attn-4 varlen")
+        with _first_compiled(packed.q, packed.k, "varlen", return_lse=call.return_lse):
+            result = _kernels()[1](
+                packed.q,
+                packed.k,
+                packed.v,
+                cu_seqlens_q=packed.q_offsets,
+                cu_seqlens_k=packed.k_offsets,
+                max_seqlen_q=packed.seq_q,
+                max_seqlen_k=packed.max_length,
+                softmax_scale=call.scale,
+                return_lse=call.return_lse,
+            )
+        return AttentionResult(*_out_and_lse(result, call.return_lse), "flash-attn-4 varlen")
 
     def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:
         capability = detect_hardware(str(device)).capability
@@ -161,54 +169,35 @@ class FlashAttention4(FlashAttention, StoredKeysReader):
         return codes_refusal(form)
 
     def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
-        is_first, started = (
-            _announce_compilation(call.q, stored.keys, "paged", return_lse=call.return_lse),
-            time.perf_counter(),
-        )
-        result = _kernels()[1](
-            call.q,
-            stored.keys,
-            stored.values,
-            max_seqlen_q=call.q.shape[1],
-            max_seqlen_k=stored.form.num_keys,
-            seqused_k=lengths_of(call, stored),
-            page_table=stored.page_table,
-            softmax_scale=call.scale,
-            return_lse=call.return_lse,
-        )
-        if is_first:
-            count_kernel(time.perf_counter() - started)
-        return _result(call, result, "flash-attn-4 paged")
+        with _first_compiled(call.q, stored.keys, "paged", return_lse=call.return_lse):
+            result = _kernels()[1](
+                call.q,
+                stored.keys,
+                stored.values,
+                max_seqlen_q=call.q.shape[1],
+                max_seqlen_k=stored.form.num_keys,
+                seqused_k=lengths_of(call, stored),
+                page_table=stored.page_table,
+                softmax_scale=call.scale,
+                return_lse=call.return_lse,
+            )
+        return AttentionResult(*_out_and_lse(result, call.return_lse), "flash-attn-4 paged")
 
 
 def _attend_dense(
     call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, *, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One call of the kernel. call: its scale alone is read."""
-    is_first, started = (
-        _announce_compilation(q, k, "dense", return_lse=return_lse, causal=causal),
-        time.perf_counter(),
-    )
-    result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=return_lse)
-    if is_first:
-        count_kernel(time.perf_counter() - started)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    return out, lse if return_lse else None
+    with _first_compiled(q, k, "dense", return_lse=return_lse, causal=causal):
+        result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=return_lse)
+    return _out_and_lse(result, return_lse)
 
 
-def _may_split(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the kernel's tiles are known. Grouped queries are packed into them, of several heads together."""
+def _processors_of_known_tiles(q: torch.Tensor, k: torch.Tensor) -> int | None:
+    """Multiprocessors of a device on which the kernel's tiles are known; None on others, for other head sizes and for
+    grouped queries, of which it packs several heads into a tile."""
     num_heads, head_dim = q.shape[2:]
-    return head_dim in _TILED_BY_128 and k.shape[2] == num_heads and _processors_of(q.device) is not None
-
-
-def _split_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KeySplit | None:
-    """How the keys of a call that may be split are cut; None where one call takes no longer."""
-    num_processors = _processors_of(q.device)
-    if num_processors is None or not can_split(k, v):
-        return None
-    batch, num_queries, num_heads, _ = q.shape
-    return plan_split(num_queries, k.shape[1], batch * num_heads, _TILE, num_processors)
+    return _processors_of(q.device) if head_dim in _TILED_BY_128 and k.shape[2] == num_heads else None
 
 
 @functools.cache
@@ -219,7 +208,7 @@ def _processors_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _result(call: AttentionCall, result: Any, implementation: str) -> AttentionResult:
+def _out_and_lse(result: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Versions differ in whether a call that asks for no log-sum-exp returns out or (out, None)."""
     out, lse = result if isinstance(result, tuple) else (result, None)
-    return AttentionResult(out, lse if call.return_lse else None, implementation)
+    return out, lse if return_lse else None

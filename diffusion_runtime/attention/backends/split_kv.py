@@ -17,8 +17,9 @@ import torch
 
 from diffusion_runtime.kernels.split_kv.api import merge_parts
 
-# (q, k, v, return_lse) -> (out, lse). Attention to all keys of dense tensors, shapes as in merge_parts.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
+# (q, k, v) -> (out, lse). Attention to all keys of dense tensors; out [batch, seq, heads, head_dim] and lse float32,
+# [batch, heads, seq].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 MAX_PARTS = 16
 # What another part costs, and how much a split is to save, in keys of one wave, each 12 ns on an H200: there a part
@@ -72,23 +73,19 @@ def can_split(k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def attend_split(
-    split: KeySplit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend, *, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    split: KeySplit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `attend` returns them, of tensors that `can_split`."""
     num_whole, num_parts = split
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    whole_lse = None
-    if num_whole:
-        whole, whole_lse = attend(q[:, :num_whole], k, v, return_lse)
-        out[:, :num_whole] = whole
     # A copy: kernels are compiled for strides that are 0, which those of one sample would be.
     of_parts = q[:, num_whole:].repeat_interleave(num_parts, dim=0)
-    partial, partial_lse = attend(of_parts, _as_samples(k, num_parts), _as_samples(v, num_parts), True)
-    assert partial_lse is not None, "it was asked for"
-    lse = merge_parts(partial, partial_lse, out[:, num_whole:])
-    if not return_lse:
-        return out, None
-    return out, lse if whole_lse is None else torch.cat([whole_lse, lse], dim=2)
+    parts = attend(of_parts, _as_samples(k, num_parts), _as_samples(v, num_parts))
+    lse = merge_parts(*parts, out[:, num_whole:])
+    if num_whole:
+        out[:, :num_whole], whole_lse = attend(q[:, :num_whole], k, v)
+        lse = torch.cat([whole_lse, lse], dim=2)
+    return out, lse
 
 
 def _as_samples(x: torch.Tensor, num_parts: int) -> torch.Tensor:
