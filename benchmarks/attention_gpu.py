@@ -43,8 +43,8 @@ from diffusion_runtime.benchmark.attention import Effort, benchmark_attention, d
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark
 from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark
 from diffusion_runtime.benchmark.shapes import find_shapes
-from diffusion_runtime.cache_folder import ENVIRONMENT_VARIABLE
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.core.cache_folder import ENVIRONMENT_VARIABLE
+from diffusion_runtime.core.hardware import detect_hardware
 
 SCHEMA = "diffusion_runtime.attention_gpu/1"
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

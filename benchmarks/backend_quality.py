@@ -31,7 +31,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_densities
 from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
 from diffusion_runtime.attention.backends.registry import available_names
-from diffusion_runtime.hardware import resolve_device
+from diffusion_runtime.core.hardware import resolve_device
 
 FIRST = "torch_sdpa"
 RESULTS = Path(__file__).parent / "results" / "backend_quality.json"

@@ -20,7 +20,7 @@ import torch
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionReport
-from diffusion_runtime.hardware import resolve_device
+from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import Verdict, check_clip

@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace, cases: Sequence[str], settings: Mapping[s
 
 def machine_name(device: str) -> str:
     from benchmarks.machine import describe_machine
-    from diffusion_runtime.hardware import resolve_device
+    from diffusion_runtime.core.hardware import resolve_device
 
     return str(describe_machine(resolve_device(device))["device"])
 

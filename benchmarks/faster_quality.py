@@ -32,7 +32,7 @@ import torch
 from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
 from benchmarks.sparse_quality import SVG2
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.hardware import resolve_device
+from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
 
 FULL_STEPS = 24

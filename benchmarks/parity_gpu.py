@@ -40,14 +40,14 @@ from benchmarks.clip_quality import KINDS, quality_prompts
 from benchmarks.faster_quality import FULL_STEPS
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
-from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.comparison.frame_metrics import psnr_db
 from diffusion_runtime.comparison.latent_distance import relative_l2
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.core.hardware import detect_hardware
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionReport
 
 SEED = 1
 PROMPT = "a red circle moving left"

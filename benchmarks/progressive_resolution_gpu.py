@@ -30,7 +30,7 @@ from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import growth_level, plan_stages, sample_in_stages
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.progressive_resolution import LatentSpectrum
+from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 # Published for Wan 2.1's autoencoder (arXiv:2605.18736).
 SPECTRUM = LatentSpectrum(219.484718, 2.422687)

@@ -56,7 +56,7 @@ ALONE = {
     "torch and triton": "import torch, triton",
     "torch and flash_attn.cute": "import torch, flash_attn.cute",
     "torch and flash_attn.cute, as here": (
-        "from diffusion_runtime.kernels.importing import import_failure; assert not import_failure('flash_attn.cute')"
+        "from diffusion_runtime.startup.importing import import_failure; assert not import_failure('flash_attn.cute')"
     ),
 }
 

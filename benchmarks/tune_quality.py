@@ -35,9 +35,9 @@ import torch
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.hardware import resolve_device
+from diffusion_runtime.core.hardware import resolve_device
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.paired_test import mcnemar
 from diffusion_runtime.quality.shapes.prompts import prompt_set
 from diffusion_runtime.quality.shapes.scoring import wilson

@@ -46,6 +46,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.models.geometry import ClipSize
@@ -53,7 +54,6 @@ from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransfor
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import Extent
 from diffusion_runtime.tuning.cells import Cell, make_cells, schedule_rules
 from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
 from diffusion_runtime.tuning.ladders import METHODS, density_of, ladder

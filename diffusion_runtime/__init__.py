@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.loading import load_pipeline
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.pipeline import Pipeline
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.request.generation_request import GenerationRequest
     from diffusion_runtime.session.following import follow, lead
     from diffusion_runtime.session.processes import join_processes
 
@@ -38,7 +38,7 @@ _HOMES = {
     "Cancelled": "errors",
     "DiffusionRuntimeError": "errors",
     "GeneratedMedia": "media",
-    "GenerationRequest": "request",
+    "GenerationRequest": "request.generation_request",
     "ModelLoadError": "errors",
     "OutputError": "errors",
     "Pipeline": "pipeline",
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> object:
     other projects: `from diffusion_runtime import ServerArgs` would drop the text of an AttributeError."""
     if name not in _HOMES:
         if not name.startswith("_"):
-            from diffusion_runtime.spellings import resolve
+            from diffusion_runtime.core.spellings import resolve
 
             theirs = resolve("name", name)
             if theirs is not None and theirs.means:

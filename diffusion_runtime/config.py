@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from diffusion_runtime.core.memory_size import parse_size
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.memory_size import parse_size
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
 # More processes than a cluster would use for one video; the seconds of a week.

@@ -14,24 +14,24 @@ import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention_clock import AttentionClock, timed_layers
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.block_stack import BlockRunner
-from diffusion_runtime.chunk_decoding import DecodingThread
-from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.progress import Cancellations, OnProgress, Progress, StageClock
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.interface import OnStep, Wrapper
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
-from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.forward_ranges import forward_ranges
-from diffusion_runtime.frame_decoding import decode_frames, without_first
-from diffusion_runtime.input_files import input_digests
-from diffusion_runtime.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.chunk_decoding import DecodingThread
+from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.generation.frame_decoding import decode_frames, without_first
+from diffusion_runtime.generation.input_files import input_digests
+from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
+from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
@@ -51,15 +51,15 @@ from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.models.weight_fingerprint import with_loras
-from diffusion_runtime.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
-from diffusion_runtime.prompt_encoding import EncodedPrompts, encode_prompts
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.request_rules import RequestRules
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.stream_state import StreamPlace, StreamSource
-from diffusion_runtime.streaming import GenerationStream, check_streamable
+from diffusion_runtime.profiling.attention_clock import AttentionClock, timed_layers
+from diffusion_runtime.profiling.forward_ranges import forward_ranges
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.streaming.generation_stream import GenerationStream, check_streamable
+from diffusion_runtime.streaming.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from diffusion_runtime import GenerationRequest, __version__
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 
 project = "diffusion_runtime"
 release = version = __version__

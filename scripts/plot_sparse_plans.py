@@ -28,8 +28,8 @@ from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest,
 from diffusion_runtime.attention import AttentionCall, SparsePlan
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.sparse.tiles import tile_order
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
-from diffusion_runtime.token_layout import Extent
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 PROMPT = "a red circle moving left and a blue star standing still on stripes"

@@ -13,7 +13,7 @@ from diffusion_runtime.attention.backends.capability import FEATURES, Capability
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.roles import CATEGORIES
-from diffusion_runtime.hardware import PLATFORMS
+from diffusion_runtime.core.hardware import PLATFORMS
 
 PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
 START, END = "<!-- table of capabilities: scripts/write_backend_table.py -->\n", "<!-- end of the table -->\n"

@@ -8,8 +8,8 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, NoOptions
 from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 
 def attention_call(

@@ -10,7 +10,7 @@ from machines import EVERYTHING, cuda, other
 from diffusion_runtime.attention import list_backends
 from diffusion_runtime.attention.backends.interface import Backend, NoOptions
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 
 # Compiled, a minute each on a CPU: tests of its own.
 COMPILED = {"flex_attn"}

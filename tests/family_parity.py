@@ -13,12 +13,12 @@ import torch
 
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionPolicy
-from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
-from diffusion_runtime.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.models.family import ModelFamily
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.rules.batch_settings import BatchSettings
 
 CPU = torch.device("cpu")
 

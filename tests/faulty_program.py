@@ -101,8 +101,8 @@ def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
-    from diffusion_runtime.chunked_denoiser import ChunkStream
     from diffusion_runtime.cli import app, generation
+    from diffusion_runtime.generation.chunked_denoiser import ChunkStream
     from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
     from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder

@@ -7,12 +7,12 @@ import dataclasses
 import torch
 
 from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
-from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 # Versions that tests rely on.
 _VERSIONS = {

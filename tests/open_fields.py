@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 
 OPEN_FIELDS = {name for name, declared in REQUEST_FIELDS.items() if declared.may_stay_none}

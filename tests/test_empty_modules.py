@@ -10,8 +10,8 @@ from published_configs import write_published
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffusion_runtime.empty_modules import empty_modules
-from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder import COMPONENT
 from diffusion_runtime.models.flux1.family import FAMILY
 

@@ -17,19 +17,19 @@ from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
 from diffusion_runtime.attention import RequestCache, TokenLayout
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.options import build_options
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
 from diffusion_runtime.explanation.page import in_tera, render, write_page
 from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.published_folders import packaged_folder
-from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.rules.batch_settings import BatchSettings
 
 GRID = (4, 8, 8)
 SPARSE = {"per_role": {"self": {"backend": "video_sparse_attn", "extra": {"sparsity": 0.9}}}}

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tables import table
 
-from diffusion_runtime.errors import ConfigError, nearest
-from diffusion_runtime.hardware import (
+from diffusion_runtime.core.hardware import (
     Hardware,
     detect_hardware,
     found_programs,
@@ -18,6 +17,7 @@ from diffusion_runtime.hardware import (
     resolve_device,
     resolve_dtype,
 )
+from diffusion_runtime.errors import ConfigError, nearest
 
 
 def test_the_cpu_is_described_by_its_versions() -> None:

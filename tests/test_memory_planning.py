@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.loading import memory_planning, prepare
 from diffusion_runtime.loading.memory_planning import PlannedDemand, fitting_offloads, plan_memory
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize
-from diffusion_runtime.memory_size import size_text
 
 GB = 10**9
 DEMAND = PlannedDemand(

@@ -16,9 +16,9 @@ from tiny_models import TINY_SIZES
 from tiny_pipelines import write_tiny_video_pipeline
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError, PipelineBusyError, RequestError
-from diffusion_runtime.one_generation import OneGeneration
-from diffusion_runtime.progress import Progress
+from diffusion_runtime.generation.one_generation import OneGeneration
 
 NATIVE = GenerationRequest("a red circle", **{**TINY_SIZES, "num_inference_steps": 2, "guidance_scale": 1.0})
 PASSTHROUGH = GenerationRequest("a red circle", num_frames=5, height=16, width=16, num_inference_steps=2)

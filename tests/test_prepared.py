@@ -20,7 +20,7 @@ from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.config import ParallelConfig
 from diffusion_runtime.errors import ConfigError, PipelineClosedError
-from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.models.family import Model
 

@@ -17,7 +17,7 @@ import diffusion_runtime
 from diffusion_runtime import AttentionConfig, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.latent_spectrum import KNOWN_SPECTRA, read_spectrum
-from diffusion_runtime.progressive_resolution import LatentSpectrum
+from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 PACKAGE = Path(diffusion_runtime.__file__).parent
 # The spectrum of the tiny autoencoder's latents is nobody's.

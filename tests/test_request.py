@@ -9,8 +9,8 @@ from tables import table
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import REQUEST_FIELDS, SAMPLERS, layered, request_field_types
-from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
+from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SAMPLERS, layered, request_field_types
 
 
 @table(

@@ -10,10 +10,10 @@ import numpy
 import pytest
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.progress import Progress
-from diffusion_runtime.request_profile import RequestProfile
+from diffusion_runtime.profiling.request_profile import RequestProfile
 
 
 @pytest.fixture

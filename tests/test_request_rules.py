@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.core.options import MethodText
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.frame_conditions import FrameConditions
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.options import MethodText
-from diffusion_runtime.prompt_switches import PromptSwitches, SeedSwitches
-from diffusion_runtime.request import REQUEST_FIELDS
-from diffusion_runtime.request_fields import Blocks, Levels, Number, OneOf, Scales
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
+from diffusion_runtime.request.frame_conditions import FrameConditions
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
+from diffusion_runtime.request.prompt_switches import PromptSwitches, SeedSwitches
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 
 DEFAULTS: dict[str, Any] = {
     "negative_prompt": "",

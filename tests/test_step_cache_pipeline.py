@@ -14,9 +14,9 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 from tiny_pipelines import write_tiny_image_pipeline, write_tiny_video_pipeline
 
 from diffusion_runtime import AttentionConfig, GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.errors import Cancelled, RequestError
-from diffusion_runtime.progress import Progress
 
 NUM_STEPS = 12
 CACHE = "easycache:threshold=0.4,warmup=0.2"

@@ -13,10 +13,10 @@ from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.chunked_denoiser import ChunkStream
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError, PipelineBusyError, RequestError
-from diffusion_runtime.streaming import GenerationStream
+from diffusion_runtime.generation.chunked_denoiser import ChunkStream
+from diffusion_runtime.streaming.generation_stream import GenerationStream
 
 # Chunks of 3 latent frames: 9 frames, then 12 each. A chunk behind the third takes slots of the ring.
 KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}

@@ -14,10 +14,10 @@ from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention,
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.attention.select import Decision
-from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 
 __all__ = [
     "AttentionCall",

@@ -18,7 +18,7 @@ from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, NoOptions
 from diffusion_runtime.attention.backends.requirements import call_features
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.startup.importing import raised_line
 
 _NUM_ROUNDS = 7
 # After this long no further round begins; first calls, which may compile, are not counted.

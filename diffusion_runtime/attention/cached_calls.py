@@ -14,10 +14,10 @@ from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.cache.stored import KeyParts
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import RASTER, CachedLayout, Extent
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import RASTER, CachedLayout, Extent
 
 # The name of every layer's store in a RequestCache.
 CACHED_KEYS = "cached keys"

@@ -23,11 +23,11 @@ from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.options import option_names
+from diffusion_runtime.core.spellings import table_of
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.importing import raised_line as raised_line
-from diffusion_runtime.options import option_names
-from diffusion_runtime.spellings import table_of
+from diffusion_runtime.startup.importing import raised_line as raised_line
 
 
 @dataclass(frozen=True)

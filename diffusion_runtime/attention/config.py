@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Self
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.roles import CATEGORIES, TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window, parse_chunks, parse_phase
-from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.options import (
+from diffusion_runtime.core.options import (
     FrozenMapping,
     check_options,
     option_names,
@@ -21,6 +20,7 @@ from diffusion_runtime.options import (
     removed_option,
     unknown_option,
 )
+from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file

@@ -13,11 +13,11 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

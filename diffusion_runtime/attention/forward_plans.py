@@ -15,8 +15,8 @@ import torch
 
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import StoredForm
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

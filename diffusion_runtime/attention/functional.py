@@ -26,13 +26,13 @@ from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, Resolved, resolve_decision, select
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.options import build_options
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 _LAYER = LayerInfo()
 _STEP = StepInfo()

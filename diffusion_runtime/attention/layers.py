@@ -45,16 +45,16 @@ from diffusion_runtime.attention.opaque import (
 )
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
-from diffusion_runtime.attention_density import Kept
+from diffusion_runtime.core.hardware import detect_hardware, resolve_device
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
+from diffusion_runtime.report.attention_density import Kept
 
 
 @dataclasses.dataclass(frozen=True)

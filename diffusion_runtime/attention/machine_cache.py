@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
-from diffusion_runtime.cache_folder import cache_root, complete_file
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.cache_folder import cache_root, complete_file
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 MEASURED_SCHEMA = "diffusion_runtime.measured_attention/1"

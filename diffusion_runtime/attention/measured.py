@@ -32,7 +32,7 @@ from diffusion_runtime.attention.backends.requirements import call_features, req
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
 from diffusion_runtime.attention.machine_cache import Choice, MeasuredCache, machine_facts
 from diffusion_runtime.attention.select import platform_candidates
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.select import resolve_decision
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.token_layout import Extent, TokenLayout
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 
 
 def never_sparse(layers: Iterable[AttentionLayer], grid: Extent, num_steps: int) -> tuple[str, ...]:

@@ -18,10 +18,10 @@ from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.step_info import PHASES, LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.step_info import PHASES, LayerInfo, StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

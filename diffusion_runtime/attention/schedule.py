@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
+from diffusion_runtime.core.step_info import PHASES, LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.step_info import PHASES, LayerInfo, StepInfo
 
 _RANGE = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 # What language-model servers call the phases of a model with a key-value cache.

@@ -16,14 +16,14 @@ from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.force import ForcedChoice
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.options import check_options, option_names
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, shown
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.options import check_options, option_names
 
 if TYPE_CHECKING:
     pass
 from diffusion_runtime.attention.backends.interface import DenseAttention
-from diffusion_runtime.options import build_options
+from diffusion_runtime.core.options import build_options
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 SOURCES = ("force", "cli", "config", "environment", "platform")

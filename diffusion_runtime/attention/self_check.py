@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.attention.layers import AttentionLayer
     from diffusion_runtime.attention.select import Decision
     from diffusion_runtime.attention.self_test import SelfTest
-    from diffusion_runtime.hardware import Hardware
+    from diffusion_runtime.core.hardware import Hardware
 
 # What a call may bring that no layer knows of when it is built.
 _FEATURES_OF_CALLS = frozenset({"key_padding", "boolean_mask", "additive_mask"})

@@ -22,11 +22,11 @@ from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
-from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.core.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.startup.importing import raised_line
 
 # Past the steps and layers that sparse methods keep dense at first.
 _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)

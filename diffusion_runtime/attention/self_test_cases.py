@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
 
 BATCH, NUM_HEADS = 2, 4
 # Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.

@@ -16,8 +16,8 @@ import torch
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.sparse.tiles import tile_geometry, tile_order
+from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.parallel.sharding import GridOrder
-from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 
 def in_shared_order(

@@ -7,8 +7,8 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.self_test import attention_by_definition
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.token_layout import TokenLayout
 
 _NUM_QUERIES = 64
 # The error of a kernel that rounds weights and result to the inputs' dtype and sums in float32: several times that of

@@ -24,11 +24,11 @@ from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.benchmark.accuracy import ExactRows, error_bound
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
 from diffusion_runtime.benchmark.shapes import AttentionShape
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.startup.importing import raised_line
 
 # Called with the item under way.
 OnProgress = Callable[[str], None]

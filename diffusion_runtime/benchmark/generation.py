@@ -16,15 +16,15 @@ from diffusion_runtime.benchmark.random_pipeline import random_pipeline
 from diffusion_runtime.benchmark.sample_images import sample_images
 from diffusion_runtime.benchmark.step_model import is_published
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
-from diffusion_runtime.generation_pipeline import GenerationPipeline
-from diffusion_runtime.hardware import detect_hardware
-from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.media.ffmpeg_program import INSTALL, has_ffmpeg
 from diffusion_runtime.media.file_writer import FileWriter
 from diffusion_runtime.memory.device_memory import release_device_memory
-from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest
+from diffusion_runtime.startup.importing import raised_line
 
 # Called with what is under way.
 OnProgress = Callable[[str], None]

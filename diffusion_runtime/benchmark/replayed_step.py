@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 
 class ReplayedStep:

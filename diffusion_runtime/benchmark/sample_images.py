@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.generation_pipeline import GenerationRules
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.generation.interface import GenerationRules
+from diffusion_runtime.rules.request_rules import RequestRules
 
 _FIELDS = ("image_path", "last_image_path", "mask_path")
 # Of an image whose size nothing says.

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from diffusion_runtime.core.model_folder import ConfigFile, read_config, read_json
+from diffusion_runtime.core.spellings import resolve
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError, nearest
-from diffusion_runtime.model_folder import ConfigFile, read_config, read_json
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.spellings import resolve
-from diffusion_runtime.token_layout import TokenLayout
 
 # A CPU computes this many operations in about a second.
 _SMALL_OPERATIONS = 5e10

@@ -20,7 +20,6 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_test import quiet_log
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.clock import Clock, matmul_tflops
 from diffusion_runtime.benchmark.device_time import time_shares
 from diffusion_runtime.benchmark.operations import count_operations
@@ -28,18 +27,19 @@ from diffusion_runtime.benchmark.replayed_step import ReplayedStep
 from diffusion_runtime.benchmark.step_model import StepModel
 from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
 from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks, why_no_twin
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
-from diffusion_runtime.hardware import detect_hardware
-from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading.cuda_graphs import replay_refusals
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.startup.importing import raised_line
 
 # Called with the item under way.
 OnProgress = Callable[[str], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.step_info import StepInfo
 
 # Of a flow map, where the timed step leads.
 NEXT_TIMESTEP = 650.0

@@ -46,12 +46,12 @@ from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.cli.tune import EPILOG as TUNE_EPILOG
 from diffusion_runtime.cli.tune import tune
+from diffusion_runtime.core.spellings import resolve
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
-from diffusion_runtime.session.bytecode import keep_bytecode
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
-from diffusion_runtime.spellings import resolve
+from diffusion_runtime.startup.bytecode import keep_bytecode
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -91,7 +91,7 @@ def _options(text: str, flag: str) -> Mapping[str, Any]:
 
 def split_entries(entries: Sequence[str]) -> dict[str, Any]:
     """`["per_role.cross.extra.window=[4,6]"]` as `{"per_role.cross.extra.window": [4, 6]}`. Raises ConfigError."""
-    from diffusion_runtime.options import parse_scalar
+    from diffusion_runtime.core.options import parse_scalar
 
     dotted: dict[str, Any] = {}
     for entry in entries:

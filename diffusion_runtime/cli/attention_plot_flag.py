@@ -11,7 +11,7 @@ from diffusion_runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from diffusion_runtime.cli.terminal import Terminal
-    from diffusion_runtime.generation_pipeline import GenerationPipeline
+    from diffusion_runtime.generation.interface import GenerationPipeline
     from diffusion_runtime.session.batch import BatchResult
 
 

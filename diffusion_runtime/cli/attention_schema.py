@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from diffusion_runtime.attention.backends.registry import KNOWN_NAMES, available_names, find_backend
 from diffusion_runtime.attention.config import AUTO
 from diffusion_runtime.attention.roles import is_role, known_roles
-from diffusion_runtime.spellings import table_of
+from diffusion_runtime.core.spellings import table_of
 
 Schema = dict[str, Any]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.attention.backends.capability import Capability
     from diffusion_runtime.attention.catalogue import BackendInfo
     from diffusion_runtime.attention.select import Decision
-    from diffusion_runtime.hardware import Hardware
+    from diffusion_runtime.core.hardware import Hardware
 
 SCHEMA = "diffusion_runtime.backends/1"
 EPILOG = """[bold]Examples[/]
@@ -78,8 +78,8 @@ def _look(device: str) -> Listing:
     """Raises ConfigError for a device that is not there."""
     from diffusion_runtime.attention.catalogue import list_backends, missing_names, platform_default
     from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
-    from diffusion_runtime.hardware import detect_hardware
-    from diffusion_runtime.kernels.importing import raised_line
+    from diffusion_runtime.core.hardware import detect_hardware
+    from diffusion_runtime.startup.importing import raised_line
 
     hardware = detect_hardware(device)
     default, no_default = None, ""

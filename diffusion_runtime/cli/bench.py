@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from diffusion_runtime.benchmark.attention import Effort
     from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
-    from diffusion_runtime.hardware import Hardware
+    from diffusion_runtime.core.hardware import Hardware
 
 
 class HasDict(Protocol):
@@ -131,7 +131,7 @@ def attention(
     terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark
-        from diffusion_runtime.hardware import detect_hardware, resolve_device
+        from diffusion_runtime.core.hardware import detect_hardware, resolve_device
 
         if plot is not None:
             check_plotting(plot)
@@ -181,7 +181,7 @@ def _measure(
     from diffusion_runtime.attention.config import AttentionSpec
     from diffusion_runtime.benchmark.attention import benchmark_attention, check_backends, default_backends
     from diffusion_runtime.benchmark.shapes import find_shapes
-    from diffusion_runtime.hardware import resolve_dtype
+    from diffusion_runtime.core.hardware import resolve_dtype
 
     wanted = () if shapes is None else [name.strip().lower() for name in shapes.split(",") if name.strip()]
     chosen = find_shapes(wanted, small_by_default=hardware.platform == "cpu")

@@ -104,7 +104,7 @@ def step(
         from diffusion_runtime.benchmark.plot_step import plot_step
         from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
         from diffusion_runtime.benchmark.step_model import open_step_model, with_size
-        from diffusion_runtime.hardware import resolve_device, resolve_dtype
+        from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
 
         if plot is not None:
             check_plotting(plot)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
-from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.core.memory_size import size_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.hub import CachedModel

@@ -16,8 +16,8 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, p
 from diffusion_runtime.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
-    from diffusion_runtime.progress import Progress
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.core.progress import Progress
+    from diffusion_runtime.request.generation_request import GenerationRequest
     from diffusion_runtime.session.reporter import ProgressView
 
 SCHEMA = "diffusion_runtime.calibrate/1"
@@ -67,12 +67,12 @@ def calibrate(
     _check_target(path)
     terminal = Terminal(log_format=log_format)
     with terminal.log():
-        from diffusion_runtime.batch_settings import BatchSettings
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.loading import prepare
         from diffusion_runtime.pipeline import Pipeline
-        from diffusion_runtime.request import GenerationRequest
-        from diffusion_runtime.request_rules import RequestRules
+        from diffusion_runtime.request.generation_request import GenerationRequest
+        from diffusion_runtime.rules.batch_settings import BatchSettings
+        from diffusion_runtime.rules.request_rules import RequestRules
 
         loras = pair_loras((), (), lora or ()) or ()
         prepared = prepare(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.comparison.compare import CheckRequest, SaveClip
     from diffusion_runtime.comparison.result import Comparison, Row
     from diffusion_runtime.media import GeneratedMedia
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 EPILOG = """[bold]Examples[/]
 
@@ -95,7 +95,7 @@ def show(result: Comparison) -> None:
     from rich.text import Text
 
     from diffusion_runtime.comparison.result import filled_columns
-    from diffusion_runtime.memory_size import size_text
+    from diffusion_runtime.core.memory_size import size_text
 
     console = Console(highlight=False, file=sys.stdout)
     quality: list[tuple[str, ...]] = []

@@ -13,7 +13,7 @@ from diffusion_runtime.cli.attention_flags import overlay_attention, split_entri
 from diffusion_runtime.cli.prompts import parse_seeds
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
-from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest, request_field_types
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
 # The JSON Schema of such files, which config_schema.py makes; editors find it by a file's first line.

@@ -16,14 +16,10 @@ from collections.abc import Iterable, Sequence
 from diffusion_runtime import config
 from diffusion_runtime.cli.attention_schema import NUMBER, Schema, attention_definitions
 from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig, ParallelConfig, RuntimeConfig
-from diffusion_runtime.frame_conditions import MAX_CONDITIONS, FrameConditions
-from diffusion_runtime.frame_conditions import TEXT as CONDITION_TEXT
+from diffusion_runtime.core.options import NONE, MethodText
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
-from diffusion_runtime.options import NONE, MethodText
-from diffusion_runtime.prompt_switches import MAX_SWITCHES, TIME, PromptSwitches, SeedSwitches
-from diffusion_runtime.request import REQUEST_FIELDS
-from diffusion_runtime.request_fields import (
+from diffusion_runtime.request.fields import (
     MAX_COUNT,
     MAX_LEVELS,
     MAX_SCALE,
@@ -39,6 +35,10 @@ from diffusion_runtime.request_fields import (
     Text,
     VideoFile,
 )
+from diffusion_runtime.request.frame_conditions import MAX_CONDITIONS, FrameConditions
+from diffusion_runtime.request.frame_conditions import TEXT as CONDITION_TEXT
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
+from diffusion_runtime.request.prompt_switches import MAX_SWITCHES, TIME, PromptSwitches, SeedSwitches
 
 _SEEDS = r"^\s*[0-9]{1,19}(-[0-9]{1,19})?\s*(,\s*[0-9]{1,19}(-[0-9]{1,19})?\s*)*$"
 _NUMBERS = rf"^\s*{NUMBER}\s*(,\s*{NUMBER}\s*)*$"

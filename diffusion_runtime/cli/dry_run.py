@@ -11,14 +11,14 @@ from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.config import WEIGHT_PATHS
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.session.batch import Item
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
     from diffusion_runtime.config import LoraConfig, RuntimeConfig
-    from diffusion_runtime.description import PipelineDescription
+    from diffusion_runtime.loading.description import PipelineDescription
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
@@ -118,7 +118,7 @@ def _lora_row(lora: LoraConfig) -> str:
 
 
 def attention_plan(description: PipelineDescription) -> Any:
-    from diffusion_runtime.attention_report import index_ranges
+    from diffusion_runtime.report.attention_report import index_ranges
 
     rows: list[Sequence[object]] = []
     for planned in description.attention:

@@ -22,7 +22,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 if TYPE_CHECKING:
     from diffusion_runtime.explanation.explanation import Explanation
     from diffusion_runtime.loading.interface import Prepared
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 EPILOG = """[bold]Examples[/]
 
@@ -91,7 +91,7 @@ def _needed_images(
 ) -> Iterator[dict[str, Any]]:
     """Generated images for those that the model needs and that were not given, by their field: as with the prompt, what
     they show costs nothing."""
-    from diffusion_runtime.request_rules import RequestRules
+    from diffusion_runtime.rules.request_rules import RequestRules
 
     needed: frozenset[str] = prepared.rules.needed_images if isinstance(prepared.rules, RequestRules) else frozenset()
     missing = {name for name in needed if getattr(request, name) is None}

@@ -12,9 +12,9 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.frame_conditions import FrameConditions
-from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
-from diffusion_runtime.request_fields import SIZE, WHAT, ImageFile
+from diffusion_runtime.request.fields import SIZE, WHAT, ImageFile
+from diffusion_runtime.request.frame_conditions import FrameConditions
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 
 if TYPE_CHECKING:
     from diffusion_runtime.cli.settings import Flags

@@ -21,8 +21,8 @@ from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.stream import STANDARD_OUTPUT, for_stream, run_stream
 from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.hardware import device_of_process
-from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.core.hardware import device_of_process
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED
@@ -32,7 +32,7 @@ from diffusion_runtime.session.reporter import seconds_text
 from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
-    from diffusion_runtime.description import PipelineDescription
+    from diffusion_runtime.loading.description import PipelineDescription
 
 SCHEMA = "diffusion_runtime.generate/1"
 # Timings that `load` is the sum of: of the libraries, from the folder to the memory plan, of the weights.

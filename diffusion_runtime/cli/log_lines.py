@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.progress import View
 
 if TYPE_CHECKING:
-    from diffusion_runtime.progress import Progress
+    from diffusion_runtime.core.progress import Progress
 
 LOG_FORMATS = ("text", "json")
 

@@ -49,7 +49,7 @@ def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
 
 def _bound(file: LoraFile, model_path: str) -> Lora:
     from diffusion_runtime.config import LoraConfig
-    from diffusion_runtime.model_folder import ModelFolder
+    from diffusion_runtime.core.model_folder import ModelFolder
     from diffusion_runtime.models.lora.binding import bind
     from diffusion_runtime.models.model_sources import find_configs
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families

@@ -14,7 +14,7 @@ from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import UsageError
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.published import PublishedModel

@@ -10,8 +10,8 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.memory_size import size_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.hub import HubFile

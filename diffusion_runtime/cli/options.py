@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 import typer
 
 from diffusion_runtime.errors import OutputError, RequestError
-from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
-from diffusion_runtime.request_fields import SIZE, WHAT
+from diffusion_runtime.request.fields import SIZE, WHAT
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
 
 ATTENTION = "Attention"
 WHERE = "Where it runs"

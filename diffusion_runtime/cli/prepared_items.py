@@ -15,11 +15,11 @@ from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
-    from diffusion_runtime.description import PipelineDescription
-    from diffusion_runtime.generation_pipeline import GenerationRules
+    from diffusion_runtime.generation.interface import GenerationRules
     from diffusion_runtime.loading import Prepared
+    from diffusion_runtime.loading.description import PipelineDescription
     from diffusion_runtime.parallel.world import World
-    from diffusion_runtime.request_rules import RequestRules
+    from diffusion_runtime.rules.request_rules import RequestRules
 
 
 def prepare_items(
@@ -57,7 +57,7 @@ def warn_of_changed_files(
     settings: Settings, items: Sequence[Item], description: PipelineDescription, terminal: Terminal
 ) -> None:
     """Say which of the model, its weight files and the images of the recipe of --from are no longer what they were."""
-    from diffusion_runtime.input_files import changed_inputs
+    from diffusion_runtime.generation.input_files import changed_inputs
     from diffusion_runtime.models.weight_fingerprint import changed_weights
 
     requests = [item.request for item in items if item.failure is None]

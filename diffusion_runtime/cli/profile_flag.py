@@ -12,12 +12,12 @@ from diffusion_runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from diffusion_runtime.cli.terminal import Terminal
-    from diffusion_runtime.generation_pipeline import GenerationPipeline
+    from diffusion_runtime.core.progress import OnProgress
+    from diffusion_runtime.generation.interface import GenerationPipeline
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.media.file_writer import OpenSink
-    from diffusion_runtime.progress import OnProgress
-    from diffusion_runtime.request import GenerationRequest
-    from diffusion_runtime.request_profile import RequestProfile
+    from diffusion_runtime.profiling.request_profile import RequestProfile
+    from diffusion_runtime.request.generation_request import GenerationRequest
     from diffusion_runtime.session.batch import Generate
     from diffusion_runtime.session.coordinator import Coordinator
 
@@ -61,7 +61,7 @@ def profiled(
     if path is None or not coordinator.is_first:
         yield make, on_file
         return
-    from diffusion_runtime.request_profile import RequestProfile
+    from diffusion_runtime.profiling.request_profile import RequestProfile
 
     for remark in _remarks(pipeline, num_items, coordinator):
         terminal.say(f"profile: {remark}")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from diffusion_runtime.progress import Progress
+    from diffusion_runtime.core.progress import Progress
 
 # Without a terminal: a line for every step of a short run, about this many for a long one.
 PLAIN_LINES_PER_STAGE = 8

@@ -14,7 +14,7 @@ from typing import Any
 from diffusion_runtime.cli.config_file import request_value
 from diffusion_runtime.cli.prompts import MAX_ITEMS, parse_seeds
 from diffusion_runtime.errors import ConfigError, RequestError, UsageError, nearest, shown
-from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 

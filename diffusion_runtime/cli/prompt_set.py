@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from diffusion_runtime.cli.settings import Flags
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 MAX_PROMPTS = 4096
 _SET = re.compile(r"shapes:([1-9][0-9]{0,5})(?::([0-9]{1,6}))?")

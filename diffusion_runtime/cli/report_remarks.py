@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention_report import CacheRow, GraphReplays, LibraryAttention, SkipRow, skipped_lines
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
+from diffusion_runtime.report.attention_report import CacheRow, GraphReplays, LibraryAttention, SkipRow, skipped_lines
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
 

@@ -19,8 +19,8 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 if TYPE_CHECKING:
     from diffusion_runtime.cli.settings import Settings
     from diffusion_runtime.config import RuntimeConfig
-    from diffusion_runtime.generation_pipeline import GenerationPipeline
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.generation.interface import GenerationPipeline
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 # As in cli/app.py.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

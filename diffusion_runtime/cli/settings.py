@@ -18,7 +18,7 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
-from diffusion_runtime.request import GenerationRequest, layered
+from diffusion_runtime.request.generation_request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
 # to check; the processes that share the work do not change what they make.

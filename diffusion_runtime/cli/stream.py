@@ -28,7 +28,7 @@ from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
     from diffusion_runtime.media.growing_clip import GrowingClip
-    from diffusion_runtime.streaming import GenerationStream
+    from diffusion_runtime.streaming.generation_stream import GenerationStream
 
 SCHEMA = "diffusion_runtime.stream/1"
 STANDARD_OUTPUT = "-"
@@ -105,8 +105,8 @@ def run_stream(
     )
     rules: Any = prepared.rules
     _check_native(rules, settings.runtime.backend)
-    from diffusion_runtime.batch_settings import BatchSettings
-    from diffusion_runtime.streaming import check_streamable
+    from diffusion_runtime.rules.batch_settings import BatchSettings
+    from diffusion_runtime.streaming.generation_stream import check_streamable
 
     check_streamable(rules, BatchSettings.of([request], rules), endless=is_endless)
     prepare_seconds = time.perf_counter() - load_started - import_seconds

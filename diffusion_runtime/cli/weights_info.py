@@ -68,7 +68,7 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 def _check_fit(path: str, model_path: str, component: str) -> None:
     """component: `vae` or `text_encoder`, whose first or second one it may be; empty for a transformer's weights."""
     from diffusion_runtime.attention.policy import AttentionPolicy
-    from diffusion_runtime.model_folder import ModelFolder
+    from diffusion_runtime.core.model_folder import ModelFolder
     from diffusion_runtime.models.model_sources import find_configs
     from diffusion_runtime.models.part_files import check_part
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from diffusion_runtime.attention_density import LayerDensity
+from diffusion_runtime.core.progress import OnProgress
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import Prepared
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.progress import OnProgress
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.report.attention_density import LayerDensity
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 _ATTENTION = "attention, "
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 def check_encoder(request: GenerationRequest) -> None:

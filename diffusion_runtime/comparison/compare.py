@@ -24,16 +24,16 @@ from diffusion_runtime.comparison.prompt_attributes import known_attributes
 from diffusion_runtime.comparison.result import STAGES, Clip, Comparison, Kind, Row, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_error, open_settings
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError, shown
-from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import forget_device_peak
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.checker import check_clip
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.reporter import Reporter
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.step_info import StepInfo
 
 # The reference's latents of all steps and clips are kept as float32 up to here, as float16 above: relative rounding of
 # 5e-4 at most, on both sides, which is far below a difference that can be seen.

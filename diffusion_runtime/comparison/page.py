@@ -12,9 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
 from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.publish import replace_text
-from diffusion_runtime.memory_size import size_text
 
 
 def write_page(result: Comparison, path: Path) -> None:

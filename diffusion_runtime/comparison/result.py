@@ -12,7 +12,7 @@ from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.quality.paired_test import PairedTest, mcnemar
 from diffusion_runtime.quality.shapes.checker import Verdict
 from diffusion_runtime.quality.shapes.scoring import Accuracy, summarise
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 
 SCHEMA = "diffusion_runtime.compare/1"

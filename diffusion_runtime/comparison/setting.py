@@ -9,7 +9,7 @@ from typing import Any
 
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.description import PipelineDescription
+from diffusion_runtime.core.options import build_options
 from diffusion_runtime.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -19,9 +19,9 @@ from diffusion_runtime.errors import (
     shown,
 )
 from diffusion_runtime.loading import Prepared, prepare
-from diffusion_runtime.options import build_options
-from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
-from diffusion_runtime.request_fields import WHAT
+from diffusion_runtime.loading.description import PipelineDescription
+from diffusion_runtime.request.fields import WHAT
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.session.failures import Failure
 
 # Request fields in which settings may not differ: other prompts, seeds or sizes make other clips.

@@ -18,10 +18,10 @@ from typing import Self, TypeAlias
 import torch
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import Chunk, commits_of
 from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
-from diffusion_runtime.step_info import StepInfo
 
 _NUM_TRAIN_TIMESTEPS = 1000
 

@@ -11,7 +11,7 @@ from diffusion_runtime.attention.cache.history import CompressedHistory, History
 from diffusion_runtime.attention.cache.passes import CachePasses, SlidingPasses
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 _C = TypeVar("_C")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from diffusion_runtime.core.hardware import installed_packages
 from diffusion_runtime.errors import InstallationError
-from diffusion_runtime.hardware import installed_packages
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.startup.importing import import_failure
 
 # What diffusers imports as soon as it is installed, and the module that it takes of it.
 IMPORTED_BY_DIFFUSERS = {"xformers": "xformers.ops"}

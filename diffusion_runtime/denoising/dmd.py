@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas, shifted
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
-from diffusion_runtime.step_info import StepInfo
 
 _NUM_TRAIN_TIMESTEPS = 1000
 

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import torch
 
+from diffusion_runtime.core.step_info import ISOLATED, PERTURBED, StepInfo
 from diffusion_runtime.denoising.interface import BranchWrapper, Predict, PredictBranches
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
-from diffusion_runtime.request import GUIDANCE_MODES
-from diffusion_runtime.step_info import ISOLATED, PERTURBED, StepInfo
+from diffusion_runtime.request.generation_request import GUIDANCE_MODES
 
 # (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
 Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -75,7 +75,7 @@ def with_guidance(
 
 
 def predict_branches(predict: Predict, mode: str, branches: BranchExchange | None = None) -> PredictBranches:
-    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (step_info.py) in
+    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (core/step_info.py) in
     passes of their own. Raises RequestError."""
     if mode not in GUIDANCE_MODES:
         raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")

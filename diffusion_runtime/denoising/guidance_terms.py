@@ -20,11 +20,11 @@ from typing import Self
 
 import torch
 
+from diffusion_runtime.core.step_info import ISOLATED, PERTURBED, StepInfo
 from diffusion_runtime.denoising.guidance import deviation, predict_branches
 from diffusion_runtime.denoising.interface import BranchWrapper, Predict
 from diffusion_runtime.parallel.branches import BranchExchange
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.step_info import ISOLATED, PERTURBED, StepInfo
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 # (latents) -> those of the pictures and those of the sound, [batch, ...] each; and back.
 Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -8,13 +8,13 @@ from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.step_info import StepInfo
 
 # (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
 # another shape, [batch, ...]: nothing here depends on more than elementwise operations.
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
 Wrapper: TypeAlias = Callable[[Predict], Predict]
-# (latents, step, wanted branches: `cond` first, alone or with others of step_info.py) -> the velocity of each, float32.
+# (latents, step, wanted branches: `cond` first, alone or with others of core/step_info.py) -> the velocity of each, float32.
 PredictBranches: TypeAlias = Callable[[torch.Tensor, StepInfo, Sequence[str]], dict[str, torch.Tensor]]
 BranchWrapper: TypeAlias = Callable[[PredictBranches], PredictBranches]
 # Called after every step with the latents at its end.

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, run_schedule, steps_of
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.progressive_resolution import LatentSpectrum
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 # (shape of one sample) -> fresh standard normal noise [batch, *shape], float32.
 DrawNoiseOf = Callable[[Sequence[int]], torch.Tensor]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.prompt_switches import seconds_of
+from diffusion_runtime.request.prompt_switches import seconds_of
 
 T = TypeVar("T", str, int)
 

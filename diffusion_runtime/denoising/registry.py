@@ -1,4 +1,4 @@
-"""Sampler name -> sampler, as diffusion_runtime/samplers.py registers them."""
+"""Sampler name -> sampler, as diffusion_runtime/request/samplers.py registers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.errors import RequestError, nearest
-from diffusion_runtime.samplers import SAMPLERS
+from diffusion_runtime.request.samplers import SAMPLERS
 
 # (num_steps, flow_shift, options, sigmas) -> sampler: how every registered class is called.
 _SamplerClass: TypeAlias = Callable[[int, float, Mapping[str, Any], tuple[float, ...] | None], Sampler]

@@ -7,8 +7,8 @@ from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.samplers import SAMPLERS
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.samplers import SAMPLERS
 
 
 def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule: FlowSchedule) -> Sampler:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk
 from diffusion_runtime.denoising.chunks import Chunk
 from diffusion_runtime.denoising.dmd import DmdSampler, precision_on, renoised
-from diffusion_runtime.step_info import StepInfo
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.step_info import StepInfo
 
 # Exceptions that the classes raise for invalid values.
 _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import AnyFolder, read_json_in
-from diffusion_runtime.samplers import SAMPLERS
+from diffusion_runtime.request.samplers import SAMPLERS
 
 # Class name in the folder -> the sampler behind it.
 SAMPLER_OF_CLASS = {

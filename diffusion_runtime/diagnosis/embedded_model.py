@@ -12,9 +12,9 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.models.model_sources import EMBEDDED, EMBEDDED_FOLDER
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.startup.importing import raised_line
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker, remarks_on
-from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of, uncompiled
@@ -29,7 +29,7 @@ from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_in_mode
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.diffusers_bridge.unserved import CallCount
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
 from diffusion_runtime.diffusers_bridge.denoisers import WholeGraphs, uncompiled
 from diffusion_runtime.diffusers_bridge.grids import token_order
@@ -24,7 +25,6 @@ from diffusion_runtime.diffusers_bridge.interception import (
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, other_mode
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
-from diffusion_runtime.step_info import StepInfo
 
 
 class Attachment(Protocol):

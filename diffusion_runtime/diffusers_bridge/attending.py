@@ -13,7 +13,7 @@ from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.select import Levels
-from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
 from diffusion_runtime.diffusers_bridge.masks import (
@@ -28,7 +28,7 @@ from diffusion_runtime.diffusers_bridge.masks import (
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, processor_of
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 
 @dataclass

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.backends.requirements import dtype_name
+from diffusion_runtime.core.hardware import DTYPES, resolve_device
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import DTYPES, resolve_device
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")

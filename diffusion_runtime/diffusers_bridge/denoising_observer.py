@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import torch
 
+from diffusion_runtime.core.progress import OnProgress, Progress, Stage
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, uncompiled
 from diffusion_runtime.diffusers_bridge.interception import PassHook
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
-from diffusion_runtime.progress import OnProgress, Progress, Stage
-from diffusion_runtime.step_info import StepInfo
 
 
 class DenoisingObserver:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.token_layout import TokenLayout
 
 Grid: TypeAlias = tuple[int, int, int]
 # (arguments of the model's forward by name, the model's config) -> (frames, height, width) in tokens.

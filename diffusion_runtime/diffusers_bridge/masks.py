@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.token_layout import TokenLayout
 
 BoolArray: TypeAlias = numpy.typing.NDArray[numpy.bool_]
 

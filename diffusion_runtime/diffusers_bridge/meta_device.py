@@ -13,9 +13,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diffusion_runtime.empty_modules import empty_modules
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
-from diffusion_runtime.model_folder import ModelFolder
 
 # Settings of schedulers that say how long their tables are, and the longest that is made; published ones have 1000.
 _TABLE_LENGTHS = ("num_train_timesteps", "solver_order")

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.diffusers_bridge.denoisers import is_compiled_wrapper
-from diffusion_runtime.step_info import LayerInfo
 
 # Attention among text alone, before it meets the picture, and sound alone. There is no grid, so they are of category
 # cross: a choice that is made for grids does not apply to them.

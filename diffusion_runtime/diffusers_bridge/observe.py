@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, uncompiled
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries, check_dispatcher_backend
@@ -24,7 +24,7 @@ from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_in_models, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import CallCount, unserved_reason
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

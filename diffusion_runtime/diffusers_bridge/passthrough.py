@@ -13,8 +13,10 @@ import torch
 
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import ModelFolder, read_json
+from diffusion_runtime.core.progress import Cancellations, OnProgress
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import compile_denoisers
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
@@ -29,20 +31,18 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError, shown
-from diffusion_runtime.input_files import input_digests
+from diffusion_runtime.generation.input_files import input_digests
+from diffusion_runtime.generation.one_generation import OneGeneration
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
-from diffusion_runtime.model_folder import ModelFolder, read_json
 from diffusion_runtime.models.weight_files import DAMAGED, UNQUANTISED_FOLDER
-from diffusion_runtime.one_generation import OneGeneration
-from diffusion_runtime.progress import Cancellations, OnProgress
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.step_cache import StepCacheSettings
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.step_cache_options import StepCacheSettings
 from diffusion_runtime.text_encoders.attention_choice import set_implementation
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 

@@ -19,8 +19,8 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
-from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import check_compilable
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
@@ -32,12 +32,12 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterf
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
-from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.models.cached_folder import way_to_complete
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
+from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, choose_encoder_attention
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.files import shown_path

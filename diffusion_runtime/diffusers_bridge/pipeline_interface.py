@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS, VIDEO_FIELDS
-from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
 
 # Request field -> the parameters of `__call__` it may fill; the first one that a pipeline has counts.
 PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {

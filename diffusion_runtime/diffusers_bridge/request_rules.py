@@ -11,10 +11,10 @@ from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.clips import read_pictures
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.request import IMAGE_FIELDS, INPUT_FIELDS, GenerationRequest, image_paths
-from diffusion_runtime.request_rules import image_remarks
-from diffusion_runtime.step_cache import StepCacheSettings
-from diffusion_runtime.step_cache_rules import with_step_cache
+from diffusion_runtime.request.generation_request import IMAGE_FIELDS, INPUT_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.request.step_cache_options import StepCacheSettings
+from diffusion_runtime.rules.request_rules import image_remarks
+from diffusion_runtime.rules.step_cache_rules import with_step_cache
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
 _OURS = ("fps", "seed", "step_cache")

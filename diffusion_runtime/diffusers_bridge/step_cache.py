@@ -12,13 +12,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from diffusion_runtime.attention_report import AttentionRecorder, StepRow
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.easycache import ReuseDecision
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, is_compiled_wrapper
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.step_cache import EasyCacheOptions, StepCacheSettings
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, StepRow
+from diffusion_runtime.request.step_cache_options import EasyCacheOptions, StepCacheSettings
 
 _ABSENT = object()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.context import RequestCache
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.step_info import StepInfo
 
 _BRANCHES = ("cond", "uncond")
 

@@ -11,25 +11,25 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan
-from diffusion_runtime.attention_report import index_ranges
-from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.chunked_denoiser import experts_by_step
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.chunks import is_rolling, passes_of
 from diffusion_runtime.denoising.prompt_times import chunk_at
-from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
 from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward, sum_of
+from diffusion_runtime.generation.chunked_denoiser import experts_by_step
+from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.meta_operators import MetaOperators
 from diffusion_runtime.models.image_control import ImageControl, counts_at
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.request_rules import RequestRules
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.token_layout import Extent
+from diffusion_runtime.report.attention_report import index_ranges
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.explain/1"
 # In place of a backend, in steps in which a ControlNet does not run.

@@ -12,9 +12,9 @@ from torch import nn
 from diffusion_runtime.attention.backends.interface import KnownCall
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.products import PRODUCTS
-from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

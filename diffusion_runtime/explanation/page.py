@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffusion_runtime.attention.select import Decision
-from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.explanation.explanation import (
     Explanation,
@@ -19,6 +18,7 @@ from diffusion_runtime.explanation.explanation import (
     layer_map,
 )
 from diffusion_runtime.explanation.text_map import describe
+from diffusion_runtime.report.attention_report import index_ranges
 
 _CELL = 12
 # Colours from few pairs to all of them (ColorBrewer Blues, light to dark), and of a density that the content decides.

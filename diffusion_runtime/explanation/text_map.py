@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, ascii_uppercase
 
-from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.explanation.explanation import NOT_RUN, LayerSchedule
+from diffusion_runtime.report.attention_report import index_ranges
 
 # A role with more than these ways is shown by them and `?`.
 _LETTERS = ascii_uppercase + ascii_lowercase

@@ -8,7 +8,7 @@ import os
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.startup.importing import import_failure
 
 IMPLEMENTATIONS = ("reference", "triton")
 # `reference` runs every fused kernel as its eager formula, for comparisons and bug reports.

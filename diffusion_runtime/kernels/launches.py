@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import fusion_is_on, may_run_on
 
 _Arguments = TypeVarTuple("_Arguments")

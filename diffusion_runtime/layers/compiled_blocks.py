@@ -21,10 +21,10 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.errors import ConfigError, first_line
-from diffusion_runtime.kernels.first_use import kernels_compiled
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.startup.first_use import kernels_compiled
 
 T = TypeVar("T")
 

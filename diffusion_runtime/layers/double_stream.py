@@ -15,7 +15,8 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput
+from diffusion_runtime.core.block_stack import ModulatedInput
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import (
@@ -29,7 +30,6 @@ from diffusion_runtime.layers.modulation import (
 from diffusion_runtime.layers.modulation_rows import ModulationRows
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
-from diffusion_runtime.step_info import LayerInfo
 
 
 class JointAttention(nn.Module):

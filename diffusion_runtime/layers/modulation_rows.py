@@ -19,11 +19,11 @@ import torch
 
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.fixed_state import NOT_COPIED
-from diffusion_runtime.block_stack import RunBlock, Streams
+from diffusion_runtime.core.block_stack import RunBlock, Streams
+from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.modulation import ApartTokens, ModulatedBlock, Modulation
-from diffusion_runtime.memory_size import size_text
-from diffusion_runtime.step_info import StepInfo
 
 _PLAN, _ROWS = "planned_times", "modulation_rows"
 # Devices on which each timestep is a product of its own.

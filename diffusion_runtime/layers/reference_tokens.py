@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
-from diffusion_runtime.token_layout import Extent, TokenLayout
 
 
 def with_references(

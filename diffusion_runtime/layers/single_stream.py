@@ -11,6 +11,7 @@ import torch
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.linear import Linear, LinearInput
 from diffusion_runtime.layers.modulation import (
@@ -24,7 +25,6 @@ from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import add_gated_by_run_, modulated_by_run
-from diffusion_runtime.step_info import LayerInfo
 
 
 class SingleStreamBlock(ModulatedBlock):

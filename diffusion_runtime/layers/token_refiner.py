@@ -16,13 +16,13 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, VectorEmbedding
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_
 from diffusion_runtime.layers.norm import LayerNorm
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 EPS = 1e-6
 HIDDEN_RATIO = 4

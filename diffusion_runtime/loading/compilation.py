@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.cache_folder import cache_root
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.cache_folder import cache_root
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import Hardware, detect_hardware
 
 # torch.compile's own variable: where it keeps kernels and graphs.
 ARTEFACTS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.description import PipelineDescription
-from diffusion_runtime.generation_pipeline import GenerationPipeline, GenerationRules
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.generation.interface import GenerationPipeline, GenerationRules
+from diffusion_runtime.loading.description import PipelineDescription
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 OnStage = Callable[[str], None]
 

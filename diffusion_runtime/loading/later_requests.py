@@ -13,8 +13,8 @@ from diffusion_runtime.loading.memory_planning import PlannedDemand, planned_bat
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.models.memory_demand import PlannedRequest
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
 
 
 class LaterRequests:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.core.memory_size import limit_text, size_text
 from diffusion_runtime.denoising.chunks import cached_tokens
-from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
+from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, share_of_device
 from diffusion_runtime.memory.plan import (
     ACCELERATOR,
@@ -32,13 +32,13 @@ from diffusion_runtime.memory.plan import (
     plans_of,
     ways_to_fit,
 )
-from diffusion_runtime.memory_size import limit_text, size_text
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
 from diffusion_runtime.models.weight_files import GGUF
-from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024

@@ -15,14 +15,15 @@ from torch import nn
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
-from diffusion_runtime.description import PipelineDescription, planned_attention
-from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
+from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.later_requests import LaterRequests
 from diffusion_runtime.loading.memory_planning import (
@@ -47,7 +48,6 @@ from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
-from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, RoomFor, no_room
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
@@ -67,9 +67,9 @@ from diffusion_runtime.models.weight_loading import MakeEmpty
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.prompt_encoding import texts_of
-from diffusion_runtime.request import GenerationRequest, image_paths
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
 from diffusion_runtime.text_encoders.interface import TextEncoder

@@ -12,17 +12,16 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.core.hardware import device_of_process, resolve_device, resolve_dtype
+from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.denoising.step_cache.calibration import model_identity
-from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import check_graphs
+from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
-from diffusion_runtime.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
@@ -42,8 +41,9 @@ from diffusion_runtime.models.transformer_files import transformer_files
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.request import layered
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import layered
+from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
 
 _logger = logging.getLogger("diffusion_runtime.loading")

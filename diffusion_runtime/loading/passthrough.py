@@ -13,21 +13,21 @@ import torch
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.config import WEIGHT_PATHS, RuntimeConfig
-from diffusion_runtime.description import PipelineDescription, planned_attention
+from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import check_compilation, keep_artefacts
+from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
-from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import with_parts
 from diffusion_runtime.models.weight_files import check_components
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 @dataclass(frozen=True)

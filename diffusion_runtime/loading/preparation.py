@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import ModelFolder, read_index
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
-from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
-from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.kernels.implementation import fusion_is_on
+from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
-from diffusion_runtime.model_folder import ModelFolder, read_index
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.rules.request_rules import RequestRules
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

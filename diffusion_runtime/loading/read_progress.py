@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.loading.interface import OnStage
-from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.parallel_reads import num_bytes_read
 from diffusion_runtime.models.weight_files import COMPONENT_STEM, find_weight_files

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy
 
-from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import FrameChunks, encode
@@ -27,6 +26,7 @@ from diffusion_runtime.media.sidecar import (
     sidecar_of,
     to_json,
 )
+from diffusion_runtime.report.attention_report import AttentionReport
 
 logger = logging.getLogger("diffusion_runtime")
 

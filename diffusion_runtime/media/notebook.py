@@ -8,9 +8,9 @@ import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.report_html import report_html
+from diffusion_runtime.report.attention_report import AttentionReport
+from diffusion_runtime.report.report_html import report_html
 
 if TYPE_CHECKING:
     import numpy

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.memory.machine_memory import free_in_machine
 from diffusion_runtime.memory.weight_unit import WeightUnit, aligned
-from diffusion_runtime.memory_size import size_text
 
 # Pinned pages cannot be swapped: what the machine keeps besides.
 _LEFT_FREE = 2 * 10**9

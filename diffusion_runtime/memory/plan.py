@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from diffusion_runtime.core.memory_size import limit_text, size_text
 from diffusion_runtime.errors import DeviceMemoryError
-from diffusion_runtime.memory_size import limit_text, size_text
 
 Offload: TypeAlias = Literal["none", "model", "layers"]
 # By what they cost in time, the cheapest first.

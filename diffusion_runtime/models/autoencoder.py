@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
-from diffusion_runtime.empty_modules import empty_modules
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import let_wait
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.models.autoencoder_names import by_diffusers_names
 from diffusion_runtime.models.checkpoint import Checkpoint
 from diffusion_runtime.models.weight_loading import check_names, load_weights, own_pieces

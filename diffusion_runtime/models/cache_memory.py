@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 def cache_bytes(

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from diffusion_runtime.empty_modules import empty_modules
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import MAX_SIZE
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder, DecoderSizes
-from diffusion_runtime.model_folder import MAX_SIZE
 from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS
 from diffusion_runtime.untrusted.known_settings import Allows, are_known, either, is_number, several, whole
 

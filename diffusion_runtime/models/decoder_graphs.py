@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.attention_report import GraphReplays
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import (
     CAPTURED,
@@ -28,6 +27,7 @@ from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, LatentFrame
 from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.report.attention_report import GraphReplays
 
 # Sizes of latents whose graphs are kept; the one unused for longest makes room.
 MAX_SIZES = 4

@@ -13,16 +13,16 @@ from torch import nn
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
-from diffusion_runtime.empty_modules import empty_modules
-from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.layers.fp8_linear import quantized_weights
-from diffusion_runtime.model_folder import (
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import (
     AnyFolder,
     refuse_other_pipelines,
     refuse_unknown_index_keys,
 )
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
+from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings

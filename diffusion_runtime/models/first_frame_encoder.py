@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
+from diffusion_runtime.report.attention_report import LibraryAttention
 
 
 class FirstFrameConditioner(FrameConditioner):

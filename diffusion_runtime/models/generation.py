@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_json_in
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
-from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_json_in
-from diffusion_runtime.request import GenerationRequest, request_field_types
+from diffusion_runtime.request.generation_request import GenerationRequest, request_field_types
 
 FILE_NAME = "generation.json"
 _KEYS = ("defaults", "presets", "max_text_tokens")

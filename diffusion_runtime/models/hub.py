@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, read_index
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.model_folder import INDEX_FILE, check_model_files, read_index
 from diffusion_runtime.models.cached_folder import COMMIT, commit_of
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import VARIANTS, check_component_files

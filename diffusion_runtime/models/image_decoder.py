@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.interface import LatentDecoder
 

@@ -15,7 +15,7 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.token_order import in_shared_order
-from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.sample_decoder import DecodeNext
@@ -26,9 +26,9 @@ from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import Extent
 
 # Of inputs that no pipeline made: a transformer run on its own.
 _PLAIN_REQUEST = GenerationRequest("(no request)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Source
 from diffusion_runtime.models.stored_tensors import Rows, stored_rows
 from diffusion_runtime.models.transformer_files import open_tensor_file

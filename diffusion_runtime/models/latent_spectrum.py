@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.progressive_resolution import LatentSpectrum
+from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint
 from diffusion_runtime.untrusted.files import check_path, expand_home

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import split_revision
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.cached_folder import commit_of
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models

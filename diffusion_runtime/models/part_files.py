@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index, read_json
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
-from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index, read_json
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.file_kinds import describe_file, kind_of
 from diffusion_runtime.models.registry import lora_names_of_families

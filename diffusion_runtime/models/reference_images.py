@@ -9,15 +9,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import open_picture, read_image
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_decoder import read_statistics
-from diffusion_runtime.request import GenerationRequest, image_paths
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 _FIELD = "image_path"
 # Height and width in pixels.

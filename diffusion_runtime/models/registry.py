@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.core.model_folder import AnyFolder, component_class, read_index
 from diffusion_runtime.errors import ModelLoadError, nearest
-from diffusion_runtime.model_folder import AnyFolder, component_class, read_index
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily

@@ -18,7 +18,7 @@ from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 class SharedDecoder(LatentDecoder):

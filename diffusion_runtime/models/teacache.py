@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.model_folder import AnyFolder, read_json_in
-from diffusion_runtime.step_cache import TeaCachePolynomial, TeaCachePolynomials
+from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
+from diffusion_runtime.request.step_cache_options import TeaCachePolynomial, TeaCachePolynomials
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 TEACACHE_FILE = Path(__file__).with_name("teacache.yaml")

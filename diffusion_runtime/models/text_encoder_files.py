@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_index
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
-from diffusion_runtime.model_folder import AnyFolder, read_index
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange
 from diffusion_runtime.models.stored_weights import Conversions, StoredWeights

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.fp8_scales import find_scales
 from diffusion_runtime.models.stored_tensors import StoredRows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile

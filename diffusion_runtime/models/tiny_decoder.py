@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion_runtime.empty_modules import empty_modules
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.tensor_files import read_tensors

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
 from diffusion_runtime.models.checkpoint import Source
 from diffusion_runtime.models.file_kinds import kind_of
 from diffusion_runtime.models.gguf_file import GgufFile

@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.importing import import_failure, raised_line
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, with_shared_weights
 from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder, TiledDecoder, Tiling, WholeDecoder
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs, GraphedDecoder
 from diffusion_runtime.models.decoder_memory import memory_advice
 from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+from diffusion_runtime.startup.importing import import_failure, raised_line
 
 logger = logging.getLogger("diffusion_runtime")
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
 from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
 from diffusion_runtime.models.cached_folder import way_to_complete
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError

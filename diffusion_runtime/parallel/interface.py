@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     import torch

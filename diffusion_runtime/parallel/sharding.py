@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from diffusion_runtime.core.token_layout import RASTER, Extent
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
-from diffusion_runtime.token_layout import RASTER, Extent
 
 
 @dataclass(frozen=True, eq=False)

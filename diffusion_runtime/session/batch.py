@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import BatchFailedError, DiskFullError
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.outputs import Outputs
 from diffusion_runtime.session.reporter import Reporter, seconds_text
 
 if TYPE_CHECKING:
+    from diffusion_runtime.core.progress import OnProgress
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.media.file_writer import OpenSink
-    from diffusion_runtime.progress import OnProgress
 
 MAX_TITLE_CHARACTERS = 40
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.progress import OnProgress, Progress
 from diffusion_runtime.errors import Cancelled
-from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.progress import OnProgress, Progress
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 DEFAULT_FOLDER = "outputs"
 # File names end at 255 bytes on every common file system; this leaves room for the seed, a number and the extension.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from diffusion_runtime.progress import Progress
+    from diffusion_runtime.core.progress import Progress
 
 
 class ProgressView(Protocol):

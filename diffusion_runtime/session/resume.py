@@ -13,7 +13,7 @@ from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import OutputError, UsageError
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.outputs import Outputs
 
 # What of a recipe's `model` and of each row of its `attention` must be the same. The device may be another one, and so
@@ -50,7 +50,7 @@ def find_finished(
     missing, which a process that was killed while writing may leave, is removed when it is the request's. Raises
     UsageError for a name that a file with another recipe has, which the result could not get.
     """
-    from diffusion_runtime.input_files import input_digests
+    from diffusion_runtime.generation.input_files import input_digests
     from diffusion_runtime.media import numbered
 
     taken: set[Path] = set()

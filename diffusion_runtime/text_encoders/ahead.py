@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 

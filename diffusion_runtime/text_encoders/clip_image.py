@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
 from diffusion_runtime.text_encoders.loading import check_model_type, load_encoder
 

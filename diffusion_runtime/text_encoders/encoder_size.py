@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.empty_modules import empty_modules
+from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders import umt5_model
 from diffusion_runtime.text_encoders.loading import quiet_transformers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 

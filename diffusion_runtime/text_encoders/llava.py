@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate

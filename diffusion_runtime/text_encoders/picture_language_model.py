@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.media.images import open_picture, read_image
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
 from diffusion_runtime.text_encoders.loading import check_model_type, load_encoder
 

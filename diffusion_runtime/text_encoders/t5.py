@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
-from diffusion_runtime.empty_modules import empty_modules
+from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 from diffusion_runtime.text_encoders.json_tokenizer import JsonTokenizer, load_json_tokenizer
 from diffusion_runtime.text_encoders.loading import (

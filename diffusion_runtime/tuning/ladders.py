@@ -10,9 +10,9 @@ from diffusion_runtime.attention.backends.registry import canonical_name, find_b
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, default_candidates
 from diffusion_runtime.attention.sparse.tiles import tile_counts
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import Extent, TokenLayout
 
 # Shares of the pairs that a ladder of so many levels aims at.
 DEFAULT_LEVELS = 4

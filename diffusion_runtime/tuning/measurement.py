@@ -18,16 +18,16 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import relative_l2
+from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import Cancelled
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.progress import Progress
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import check_clip
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.tuning.journal import Journal
 
 Rules = Sequence[dict[str, Any]]

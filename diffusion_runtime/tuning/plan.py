@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec, ScheduleRule
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.explanation.explanation import Explanation, explain
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.reporter import Reporter
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 from diffusion_runtime.tuning.budget import Budget
 from diffusion_runtime.tuning.cells import Cell, make_cells
 from diffusion_runtime.tuning.ladders import density_of, ladder

@@ -10,10 +10,10 @@ from typing import Any
 
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import BUDGET_NOT_MET, OutputError
 from diffusion_runtime.media.publish import replace_text
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.token_layout import Extent
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.tuning.cells import Cell
 from diffusion_runtime.tuning.measurement import Figures
 from diffusion_runtime.tuning.search import Outcome

@@ -19,7 +19,7 @@ from diffusion_runtime.attention import (
     unregister_backend,
 )
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 
 @dataclass(frozen=True)

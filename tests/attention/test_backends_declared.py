@@ -15,8 +15,8 @@ from diffusion_runtime.attention import attention, select_backend
 from diffusion_runtime.attention.backends.capability import FEATURES
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.torch_sdpa import lse_kernel
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 
 HOPPER = cuda((9, 0), *EVERYTHING)

@@ -33,8 +33,8 @@ from diffusion_runtime.attention.self_test import (
     planned_tests,
     run_self_test,
 )
+from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import detect_hardware
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -44,9 +44,9 @@ from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits, VideoPlans
-from diffusion_runtime.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.importing import import_failure
-from diffusion_runtime.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.startup.importing import import_failure
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
 PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {

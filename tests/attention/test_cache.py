@@ -18,10 +18,10 @@ from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.chunks import ChunkPlan
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 HEIGHT, WIDTH, HEADS, HEAD_DIM = 1, 2, 2, 8
 PER_FRAME = HEIGHT * WIDTH

@@ -11,7 +11,7 @@ from tables import table
 from diffusion_runtime.attention import Availability, Backend, Capability, register_backend, unregister_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, platform_default
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 H200 = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.11.0")
 

@@ -18,8 +18,8 @@ from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInf
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.options import FrozenMapping, build_options, check_options, parse_scalar
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.options import FrozenMapping, build_options, check_options, parse_scalar
 
 CROSS_REFERENCE = {"default": {"backend": "torch_sdpa"}, "per_role": {"cross": {"backend": "reference"}}}
 

@@ -10,7 +10,7 @@ from sparse_oracle import CASES, random_qkv
 from tables import table
 
 from diffusion_runtime.attention import LocalAttention, TokenLayout, attention, plan_attention
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
 
 LAYOUT = TokenLayout((5, 6, 7), num_suffix_tokens=9, valid_lengths=(4,))
 DENSE = ("torch_sdpa", "reference")

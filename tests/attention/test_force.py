@@ -12,8 +12,8 @@ import pytest
 
 from diffusion_runtime.attention import Decision, force_attention_backend, select_backend
 from diffusion_runtime.attention.force import current_force
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, DiffusionRuntimeError
-from diffusion_runtime.hardware import Hardware
 
 
 def choose(role: str = "self", **levels: Any) -> Decision:

@@ -13,7 +13,7 @@ from tables import table
 from diffusion_runtime.attention import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths, attend_by_ranges
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.token_layout import TokenLayout
 
 
 class Kernels:

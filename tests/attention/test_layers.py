@@ -36,8 +36,8 @@ from diffusion_runtime.attention import (
     register_backend,
     unregister_backend,
 )
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.parallel.collectives import RankGroup
 
 LAYERS = [LocalAttention, UlyssesAttention, USPAttention]

@@ -47,8 +47,8 @@ from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.machine_cache import Choice, MeasuredCache, cache_folder, machine_facts
 from diffusion_runtime.attention.self_test import planned_tests, run_self_test
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware, detect_hardware
 
 
 class Counting(Backend):

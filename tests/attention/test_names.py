@@ -10,9 +10,9 @@ from tables import table
 from diffusion_runtime.attention import AttentionSpec
 from diffusion_runtime.attention.backends import registry
 from diffusion_runtime.attention.backends.registry import available_names, canonical_name
+from diffusion_runtime.core.spellings import resolve, table_of
 from diffusion_runtime.diffusers_bridge.dispatcher_names import DISPATCHER_NAMES
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.spellings import resolve, table_of
 
 # As their command lines and enumerations have them: SGLang 0.5.23, vLLM-Omni 0.30.0.
 SGLANG = (

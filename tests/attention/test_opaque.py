@@ -12,8 +12,8 @@ import torch
 from diffusion_runtime.attention import AttentionContext, LocalAttention, opaque
 from diffusion_runtime.attention.context import CONTEXTS
 from diffusion_runtime.attention.handles import HandleTable
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 
 
 class Thing:

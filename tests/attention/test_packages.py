@@ -15,7 +15,7 @@ import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
 from diffusion_runtime.attention import list_backends, select_backend
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware, installed_packages
+from diffusion_runtime.core.hardware import Hardware, installed_packages
 hopper = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.13.0", installed_packages(), is_here=True)
 requirements = dict(head_dim=64, dtype="bfloat16", num_heads=4)
 elsewhere = dataclasses.replace(hopper, is_here=False)
@@ -97,7 +97,7 @@ logging.basicConfig(format="%(message)s")
 from diffusion_runtime.attention import list_backends, select_backend
 from diffusion_runtime.attention.backends.fa import fastest_generation
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware, installed_packages
+from diffusion_runtime.core.hardware import Hardware, installed_packages
 chip, head_dim = tuple(json.loads(sys.argv[2])), int(sys.argv[3])
 here = Hardware("cuda", "a GPU", chip, (9, 15), "2.13.0", installed_packages(), is_here=True)
 said = {}
@@ -163,7 +163,7 @@ import json, logging, sys
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(format="%(message)s")
 from diffusion_runtime.attention import select_backend
-from diffusion_runtime.hardware import Hardware, installed_packages
+from diffusion_runtime.core.hardware import Hardware, installed_packages
 packages = {**installed_packages(), "triton": "3.6.0"}
 hopper = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.13.0", packages, is_here=True)
 requirements = dict(head_dim=64, dtype="bfloat16", num_heads=4, device=hopper)

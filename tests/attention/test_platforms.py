@@ -13,8 +13,8 @@ from diffusion_runtime.attention import AttentionPolicy, Decision, select_backen
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.select import platform_candidates
+from diffusion_runtime.core.hardware import PLATFORMS, Hardware
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import PLATFORMS, Hardware
 
 FLASH = ("fa", "torch_sdpa")
 BLACKWELL = ("cudnn_attn", "flashinfer_attn", "fa4", "torch_sdpa")

@@ -12,7 +12,7 @@ from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.step_info import StepInfo
 
 BATCH, PER_FRAME, HEADS, HEAD_DIM = 2, 6, 4, 16
 SLOTS = FrameSlots.of(FrameWindow(1, 5), None)

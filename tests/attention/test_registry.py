@@ -27,8 +27,8 @@ from diffusion_runtime.attention import (
     unregister_backend,
 )
 from diffusion_runtime.attention.backends import registry
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
 
 PLUGIN = """
 from diffusion_runtime.attention import AttentionResult, Availability, Backend, Capability

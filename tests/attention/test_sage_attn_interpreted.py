@@ -27,7 +27,7 @@ from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.attention.self_test import attention_by_definition, planned_tests, run_self_test
 from diffusion_runtime.attention.context import RequestCache
-from diffusion_runtime.hardware import Hardware, installed_packages
+from diffusion_runtime.core.hardware import Hardware, installed_packages
 
 backend = find_backend("sage_attn")
 said = {"version": installed_packages()["sageattention"], "kernel": {}, "served": {}, "lengths": {}}

@@ -21,8 +21,8 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends import registry
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
 
 CPU = Hardware(torch_version="2.13.0")
 H200 = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.11.0")

@@ -40,8 +40,8 @@ from diffusion_runtime.attention.backends.registry import available_names, find_
 from diffusion_runtime.attention.self_check import SelfChecker, uses_of
 from diffusion_runtime.attention.self_test import tests_of_use as cases_of_use
 from diffusion_runtime.attention.self_test_cases import case_with_keys
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.loading import inspect_pipeline
 
 

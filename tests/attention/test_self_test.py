@@ -33,8 +33,8 @@ from diffusion_runtime.attention.self_test import (
     run_self_test,
 )
 from diffusion_runtime.attention.self_test_cases import CASES
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.options import option_names
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.options import option_names
 
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")

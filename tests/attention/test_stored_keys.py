@@ -22,9 +22,9 @@ from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 BATCH, PER_FRAME, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 4, 2, 16
 SLOTS = FrameSlots.of(FrameWindow(1, 5), None)

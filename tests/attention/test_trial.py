@@ -18,9 +18,9 @@ from diffusion_runtime.attention.backends.capability import AttentionRequirement
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.startup.importing import import_failure
 
 CACHES = (packages._failure, import_failure, sage_attn._kernel, xformers._operators)
 

@@ -29,8 +29,8 @@ from diffusion_runtime.benchmark.attention import Effort, benchmark_attention, c
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
 from diffusion_runtime.benchmark.plot import plot_benchmark
 from diffusion_runtime.benchmark.shapes import LARGE_SHAPES, AttentionShape, embedded_shapes, find_shapes
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware, detect_hardware
 
 SMALL = AttentionShape("small", "a shape of the tests", TokenLayout((2, 8, 8)), num_heads=2, head_dim=64)
 PADDED = dataclasses.replace(SMALL, name="padded", layout=TokenLayout((1, 4, 4), 16, 0, valid_lengths=(7, 16)), batch=2)

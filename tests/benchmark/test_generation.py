@@ -15,7 +15,7 @@ from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_g
 from diffusion_runtime.benchmark.generation_result import GenerationBenchmark, GenerationRow
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.models.flux1 import editing
 

@@ -15,7 +15,7 @@ from tables import table
 
 from benchmarks import parity_gpu
 from benchmarks.parity_gpu import OWN_ERROR, REFERENCE, ROWS, Made, Row, chosen_rows, missed, over_prompts
-from diffusion_runtime.attention_report import AttentionReport
+from diffusion_runtime.report.attention_report import AttentionReport
 
 ROW = {row.name: row for row in ROWS}
 FP8, GRAPHS = ROW["fp8"], ROW["fp8 graphs"]

@@ -12,7 +12,6 @@ from recorded_capture import RecordedCapture
 from tables import table
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.device_time import kind_of
 from diffusion_runtime.benchmark.operations import count_operations
 from diffusion_runtime.benchmark.replayed_step import ReplayedStep
@@ -24,6 +23,7 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.explanation.forward_cost import count_forward
 from diffusion_runtime.models.published import published_models
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 CPU = torch.device("cpu")
 EFFORT = StepEffort(num_samples=2, matmul_size=64)

@@ -14,7 +14,7 @@ from cli_support import REPOSITORY, Command, command_process, process_environmen
 
 from diffusion_runtime.attention.catalogue import list_backends, missing_names, platform_default
 from diffusion_runtime.cli.backends import Listing, show
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 NAMES = {"torch_sdpa", "reference", "fa", "fa4", "cudnn_attn", "sliding_tile_attn", "video_sparse_attn", "vmoba_attn"}
 

@@ -19,7 +19,7 @@ from diffusion_runtime.attention import (
     register_backend,
     unregister_backend,
 )
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 # The smallest shape, as few samples as there can be.
 QUICK = ("bench", "attention", "--device", "cpu", "--shapes", "shapes-draft", "--repeats", "1")

@@ -17,7 +17,6 @@ from tables import table
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.attention_density import LayerDensity
 from diffusion_runtime.comparison import frame_metrics
 from diffusion_runtime.comparison.attention_figures import weighted_density
 from diffusion_runtime.comparison.compare import Choices, compare
@@ -26,9 +25,10 @@ from diffusion_runtime.comparison.latent_distance import LatentComparison
 from diffusion_runtime.comparison.result import Clip, Row, State, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import Setting
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_density import LayerDensity
 
 PROMPTS = ("a red circle moving left", "a blue star")
 SIZE = ("--preset", "draft", "--num-frames", "13", "--device", "cpu")
@@ -124,7 +124,7 @@ def test_attention_is_timed_call_by_call_and_density_is_counted_where_the_conten
     hooks = [len(module._forward_hooks) for module in pipeline.transformer.modules()]
     ticks = itertools.count()
     with pipeline.timed_attention() as clock:
-        monkeypatch.setattr("diffusion_runtime.attention_clock.time.perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr("diffusion_runtime.profiling.attention_clock.time.perf_counter", lambda: float(next(ticks)))
         media = pipeline(request)
         monkeypatch.undo()
     # One tick from the begin of a call to its end.

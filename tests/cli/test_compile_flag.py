@@ -9,8 +9,8 @@ import torch
 from cli_support import Command
 
 from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.loading import compilation, inspect_pipeline
 
 

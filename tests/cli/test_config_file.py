@@ -15,7 +15,7 @@ from diffusion_runtime.cli.config_file import read_config
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.models.published import published_models
-from diffusion_runtime.request import request_field_types
+from diffusion_runtime.request.generation_request import request_field_types
 
 
 def write(folder: Path, content: Any) -> str:

@@ -16,7 +16,7 @@ from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import prepare
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.rules.request_rules import RequestRules
 
 NUM_STEPS = 12
 

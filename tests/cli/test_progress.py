@@ -12,7 +12,7 @@ from cli_support import process_environment
 
 from diffusion_runtime.cli.progress import PLAIN_LINES_PER_STAGE, step_text
 from diffusion_runtime.cli.terminal import Terminal
-from diffusion_runtime.progress import Progress
+from diffusion_runtime.core.progress import Progress
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from published_configs import PUBLISHED, write_published
 from tables import table
 
 from diffusion_runtime.cli.app import run
-from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.models.memory_demand import StepDemand
 from diffusion_runtime.models.model_sources import find_configs
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from sample_media import make_media
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.media import Audio
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.outputs import Outputs
 from diffusion_runtime.session.resume import find_finished, output_identity
 

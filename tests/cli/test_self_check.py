@@ -21,7 +21,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.refusals import forget_wrong
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 Flags = tuple[str, ...]
 

@@ -16,8 +16,8 @@ from diffusion_runtime import AttentionSpec, force_attention_backend, global_for
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.benchmark.shapes import find_shapes
 from diffusion_runtime.cli.flag_syntax import in_own_spelling
+from diffusion_runtime.core.spellings import resolve, table_of
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.spellings import resolve, table_of
 
 # Of a verb: its flags -> whether they take no value.
 FLAGS = {

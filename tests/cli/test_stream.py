@@ -16,10 +16,10 @@ import pytest
 from cli_support import Command
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime.chunked_denoiser import ChunkStream
 from diffusion_runtime.cli.stream import _agreed, _check_native
 from diffusion_runtime.denoising.chunk_samplers import CleanChunk
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.generation.chunked_denoiser import ChunkStream
 from diffusion_runtime.media import read_media_file, read_own_sidecar
 from diffusion_runtime.media.clips import inspect_clip
 from diffusion_runtime.media.growing_clip import GrowingClip

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from tables import table
 
-from diffusion_runtime.attention_report import AttentionReport, GraphReplays, ProductRow, SkipRow, StepRow
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table
+from diffusion_runtime.report.attention_report import AttentionReport, GraphReplays, ProductRow, SkipRow, StepRow
 
 
 def test_the_attention_table_at_80_columns_breaks_no_word() -> None:

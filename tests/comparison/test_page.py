@@ -11,13 +11,13 @@ import pytest
 from headless_browser import Page, browser_page, find_browser
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.comparison.clip_pictures import encode_picture
 from diffusion_runtime.comparison.page import render, write_page
 from diffusion_runtime.comparison.plots import COLOURS
 from diffusion_runtime.comparison.result import Clip, Comparison, Row
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.report.attention_report import AttentionReport
 
 FPS, NUM_FRAMES = 12, 25
 

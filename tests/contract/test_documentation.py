@@ -10,7 +10,7 @@ from pathlib import Path
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.select import platform_candidates
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -21,7 +21,7 @@ from denoiser_inputs import text_inputs
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, AttentionRecorder, RequestCache, StepInfo
-from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.step_cache.requested import StepCache
@@ -30,7 +30,7 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.step_cache import TeaCachePolynomial, TeaCachePolynomials
+from diffusion_runtime.request.step_cache_options import TeaCachePolynomial, TeaCachePolynomials
 
 # (ulysses, ring, branch) of each world.
 WORLDS = {2: ((2, 1, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2), (1, 2, 2))}

@@ -34,17 +34,17 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.int8_attn import Int8Backend
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
-from diffusion_runtime.attention_report import AttentionRecorder, GraphReplays
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.denoising.cuda_graphs import forward_graphs
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED, ForwardGraphs
-from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.layers.fp8_linear import ProductCounter
 from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
-from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
 
 GRID = (2, 4, 4)
 

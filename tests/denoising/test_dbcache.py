@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from tables import table
 
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import BlockRunner, RunBlock, Streams, overwriting, then_joined
+from diffusion_runtime.core.block_stack import BlockRunner, RunBlock, Streams, overwriting, then_joined
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.dbcache import DBCache
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.step_cache import DBCacheOptions
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.step_cache_options import DBCacheOptions
 
 NUM_STEPS, NUM_TOKENS, DIM = 14, 6, 8
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.registry import build_sampler
-from diffusion_runtime.samplers import SAMPLERS
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.samplers import SAMPLERS
 
 NOISY = [name for name, sampler in SAMPLERS.items() if sampler.adds_noise]
 SHAPE = (4, 2, 3, 5)

@@ -10,10 +10,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearQuadraticSigmas, ShiftByTokens
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.step_info import StepInfo
 
 
 def sigmas_of(schedule: FlowSchedule, config: SchedulerConfig, num_tokens: int, num_steps: int) -> list[float]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.guidance import extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import GUIDANCE_MODES
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.generation_request import GUIDANCE_MODES
 
 CONDITION = {"cond": 2.0, "uncond": -1.0}
 

@@ -14,14 +14,14 @@ from tables import table
 from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import Streams, overwriting
+from diffusion_runtime.core.block_stack import Streams, overwriting
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, mean_ratios
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.step_cache import MagCacheOptions
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.step_cache_options import MagCacheOptions
 
 NUM_STEPS = 12
 RATIOS = (1.0, 0.9, 0.95, 1.0, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)

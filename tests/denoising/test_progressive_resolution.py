@@ -8,6 +8,7 @@ import pytest
 import torch
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import (
@@ -23,8 +24,7 @@ from diffusion_runtime.denoising.progressive_resolution import (
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.unipc import UniPCSampler
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.progressive_options import LatentSpectrum, ProgressiveSettings
 
 WAN = LatentSpectrum(219.484718, 2.422687)
 CPU = torch.device("cpu")

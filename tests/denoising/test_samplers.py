@@ -11,14 +11,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising import euler_solver, unipc_solver
 from diffusion_runtime.denoising.euler_solver import EulerSolver
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
 from diffusion_runtime.denoising.unipc_solver import UniPCSolver
 from diffusion_runtime.errors import ModelLoadError, RequestError
-from diffusion_runtime.samplers import SAMPLERS as REGISTERED
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.samplers import SAMPLERS as REGISTERED
 
 # Those that add noise of their own at every step are in test_dmd.py.
 SAMPLERS = [name for name, sampler in REGISTERED.items() if not sampler.adds_noise]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from tables import table
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SHIFT_KEY, read_scheduler_config
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 7
 UNIPC: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from tables import table
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import predict_branches, with_guidance
 from diffusion_runtime.denoising.interface import BranchWrapper, Predict
@@ -23,9 +23,9 @@ from diffusion_runtime.denoising.step_cache.easycache import SAMPLING_STRIDE, ea
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.request import GUIDANCE_MODES
-from diffusion_runtime.step_cache import EasyCacheOptions, StepCacheSettings
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.generation_request import GUIDANCE_MODES
+from diffusion_runtime.request.step_cache_options import EasyCacheOptions, StepCacheSettings
 
 SHAPE = (1, 3, 2, 4, 5)
 NUM_STEPS = 20

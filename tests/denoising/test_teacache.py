@@ -16,8 +16,8 @@ from tables import table
 from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import ModulatedInput, RunBlock, Streams, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, Streams, overwriting
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials
 from diffusion_runtime.denoising.step_cache.teacache import TeaCache, polynomial_of
@@ -25,8 +25,13 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling_presets import FewSteps, presets_of
 from diffusion_runtime.models.teacache import published_polynomials, read_polynomials
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.step_cache import StepCacheSettings, TeaCacheOptions, TeaCachePolynomial, TeaCachePolynomials
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.step_cache_options import (
+    StepCacheSettings,
+    TeaCacheOptions,
+    TeaCachePolynomial,
+    TeaCachePolynomials,
+)
 
 NUM_STEPS, NUM_TOKENS, DIM = 20, 6, 8
 # Of a model whose output changes 1.5 times as much as what is compared, about; one is negative where little changes.

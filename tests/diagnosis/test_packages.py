@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from diffusion_runtime.core.hardware import ATTENTION_PACKAGES
 from diffusion_runtime.diagnosis import examination
 from diffusion_runtime.diagnosis.examination import examine
 from diffusion_runtime.diagnosis.packages import NEEDED, PackageCheck, check_packages, package_problems
-from diffusion_runtime.hardware import ATTENTION_PACKAGES
 
 
 def test_missing_packages_are_a_problem_where_they_are_needed() -> None:

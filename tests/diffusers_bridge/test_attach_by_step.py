@@ -30,10 +30,10 @@ from diffusion_runtime.attention import (
     register_backend,
 )
 from diffusion_runtime.attention.backends.registry import unregister_backend
-from diffusion_runtime.attention_report import AttentionReport
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, attach
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.report.attention_report import AttentionReport
 
 SPARSE = {"backend": "sliding_tile_attn", "extra": {"tile_size": [1, 2, 2], "window": [3, 1, 1]}}
 WHOLE = {"backend": "sliding_tile_attn", "extra": {"tile_size": [1, 2, 2], "window": [99, 99, 99]}}

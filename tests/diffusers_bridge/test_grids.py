@@ -14,10 +14,10 @@ from diffusion_runtime.attention import TokenLayout
 from diffusion_runtime.attention.backends.capability import Capability
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.diffusers_bridge.attach import attach, plan_attachment
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware
 
 GRID = (3, 4, 5)
 

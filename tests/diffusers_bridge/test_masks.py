@@ -27,6 +27,7 @@ from diffusion_runtime.attention import (
     register_backend,
 )
 from diffusion_runtime.attention.backends.registry import unregister_backend
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.diffusers_bridge.attach import attach
 from diffusion_runtime.diffusers_bridge.masks import (
     KeyPadding,
@@ -37,7 +38,6 @@ from diffusion_runtime.diffusers_bridge.masks import (
     read_mask,
 )
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
 
 INFINITY = float("inf")
 BATCH, HEADS, SEQ = 2, 3, 6

@@ -17,6 +17,7 @@ from tiny_pipelines import pipeline_of
 
 from diffusion_runtime import GenerationRequest, force_attention_backend, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
@@ -27,8 +28,7 @@ from diffusion_runtime.errors import (
     RequestError,
 )
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.progress import Progress
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.rules.request_rules import RequestRules
 
 SIZES = {"height": 16, "width": 16, "num_inference_steps": 2}
 VIDEO = GenerationRequest(prompt="a red circle", seed=3, num_frames=9, **SIZES)

@@ -18,11 +18,11 @@ from diffusion_runtime.attention.backends.capability import Capability as Backen
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError, ThirdPartyError
-from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.progress import Progress
 from diffusion_runtime.session.failures import Failure
 
 # What transformers says about image processors when diffusers imports them.

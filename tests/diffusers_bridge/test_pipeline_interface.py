@@ -18,7 +18,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import ALSO_NEEDED, P
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest
 
 # What transformers and diffusers say when everything of theirs is imported.
 pytestmark = [

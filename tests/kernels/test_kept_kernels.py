@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_runtime.kernels.importing import import_failure
-from diffusion_runtime.kernels.kept_kernels import ENABLED_VARIABLE, FOLDER_VARIABLE, keep_flash_attention_kernels
+from diffusion_runtime.startup.importing import import_failure
+from diffusion_runtime.startup.kept_kernels import ENABLED_VARIABLE, FOLDER_VARIABLE, keep_flash_attention_kernels
 
 # What the package reads when it is imported.
 STAND_IN = f'import os\nfound = os.environ.get("{ENABLED_VARIABLE}"), os.environ.get("{FOLDER_VARIABLE}")\n'

@@ -20,7 +20,7 @@ os.environ["DIFFUSION_RUNTIME_CACHE"] = cache
 from diffusion_runtime.attention import list_backends, select_backend
 from diffusion_runtime.attention.backends.fa4 import FlashAttention4
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.hardware import Hardware, installed_packages
+from diffusion_runtime.core.hardware import Hardware, installed_packages
 hopper = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.13.0", installed_packages(), is_here=True)
 said = {}
 for call in calls:
@@ -113,7 +113,7 @@ LEFT_OUT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.startup.importing import import_failure
 theirs = torch.compiler.disable
 assert import_failure("decorated", "add") is None
 assert "torch._dynamo" not in sys.modules

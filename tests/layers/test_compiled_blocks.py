@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention import AttentionContext, LocalAttention, StepInfo
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 
 class Block(nn.Module):

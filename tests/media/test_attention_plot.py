@@ -16,12 +16,12 @@ from PIL import Image
 
 from diffusion_runtime import GeneratedMedia, GenerationRequest, load_pipeline
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
-from diffusion_runtime.attention_density import MAX_CELLS, DensityCounter, Kept
-from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.cli.attention_plot_flag import check_plot_place
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media import notebook
 from diffusion_runtime.media.attention_plot import draw_attention_plot, save_attention_plot
+from diffusion_runtime.report.attention_density import MAX_CELLS, DensityCounter, Kept
+from diffusion_runtime.report.attention_report import AttentionReport
 
 REQUEST = GenerationRequest("a red circle", height=64, width=64, num_frames=5, num_inference_steps=2, guidance_scale=2)
 # V-MoBA keeps one chunk of several.

@@ -6,8 +6,8 @@ import pytest
 from tables import table
 
 from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.core.memory_size import parse_size, size_text
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.memory_size import parse_size, size_text
 
 SIZES = {
     "12GB": 12 * 10**9,

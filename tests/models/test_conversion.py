@@ -17,8 +17,8 @@ from tables import table
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime.cli.app import run
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.conversion.checkpoints import CHECKPOINTS
 from diffusion_runtime.models.conversion.conversion import ConversionReport, convert_lora, convert_model
 from diffusion_runtime.models.generation import generation_settings

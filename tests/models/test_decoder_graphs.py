@@ -13,7 +13,6 @@ from recorded_capture import RecordedCapture
 
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.attention_report import GraphReplays
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, TIMED
 from diffusion_runtime.models import decoder_graphs
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder
@@ -21,6 +20,7 @@ from diffusion_runtime.models.decoder_graphs import AT_ONCE, BUSY, LIBRARY, Deco
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.tiny_decoder import TinyDecoder
 from diffusion_runtime.models.wan.codec import AUTOENCODER, load_decoder
+from diffusion_runtime.report.attention_report import GraphReplays
 
 SHAPES = Path(diffusion_runtime.__file__).parent / "assets" / "shapes"
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from tables import table
 from tiny_families import WRITERS
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")

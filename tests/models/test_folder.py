@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from diffusion_runtime.core.model_folder import (
+    ConfigFile,
+    component_class,
+    read_config,
+    read_json,
+    refuse_other_pipelines,
+)
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import ConfigFile, component_class, read_config, read_json, refuse_other_pipelines
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from cli_support import tiny_arguments
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.cli.app import run
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.hub import needed_files
 from diffusion_runtime.models.model_sources import resolve_model_folder
 

@@ -22,7 +22,6 @@ from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages, steps_in_stages
@@ -34,7 +33,8 @@ from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.memory_planning import planned_batch, takes_more
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.samplers import SAMPLERS
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.samplers import SAMPLERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FolderOf = Callable[[str], Path]
@@ -170,7 +170,7 @@ def test_a_generation_says_what_it_computed_and_makes_the_same(
     said = [note for note in media.attention_report.notes if note.startswith("modulation, ")]
     assert {note.removeprefix("modulation, ").split(":")[0].split(",")[0] for note in said} == parts
     assert any("rows of 3 timesteps computed at once, " in note for note in said)
-    monkeypatch.setattr("diffusion_runtime.latent_denoiser.plan_steps", lambda *_: None)
+    monkeypatch.setattr("diffusion_runtime.generation.latent_denoiser.plan_steps", lambda *_: None)
     plain = pipeline(request)
     assert not any(note.startswith("modulation, ") for note in plain.attention_report.notes)
     assert (abs(plain.frames - media.frames)).max() < 1e-6

@@ -18,10 +18,11 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
+from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.kernels.implementation import VARIABLE
-from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading import native_model, prepare
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
@@ -31,7 +32,6 @@ from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_demand
-from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.text_encoders.offloaded import modules_of
 

@@ -18,11 +18,11 @@ from tiny_families import WRITERS, small_request
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.memory.offloaded_part import OffloadedPart
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
 from diffusion_runtime.models.level_list_names import level_list_names
 from diffusion_runtime.models.part_files import PartFile, with_parts

@@ -28,7 +28,7 @@ from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")

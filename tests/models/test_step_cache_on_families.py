@@ -14,10 +14,10 @@ import torch
 from tiny_families import WRITERS, small_request
 
 from diffusion_runtime import Pipeline, load_pipeline
-from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.rules.batch_settings import BatchSettings
 
 NUM_STEPS = 4
 

@@ -17,7 +17,7 @@ from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, read_tiny_decoder
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

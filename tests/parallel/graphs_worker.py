@@ -19,7 +19,6 @@ from parallel.compiled_worker import wan
 from recorded_capture import RecordedCapture
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache, StepInfo
-from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.guidance import with_guidance
@@ -28,6 +27,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 WORLD, NUM_STEPS = 2, 6
 NCCL = mock.patch.object(RankGroup, "backend", "nccl")

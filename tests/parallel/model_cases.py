@@ -22,6 +22,8 @@ from diffusion_runtime.attention.cache.store import RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
@@ -35,9 +37,7 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import RASTER
 
 PATCH = (1, 2, 2)
 CONFIG = WanTransformerConfig(

@@ -11,7 +11,7 @@ import torch
 from warm_python import run_worker
 
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED
-from diffusion_runtime.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.parallel.groups import planned_mesh
 
 ROOT = Path(__file__).parents[2]

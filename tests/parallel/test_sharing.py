@@ -32,9 +32,9 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.options import build_options
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.merging import PartialAttention

@@ -7,8 +7,8 @@ import os
 import torch
 
 from diffusion_runtime import Cancelled, GenerationRequest, follow, join_processes, lead, load_pipeline
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.progress import Progress
 from diffusion_runtime.session.following import LeadingPipeline
 
 SIZES = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 2, "guidance_scale": 1.0}

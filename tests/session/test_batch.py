@@ -9,6 +9,7 @@ import pytest
 from sample_media import make_media
 
 from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import (
     BackendUnavailableError,
     DeviceMemoryError,
@@ -18,8 +19,7 @@ from diffusion_runtime.errors import (
 )
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
-from diffusion_runtime.progress import Progress
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.batch import BatchResult, Item, run_batch, title_of
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from diffusion_runtime.session.bytecode import keep_bytecode
+from diffusion_runtime.startup.bytecode import keep_bytecode
 keep_bytecode("a_package")
 import a_package
 print(sys.pycache_prefix)

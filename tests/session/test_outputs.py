@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media.publish import replace_text
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.outputs import MAX_SLUG_BYTES, Outputs, make_folders, remove_empty, slug
 
 VIDEO = GenerationRequest(prompt="A red circle, moving left!", num_frames=29, seed=7)

@@ -10,9 +10,9 @@ import pytest
 from tables import table
 
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
 from diffusion_runtime.tuning.budget import Budget, all_met, least_slack, parse_budgets
 from diffusion_runtime.tuning.cells import even_ranges, make_cells, schedule_rules
 from diffusion_runtime.tuning.knapsack import Option, pareto_frontier

@@ -21,11 +21,11 @@ import torch
 from diffusion_runtime.attention.backends.capability import KeyCounts
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, CallForm
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.core.hardware import detect_hardware
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 
 def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from diffusion_runtime.attention.roles import CATEGORIES
+from diffusion_runtime.core.hardware import DTYPES, PLATFORMS, Hardware
 from diffusion_runtime.errors import shown
-from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
 # cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout, PrefixCache).

@@ -19,7 +19,7 @@ from diffusion_runtime.attention.backends.interface import (
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 _BLACKWELL = (10, 0)
 

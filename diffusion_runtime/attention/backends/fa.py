@@ -16,7 +16,7 @@ from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, F
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

@@ -30,8 +30,8 @@ from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.backends.split_kv import attend_split, can_split, plan_split
 from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
-from diffusion_runtime.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.first_use import count_kernel
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.startup.first_use import count_kernel
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 _compiled: set[tuple[object, ...]] = set()

@@ -15,7 +15,7 @@ from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.backends.stored import StoredKeysReader
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 # What FlashInfer's documentation recommends, in bytes.
 _WORKSPACE_SIZE = 128 * 1024 * 1024

@@ -28,7 +28,7 @@ from diffusion_runtime.attention.backends.interface import (
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import blank_hidden_rows, mask_feature
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import DTYPES, Hardware
+from diffusion_runtime.core.hardware import DTYPES, Hardware
 
 _BLOCK = 128
 

@@ -16,10 +16,10 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.kernels.int8_attention.api import int8_attention
 from diffusion_runtime.kernels.int8_attention.triton import HEAD_SIZES, MINIMUM_CAPABILITY, refusal_of
+from diffusion_runtime.startup.importing import import_failure
 
 _INSTALL_TRITON = "pip install 'diffusion-runtime[sparse]'"
 

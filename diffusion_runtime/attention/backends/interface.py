@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from diffusion_runtime.attention.backends.capability import AttentionRequirements, Capability
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
-from diffusion_runtime.hardware import PLATFORMS, Hardware
+from diffusion_runtime.core.hardware import PLATFORMS, Hardware
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ import torch
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.attention.backends.interface import AttentionCall, Availability, Backend, NoOptions
 from diffusion_runtime.attention.context import RequestCache
-from diffusion_runtime.device_guard import device_guard
-from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.kernels.importing import first_call_functions, import_failure, raised_line
-from diffusion_runtime.kernels.remembered_imports import ImportCheck, forget, is_remembered, remember
+from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.startup.importing import first_call_functions, import_failure, raised_line
+from diffusion_runtime.startup.remembered_imports import ImportCheck, forget, is_remembered, remember
 
 
 class ImportingBackend(Backend):

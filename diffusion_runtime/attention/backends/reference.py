@@ -20,7 +20,7 @@ from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, gathered_pages
 from diffusion_runtime.attention.cache.stored import PageFormat, StoredKeys
-from diffusion_runtime.hardware import DTYPES, Hardware
+from diffusion_runtime.core.hardware import DTYPES, Hardware
 
 # Bounds the score matrix: [batch, heads, _QUERY_CHUNK, seq_k] floats are alive at a time.
 _QUERY_CHUNK = 1024

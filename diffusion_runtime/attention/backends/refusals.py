@@ -6,7 +6,7 @@ from diffusion_runtime.attention.backends.capability import AttentionRequirement
 from diffusion_runtime.attention.backends.interface import Availability, Backend
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
-from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.startup.importing import raised_line
 
 # Of self-checks that failed. Known to the whole process, as a package that cannot be imported is.
 _reasons: dict[tuple[str, int, str], str] = {}

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from diffusion_runtime.attention.backends.capability import FEATURES
 from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.core.spellings import Spelling, resolve, table_of
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.kernels.importing import raised_line
-from diffusion_runtime.spellings import Spelling, resolve, table_of
+from diffusion_runtime.startup.importing import raised_line
 
 # Names may be known here before this version has the backend: choosing it then fails with that reason.
 KNOWN_NAMES = (

@@ -15,8 +15,8 @@ from diffusion_runtime.attention.backends.capability import AttentionRequirement
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.masks import mask_feature
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.hardware import detect_hardware
-from diffusion_runtime.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.core.hardware import detect_hardware
+from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
 
 
 def features_used(

@@ -25,7 +25,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import DTYPES, Hardware
+from diffusion_runtime.core.hardware import DTYPES, Hardware
 
 _CHIPS_OF_2 = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
 # The chip whose kernel 2.x took over from version 1, and the last version that may lack what hides the keys past the

@@ -10,7 +10,7 @@ import torch
 from diffusion_runtime.attention.backends.calling import aligned_tokens
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat, StoredKeys
-from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.merging import PartialAttention
 

@@ -19,7 +19,7 @@ from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.core.hardware import DTYPES, Hardware, detect_hardware
 
 # What torch answers when asked which kernel it takes; the numbers are those of its SDPBackend enum.
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

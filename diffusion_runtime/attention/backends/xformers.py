@@ -19,7 +19,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 
 
 @functools.cache

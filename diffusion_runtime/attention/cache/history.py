@@ -25,7 +25,7 @@ from diffusion_runtime.attention.cache.passes import CachePasses
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
-from diffusion_runtime.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 from diffusion_runtime.attention.cache.copies import TokenCopy, copies_of, run_of
 from diffusion_runtime.attention.cache.slots import FrameSlots
-from diffusion_runtime.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, dense_plan
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

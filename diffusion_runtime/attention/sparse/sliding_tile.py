@@ -28,9 +28,9 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     window_selection,
 )
 from diffusion_runtime.attention.sparse.tiles import tile_counts, tiles_of
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import Extent, TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

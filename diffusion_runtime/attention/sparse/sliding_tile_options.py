@@ -9,8 +9,8 @@ from diffusion_runtime.attention.schedule import DenseRule, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseOptions
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.token_layout import Extent
 
 INFERENCE, NONE = MODES = ("STA_inference", "none")
 _USE_TUNE = (

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
-from diffusion_runtime.attention_report import index_ranges
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import Extent
+from diffusion_runtime.report.attention_report import index_ranges
 from diffusion_runtime.untrusted.files import check_file, shown_path
 from diffusion_runtime.untrusted.json_text import read_json_file
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import shown
-from diffusion_runtime.token_layout import Extent
 
 
 @dataclass(frozen=True)

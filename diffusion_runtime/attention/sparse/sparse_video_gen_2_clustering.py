@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.kmeans.api import lloyd
-from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 _KEPT_NAME = "sparse_video_gen_2_attn centroids"
 

@@ -25,6 +25,8 @@ from diffusion_runtime.attention.sparse.interface import (
     sparse_capability,
 )
 from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
@@ -33,8 +35,6 @@ from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.highest_blocks import highest
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import Extent, TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
 

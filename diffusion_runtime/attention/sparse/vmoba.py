@@ -19,6 +19,8 @@ from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, 
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.tiles import text_lengths_of, without_lengths
 from diffusion_runtime.attention.sparse.vmoba_chunks import Chunks, ChunkShape, chunk_count, chunks_of
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
@@ -28,8 +30,6 @@ from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
 from diffusion_runtime.kernels.block_sparse.triton import refusal_of_size
 from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.attention.sparse.tiles import order_geometry, tile_counts, tile_order
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.token_layout import Extent, TokenLayout
 
 # So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.
 ChunkShape = int | Extent

@@ -13,9 +13,9 @@ import torch
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.fixed_state import Clones, FixedState, copy_tensors
 from diffusion_runtime.attention.forward_plans import FixedPlans
-from diffusion_runtime.attention_report import CallTape
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture
 from diffusion_runtime.errors import first_line
+from diffusion_runtime.report.attention_report import CallTape
 
 # (latents, timestep, inputs, context) -> velocity. inputs: a frozen dataclass of the model's own kind.
 Model: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any, AttentionContext], torch.Tensor]

@@ -30,8 +30,8 @@ from diffusion_runtime.attention.fixed_state import form_of
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.forward_plans import WatchedPlans
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.attention_report import AttentionRecorder, GraphReplays
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
 from diffusion_runtime.kernels.implementation import fusion_is_on
@@ -39,7 +39,7 @@ from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.modulation_rows import is_planned
 from diffusion_runtime.parallel.agreement import agreed_refusal, reasons_of
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
 
 # Host time of a forward pass over its device time, above which launches bound it.
 LAUNCH_BOUND = 0.8

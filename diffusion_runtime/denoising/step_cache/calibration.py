@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.step_cache import (
+from diffusion_runtime.request.step_cache_options import (
     CALIBRATED_THRESHOLD,
     NUM_COEFFICIENTS,
     TeaCachePolynomial,

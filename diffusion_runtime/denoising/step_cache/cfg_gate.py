@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import BranchWrapper, PredictBranches
-from diffusion_runtime.step_info import StepInfo
 
 # (step, branches): called for each step whose second branch was not computed.
 OnGated = Callable[[StepInfo, Sequence[str]], None]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 _BRANCHES = ("cond", "uncond")
 

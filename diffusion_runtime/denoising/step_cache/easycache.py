@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import BranchWrapper, PredictBranches
-from diffusion_runtime.step_cache import EasyCacheOptions
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.step_cache_options import EasyCacheOptions
 
 # Distances are means over every 7th element: enough of them, and no row of latents is a multiple of 7 long that would
 # put the same column into all samples.

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy
 import torch
 
-from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus
 from diffusion_runtime.denoising.step_cache.teacache import compared_tensor, relative_change
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.step_cache import NUM_COEFFICIENTS
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.step_cache_options import NUM_COEFFICIENTS
 
 # (relative change of what TeaCache compares, relative change of the output of all blocks).
 Change = tuple[float, float]

@@ -10,8 +10,8 @@ from typing import Self
 
 import torch
 
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import BranchWrapper, PredictBranches
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.cfg_gate import cfg_gate
@@ -21,8 +21,9 @@ from diffusion_runtime.denoising.step_cache.easycache import easycache
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
 from diffusion_runtime.denoising.step_cache.teacache import TeaCache, polynomial_of
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.step_cache import (
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.step_cache_options import (
     DBCacheOptions,
     EasyCacheOptions,
     MagCacheOptions,
@@ -30,7 +31,6 @@ from diffusion_runtime.step_cache import (
     TeaCacheOptions,
     TeaCachePolynomials,
 )
-from diffusion_runtime.step_info import StepInfo
 
 
 def _nothing(_device: torch.device) -> None:

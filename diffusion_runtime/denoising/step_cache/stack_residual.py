@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.block_stack import Streams
+from diffusion_runtime.core.block_stack import Streams
 
 
 def entered(streams: Streams) -> Streams:

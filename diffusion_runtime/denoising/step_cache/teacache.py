@@ -18,21 +18,21 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
 from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus, plus
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
-from diffusion_runtime.step_cache import (
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.step_cache_options import (
     NUM_COEFFICIENTS,
     RET_STEPS,
     TeaCacheOptions,
     TeaCachePolynomial,
     TeaCachePolynomials,
 )
-from diffusion_runtime.step_info import StepInfo
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS
 

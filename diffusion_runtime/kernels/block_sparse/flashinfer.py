@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import ConfigError, first_line
-from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.kernels.block_packing.triton import reorder_tokens
 from diffusion_runtime.kernels.block_sparse.flash4 import serves
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.startup.importing import import_failure
 
 BLOCK, HEAD_DIM, MAX_SELECTED = 64, 128, 64
 

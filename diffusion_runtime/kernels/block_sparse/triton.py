@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.triton import DTYPES, has_bulk_copies, is_interpreted
-from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.kernels.int8_attention.reference import LEVELS
+from diffusion_runtime.startup.importing import import_failure
 
 MINIMUM_CAPABILITY = (8, 0)
 # Whose tensor cores take 8-bit floats.

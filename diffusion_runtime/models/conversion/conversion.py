@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.errors import ConfigError, ModelLoadError, OutputError, nearest, shown, shown_name
-from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.models.conversion.checkpoints import (
     CAUSAL_CLASS,
     CHECKPOINTS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5

@@ -15,7 +15,8 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import then_joined
+from diffusion_runtime.core.block_stack import then_joined
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
@@ -29,7 +30,6 @@ from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

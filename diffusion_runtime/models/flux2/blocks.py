@@ -17,6 +17,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 from diffusion_runtime.layers.double_stream import JointAttention
@@ -25,7 +26,6 @@ from diffusion_runtime.layers.modulation import add_gated_, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
-from diffusion_runtime.step_info import LayerInfo
 
 
 class Flux2DoubleBlock(nn.Module):

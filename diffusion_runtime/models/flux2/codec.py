@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.flux2.config import FOLD
 from diffusion_runtime.models.image_decoder import decode_image

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import (
+from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
     ConfigFile,
     read_config,
     read_index,
 )
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.geometry import ImageGeometry
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not; of [klein] there is one whose

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.models.flux2.codec import load_encoder
 from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size
 

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (

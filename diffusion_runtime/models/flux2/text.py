@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.flux2.config import read_pipeline_config, read_transformer_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate

@@ -22,7 +22,8 @@ from torch import nn
 from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, overwriting, then_joined
+from diffusion_runtime.core.block_stack import ModulatedInput, overwriting, then_joined
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
@@ -34,7 +35,6 @@ from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleB
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
 # How far apart images to edit are on the first axis; what is denoised is at 0.

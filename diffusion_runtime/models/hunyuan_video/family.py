@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.layers.sample_decoder import Tiling
-from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner

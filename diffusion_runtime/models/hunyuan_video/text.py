@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.models.hunyuan_video.config import LATENT_CONCAT, TOKEN_REPLACE, read_transformer_config
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder

@@ -20,7 +20,9 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import then_joined
+from diffusion_runtime.core.block_stack import then_joined
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
@@ -44,9 +46,7 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import TOKEN_REPLACE, HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import TokenLayout
 
 REFINER_ROLE = "hunyuan_video.text_refiner"
 EPS = 1e-6

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import (
+from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
     ConfigFile,
@@ -15,6 +14,7 @@ from diffusion_runtime.model_folder import (
     read_index,
     read_json_in,
 )
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl

@@ -18,6 +18,8 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
@@ -32,8 +34,6 @@ from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Confi
 from diffusion_runtime.models.hunyuan_video_15.text_stream import PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 EPS = 1e-6
 

@@ -17,7 +17,8 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.opaque import gathered_tokens
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput
+from diffusion_runtime.core.block_stack import ModulatedInput
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.across_heads_attention import (
     AcrossHeadsCrossAttention,
@@ -36,7 +37,6 @@ from diffusion_runtime.layers.token_runs import (
     rows_by_run,
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.step_info import LayerInfo
 
 # The sound is a line of tokens, not a grid, and so is its text: nothing for a sparse choice, which `cross` says.
 AUDIO_SELF_ROLE = "ltx2.audio_self"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder

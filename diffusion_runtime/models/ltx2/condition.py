@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention_report import LibraryAttention
-from diffusion_runtime.frame_conditions import FrameCondition
 from diffusion_runtime.layers.log_mel import log_mel_spectrogram
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.media.sound_files import read_sound
@@ -24,7 +22,9 @@ from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.request import GenerationRequest, image_paths
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.frame_conditions import FrameCondition
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 
 def conditions_of(request: GenerationRequest, geometry: LTX2Geometry, size: ClipSize) -> list[FrameCondition]:

@@ -20,7 +20,9 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.step_info import ISOLATED, PERTURBED
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
@@ -39,8 +41,6 @@ from diffusion_runtime.models.ltx2.positions import (
     shared_rotations,
     video_rotations,
 )
-from diffusion_runtime.step_info import ISOLATED, PERTURBED
-from diffusion_runtime.token_layout import TokenLayout
 
 NUM_WAVES = 256
 # Of the last norm, whatever the config says of the others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config, read_index
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.models.autoencoder import COMPONENT
 from diffusion_runtime.models.head_widths import HeadWidths
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry

@@ -18,7 +18,9 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.across_heads_attention import (
     AcrossHeadsCrossAttention,
@@ -43,8 +45,6 @@ from diffusion_runtime.layers.token_runs import (
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
-from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 NUM_WAVES = 256
 # Of the norms of q and k, and of the last norm, whatever the config says of the others.

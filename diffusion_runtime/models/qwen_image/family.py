@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder

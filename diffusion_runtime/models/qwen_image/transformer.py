@@ -16,7 +16,8 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import RunBlock, Streams
+from diffusion_runtime.core.block_stack import RunBlock, Streams
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
@@ -36,7 +37,6 @@ from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, 
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import TIME_SCALE, QwenImageTransformerConfig
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.models.qwen_image_21.editing import scaled
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate

@@ -22,7 +22,9 @@ from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
@@ -34,9 +36,7 @@ from diffusion_runtime.layers.rope import diagonal_rotations, norm_and_rotate, p
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import TokenLayout
 
 # The model takes time in [0, 1] and multiplies it by this.
 _TIME_SCALE = 1000.0

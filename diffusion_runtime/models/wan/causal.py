@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 
 _POSITIONS = {"absolute": "absolute", "relativistic": "window"}
 

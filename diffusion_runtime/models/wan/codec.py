@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.attention_report import LibraryAttention
-from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
-from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
@@ -28,6 +26,8 @@ from diffusion_runtime.models.video_decoder import (
     read_statistics,
     restore_by_config,
 )
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.startup.importing import raised_line
 from diffusion_runtime.untrusted.known_settings import Allows, either, whole
 
 logger = logging.getLogger("diffusion_runtime")

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
-from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import (
+from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
     ConfigFile,
@@ -15,6 +14,7 @@ from diffusion_runtime.model_folder import (
     read_config,
     read_index,
 )
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.wan.far import is_far, read_history
 from diffusion_runtime.models.wan.flow_map import (

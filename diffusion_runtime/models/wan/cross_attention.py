@@ -14,12 +14,12 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.layers.embeddings import ImageEmbedding
 from diffusion_runtime.layers.linear import Linear, LinearInput
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.wan.config import WanTransformerConfig
-from diffusion_runtime.step_info import LayerInfo
 
 # Attention to the tokens of an image.
 IMAGE_ROLE = "wan.image_cross"

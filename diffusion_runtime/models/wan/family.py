@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.generation import generation_settings

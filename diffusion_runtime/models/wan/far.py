@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
-from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.wan.flow_map import AUTHORS_CLASS, FLOW_MAP_CLASSES
 
 # What the published checkpoints have: 21 latent frames, 81 frames.

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from diffusion_runtime.core.model_folder import ConfigFile
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TimestepEmbedding
-from diffusion_runtime.model_folder import ConfigFile
 from diffusion_runtime.models.pieces import NamedPieces, two_layer_pieces
-from diffusion_runtime.step_info import StepInfo
 
 # Diffusers' names, and those of the authors' own code, which has one class for both kinds of checkpoints.
 AUTHORS_CLASS = "FAR_Wan_Transformer3DModel"

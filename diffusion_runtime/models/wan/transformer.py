@@ -26,7 +26,9 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, RunBlock, Streams, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, Streams, overwriting
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 from diffusion_runtime.layers.cached_positions import with_positions
@@ -51,8 +53,6 @@ from diffusion_runtime.models.wan.cross_attention import (
 )
 from diffusion_runtime.models.wan.flow_map import FlowMapEmbedding
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.token_layout import TokenLayout
 
 
 class WanSelfAttention(nn.Module):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import RunBlock, Streams
+from diffusion_runtime.core.block_stack import RunBlock, Streams
 from diffusion_runtime.layers.embeddings import PatchEmbedding
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.geometry import LatentGeometry

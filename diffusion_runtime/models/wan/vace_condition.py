@@ -11,14 +11,14 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.media.clips import inspect_clip, read_clip
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels
-from diffusion_runtime.request import GenerationRequest, image_paths
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 
 class WanControlConditioner(ImageConditioner):

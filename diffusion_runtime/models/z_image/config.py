@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.geometry import ImageGeometry
 
 # Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation

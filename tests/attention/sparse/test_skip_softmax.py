@@ -15,12 +15,12 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention_report import SkipRow
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, refusal
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_skipping_reference
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.report.attention_report import SkipRow
 
 GRID = TokenLayout((4, 8, 8))
 THRESHOLD = 0.01

@@ -21,8 +21,8 @@ from tiny_qwen_image_21 import TINY_SIZES, write_tiny_qwen_image_21
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ModelLoadError, RequestError
-from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.qwen_image_21 import editing
 from diffusion_runtime.models.qwen_image_21.family import FAMILY
 

@@ -25,14 +25,14 @@ from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
-from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.cli.report_remarks import remarks_of
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import cached_tokens, passes_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
@@ -42,8 +42,8 @@ from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import step_demand
 from diffusion_runtime.models.wan import transformer as wan_transformer
 from diffusion_runtime.models.wan.transformer import WanTransformer
-from diffusion_runtime.prompt_switches import SWITCH_MODES
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.request.prompt_switches import SWITCH_MODES
+from diffusion_runtime.rules.batch_settings import BatchSettings
 
 KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
 # 4 x 4 latents, 2 x 2 tokens per frame.
@@ -606,8 +606,8 @@ def test_another_prompt_from_the_next_chunk_on(pipeline: Pipeline) -> None:
 
 
 def encoded(pipeline: Pipeline, prompt: str) -> Any:
-    from diffusion_runtime.attention_report import AttentionRecorder
-    from diffusion_runtime.prompt_encoding import encode_prompts
+    from diffusion_runtime.generation.prompt_encoding import encode_prompts
+    from diffusion_runtime.report.attention_report import AttentionRecorder
 
     batch = [pipeline.resolve(dataclasses.replace(REQUEST, prompt=prompt))]
     made = encode_prompts(
@@ -617,8 +617,8 @@ def encoded(pipeline: Pipeline, prompt: str) -> Any:
 
 
 def denoiser_of(pipeline: Pipeline, settings: BatchSettings) -> Any:
-    from diffusion_runtime.attention_report import AttentionRecorder
-    from diffusion_runtime.latent_denoiser import LatentDenoiser
+    from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+    from diffusion_runtime.report.attention_report import AttentionRecorder
 
     return LatentDenoiser(
         transformer=pipeline.transformer,

@@ -24,10 +24,10 @@ from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.stored import CodeScales, KeyParts, PageFormat, StoredForm, StoredKeys
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
+from diffusion_runtime.core.hardware import detect_hardware
+from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
-from diffusion_runtime.step_info import LayerInfo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

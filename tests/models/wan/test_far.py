@@ -24,13 +24,13 @@ from tables import table
 from tiny_flow_maps import change_json, with_authors_names, write_tiny_flow_map
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.cache_memory import cache_bytes
+from diffusion_runtime.rules.batch_settings import BatchSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 

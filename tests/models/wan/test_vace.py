@@ -23,6 +23,7 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext, token_order
+from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
@@ -33,7 +34,6 @@ from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import RASTER
 
 HEIGHT, WIDTH, FRAMES = 32, 48, 9
 PLAIN = {"condition": "control", "num_layers": 3, "vae": "plain"}

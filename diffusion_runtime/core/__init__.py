@@ -1,0 +1,1 @@
+"""Plain values and guards that every row reads."""

@@ -1,0 +1,74 @@
+"""Block stacks: the transformer blocks of one forward pass, and the runner that a step cache puts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from diffusion_runtime.core.step_info import StepInfo
+
+# What goes from block to block: the grid's tokens first, [batch, seq, dim], then those of text or sound where these are
+# apart from it.
+Streams: TypeAlias = tuple[torch.Tensor, ...]
+RunBlock: TypeAlias = Callable[[Streams], Streams]
+
+
+@dataclass(frozen=True)
+class ModulatedInput:
+    """What TeaCache (arXiv:2411.19108) compares from step to step; its change says how much the output's will be.
+
+    values: the grid's tokens after the norm, shift and scale of the first block, [batch, seq, dim] as in the first
+    stream; of a model whose timestep is compared alone (Wan), its embedding, [batch, 1, dim]. projection: there, what
+    is made of it for the blocks, [batch, 1, dim].
+    """
+
+    values: torch.Tensor
+    projection: torch.Tensor | None = None
+
+
+MakeModulatedInput: TypeAlias = Callable[[], ModulatedInput]
+
+
+class BlockRunner:
+    """Runs every block of a stack. One that keeps anything is made for one request."""
+
+    def run(
+        self,
+        blocks: Sequence[RunBlock],
+        streams: Streams,
+        step: StepInfo,  # noqa: ARG002 - of a step cache
+        num_grid_tokens: int,  # noqa: ARG002
+        modulated_input: MakeModulatedInput | None = None,  # noqa: ARG002
+    ) -> Streams:
+        """The streams after the last block. They may be overwritten.
+
+        num_grid_tokens: of this process, without padding: the first tokens of the first stream. modulated_input:
+        computes what TeaCache compares, from the streams as they enter.
+        """
+        for block in blocks:
+            streams = block(streams)
+        return streams
+
+
+def overwriting(block: Callable[..., Any], *inputs: Any) -> RunBlock:
+    """A block that is called with the streams and `inputs`, and overwrites the streams."""
+
+    def run(streams: Streams) -> Streams:
+        block(*streams, *inputs)
+        return streams
+
+    return run
+
+
+def then_joined(blocks: Sequence[RunBlock]) -> list[RunBlock]:
+    """The blocks, the last of which leaves all streams as one sequence."""
+
+    def joined(streams: Streams) -> Streams:
+        for block in blocks[-1:]:
+            streams = block(streams)
+        return (torch.cat(streams, dim=1),)
+
+    return [*blocks[:-1], joined]

@@ -1,0 +1,1 @@
+"""One batch, from conditions to frames."""

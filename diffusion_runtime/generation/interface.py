@@ -1,0 +1,94 @@
+"""GenerationPipeline: what every loaded pipeline does, whether its model is native or diffusers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from diffusion_runtime.core.progress import OnProgress
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.file_writer import OpenSink
+from diffusion_runtime.request.generation_request import GenerationRequest
+
+
+class GenerationRules(Protocol):
+    """What a model says about requests: RequestRules of a native one, PassthroughRules of another."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Values of request fields that nobody gives."""
+
+    @property
+    def presets(self) -> Mapping[str, Mapping[str, Any]]:
+        """Values of request fields by the preset's name."""
+
+    @property
+    def makes_sound(self) -> bool | None:
+        """Whether it makes more than pictures; None: known when something comes out."""
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """The request with what is missing filled in. Raises RequestError for what cannot be made."""
+
+    def is_guided(self, request: GenerationRequest, /) -> bool:
+        """Whether a resolved request runs two branches of guidance."""
+
+    def batch_key(self, request: GenerationRequest, /) -> tuple[tuple[str, Any], ...]:
+        """Resolved requests whose keys are equal may be given to one `generate`. Hashable."""
+
+
+class GenerationPipeline(Protocol):
+    """A loaded model. One generation at a time: a second call meanwhile is an error."""
+
+    device: torch.device
+    dtype: torch.dtype
+    recipe: Mapping[str, Any]
+
+    @property
+    def rules(self) -> GenerationRules: ...
+
+    def note_load(self, timings: Mapping[str, float]) -> None:
+        """Add seconds of what comes before the first generation, among whose timings they are then: `import`,
+        `prepare` (the folder, the choice of attention and its checks, the memory plan), `read` (the weights)."""
+
+    @property
+    def load_timings(self) -> dict[str, float]:
+        """What was noted since the last generation."""
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """`rules.resolve`."""
+
+    def __call__(
+        self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
+    ) -> GeneratedMedia:
+        """One video or image."""
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
+    ) -> list[GeneratedMedia]:
+        """Several, in the order of the requests. on_progress: may raise Cancelled for some of them, which the result
+        leaves out. open_sink: takes the frames of each clip without sound while it is decoded (media.FileWriter)."""
+
+    def set_loras(self, loras: Sequence[Any]) -> None:
+        """Other LoRA files for the generations from here on, instead of those before, without loading the model
+        again."""
+
+    @property
+    def profile_remarks(self) -> tuple[str, ...]:
+        """What a profile of a generation should say: how it differs from one that is not profiled, what has no name."""
+
+    def named_ranges(self) -> AbstractContextManager[None]:
+        """While it holds, what a generation computes consists of named ranges of torch.profiler, as far as this
+        pipeline knows them."""
+
+    def counted_density(self) -> AbstractContextManager[None]:
+        """While it holds, attention reports say which share of the pairs each layer computed at each step."""
+
+    def close(self) -> None:
+        """Give the memory of the model back; a later generation is a PipelineClosedError."""

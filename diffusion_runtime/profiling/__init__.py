@@ -1,0 +1,1 @@
+"""Traces and times of one generation."""

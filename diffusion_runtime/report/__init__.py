@@ -1,0 +1,1 @@
+"""What ran: the attention report."""

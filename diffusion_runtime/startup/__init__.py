@@ -1,0 +1,1 @@
+"""What is done for the first seconds of a process."""

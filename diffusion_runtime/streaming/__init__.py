@@ -1,0 +1,1 @@
+"""A causal model's video while it is made."""
