@@ -31,10 +31,10 @@ from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, build
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, AttentionRecorder, RequestCache, StepInfo
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.interface import DenoiserInputs
 
 MODES = ("off", "auto", "on")

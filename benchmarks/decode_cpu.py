@@ -24,9 +24,9 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from benchmarks.machine import describe_machine
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.media import ClipHeader, FileWriter, GeneratedMedia
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.wan.codec import load_decoder
 from diffusion_runtime.report.attention_report import AttentionReport
 

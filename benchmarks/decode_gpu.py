@@ -36,11 +36,11 @@ from diffusers import (
 )
 
 from benchmarks.machine import describe_machine
-from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
-from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
+from diffusion_runtime.decoders.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
+from diffusion_runtime.decoders.causal_video_decoder import exact_decoder
+from diffusion_runtime.decoders.fused_norms import fuse_norms, use_last_taps, with_shared_weights
+from diffusion_runtime.decoders.video_decoder import by_factor
 from diffusion_runtime.media import ClipHeader, FileWriter, GeneratedMedia
-from diffusion_runtime.models.causal_video_decoder import exact_decoder
-from diffusion_runtime.models.video_decoder import by_factor
 from diffusion_runtime.report.attention_report import AttentionReport
 
 # How much farther from float32 the fast decoder may be than diffusers' own bfloat16.

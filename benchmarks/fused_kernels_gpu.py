@@ -33,6 +33,7 @@ from benchmarks.families import flux1, flux2, qwen_image, wan, z_image
 from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.families_gpu import write_folder
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, attention
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
 from diffusion_runtime.kernels.block_packing.reference import TokenBlocks
@@ -47,7 +48,6 @@ from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.kernels.qk_norm_rope.block_order import norm_rope_into_blocks
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder

@@ -35,7 +35,7 @@ from diffusion_runtime.memory.machine_memory import peak_in_machine
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.models.tensor_files import write_tensors
+from diffusion_runtime.weights.tensor_files import write_tensors
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 4 * 10**9

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from benchmarks.communication_volume import ForwardShape, communication_volume
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.denoising.guidance import with_guidance
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer

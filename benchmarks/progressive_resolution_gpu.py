@@ -25,10 +25,10 @@ from benchmarks.families.step import FamilyStep
 from benchmarks.families_gpu import DTYPE, build_ours, build_theirs
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import growth_level, plan_stages, sample_in_stages
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.request.progressive_options import LatentSpectrum
 

@@ -32,10 +32,10 @@ from diffusion_runtime.attention import AttentionContext, AttentionRecorder, Req
 from diffusion_runtime.attention.force import force_attention_backend
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.sparse import video_sparse
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.layers import rotated_attention
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanSelfAttention, WanTransformer
 from diffusion_runtime.text_encoders.interface import Conditions

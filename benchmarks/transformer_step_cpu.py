@@ -25,8 +25,8 @@ from diffusers import WanTransformer3DModel
 
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions

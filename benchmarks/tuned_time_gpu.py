@@ -46,10 +46,10 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder

@@ -19,6 +19,9 @@ from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.progress import Cancellations, OnProgress, Progress, StageClock
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.interface import OnStep, Wrapper
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
@@ -39,15 +42,7 @@ from diffusion_runtime.media.sound_files import read_sound
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory, shortage_remark
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.memory.offloading import Offloading
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
-from diffusion_runtime.models.interface import (
-    DiffusionTransformer,
-    ImageConditioner,
-    LatentDecoder,
-)
-from diffusion_runtime.models.latent_upsampler import LatentUpsampler
-from diffusion_runtime.models.lora.binding import Lora
-from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.models.weight_fingerprint import with_loras
@@ -61,6 +56,8 @@ from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.streaming.generation_stream import GenerationStream, check_streamable
 from diffusion_runtime.streaming.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.lora.binding import Lora
+from diffusion_runtime.weights.lora.switching import LoraSwitch
 
 logger = logging.getLogger("diffusion_runtime")
 

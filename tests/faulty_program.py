@@ -102,12 +102,12 @@ def meddle() -> None:
     import numpy
 
     from diffusion_runtime.cli import app, generation
+    from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder
+    from diffusion_runtime.decoders.interface import LatentDecoder
+    from diffusion_runtime.decoders.shared_decoder import SharedDecoder
     from diffusion_runtime.generation.chunked_denoiser import ChunkStream
     from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
-    from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder
-    from diffusion_runtime.models.interface import LatentDecoder
-    from diffusion_runtime.models.shared_decoder import SharedDecoder
     from diffusion_runtime.parallel import signs_of_life
     from diffusion_runtime.parallel.world import World
     from diffusion_runtime.pipeline import Pipeline

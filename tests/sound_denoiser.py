@@ -6,7 +6,7 @@ import torch
 
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.family import FAMILY

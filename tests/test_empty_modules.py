@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.model_folder import ModelFolder
-from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.models.flux1.family import FAMILY
 
 

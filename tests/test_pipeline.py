@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffusion_runtime import AttentionConfig, GenerationRequest, Pipeline, force_attention_backend, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.decoders.interface import FrameStream
 from diffusion_runtime.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -28,7 +29,6 @@ from diffusion_runtime.errors import (
     RequestError,
 )
 from diffusion_runtime.media import ClipHeader, FileWriter
-from diffusion_runtime.models.interface import FrameStream
 from diffusion_runtime.models.sampling_presets import names_of, presets_of
 
 NUM_LAYERS = 2

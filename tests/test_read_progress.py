@@ -12,8 +12,8 @@ from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import prepare, read_progress
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
-from diffusion_runtime.models.parallel_reads import num_bytes_read
-from diffusion_runtime.models.transformer_files import TransformerFile
+from diffusion_runtime.weights.parallel_reads import num_bytes_read
+from diffusion_runtime.weights.transformer_files import TransformerFile
 
 MB = 10**6
 

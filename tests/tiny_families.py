@@ -19,7 +19,7 @@ from tiny_qwen_image_21 import write_tiny_qwen_image_21
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import GenerationRequest, Pipeline
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import TextStream
 

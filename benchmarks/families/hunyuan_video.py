@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.families.step import FamilyStep, StepInputs
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 

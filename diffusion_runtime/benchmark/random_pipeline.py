@@ -16,21 +16,22 @@ import torch
 from diffusion_runtime.benchmark.sample_images import wanted_images
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, published_files
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import INDEX_FILE
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.preparation import prepare
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published_folders import write_folder
 from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
-from diffusion_runtime.models.tensor_files import write_tensors
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.weights.tensor_files import write_tensors
 
 
 class RandomConditions(TextEncoder):

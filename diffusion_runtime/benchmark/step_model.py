@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, component_class, read_json
 from diffusion_runtime.diffusers_bridge.random_transformer import class_in_diffusers, random_transformer
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSample, step_inputs
 from diffusion_runtime.errors import ConfigError, RequestError, nearest
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, resolve_model_folder
 from diffusion_runtime.models.published import PublishedModel, published_models

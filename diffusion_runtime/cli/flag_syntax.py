@@ -4,8 +4,8 @@ twice.
 `--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
 `--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags.
 `--at 5s "a blue star"` becomes `--at "5s a blue star"`, and so with `--seed-at 5s 7`. A verb that has no flag of a name
-takes it for one of `core/spellings.py`, and underscores for dashes. Of a flag that is given twice the last value holds, and
-every value is checked.
+takes it for one of `core/spellings.py`, and underscores for dashes. Of a flag that is given twice
+the last value holds, and every value is checked.
 """
 
 from __future__ import annotations

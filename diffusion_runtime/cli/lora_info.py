@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
-from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS
+from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS
 
 if TYPE_CHECKING:
-    from diffusion_runtime.models.lora.binding import Lora
-    from diffusion_runtime.models.lora.reading import LoraFile
+    from diffusion_runtime.weights.lora.binding import Lora
+    from diffusion_runtime.weights.lora.reading import LoraFile
 
 SCHEMA = "diffusion_runtime.lora/1"
 _NUM_SHOWN = 20
@@ -32,9 +32,9 @@ def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
 
     Raises ModelLoadError for a file that cannot be used, and for one that does not fit the model.
     """
-    from diffusion_runtime.models.lora.detection import families_of
-    from diffusion_runtime.models.lora.reading import read_lora_file
     from diffusion_runtime.models.registry import lora_names_of_families
+    from diffusion_runtime.weights.lora.detection import families_of
+    from diffusion_runtime.weights.lora.reading import read_lora_file
 
     file = read_lora_file(path, "FILE")
     families = families_of(file.modules, lora_names_of_families())
@@ -50,9 +50,9 @@ def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
 def _bound(file: LoraFile, model_path: str) -> Lora:
     from diffusion_runtime.config import LoraConfig
     from diffusion_runtime.core.model_folder import ModelFolder
-    from diffusion_runtime.models.lora.binding import bind
     from diffusion_runtime.models.model_sources import find_configs
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+    from diffusion_runtime.weights.lora.binding import bind
 
     folder = ModelFolder(find_configs(model_path).path)
     target = family_for_folder(folder).describe(folder).lora_target(lora_names_of_families)

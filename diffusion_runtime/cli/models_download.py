@@ -49,9 +49,9 @@ def download(
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.models import hub
-        from diffusion_runtime.models.cached_folder import commit_of
         from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
         from diffusion_runtime.models.published import model_of_name
+        from diffusion_runtime.weights.cached_folder import commit_of
 
         asked = RuntimeConfig(model, revision=revision, variant=variant)
         named = model_of_name(asked.model_path)

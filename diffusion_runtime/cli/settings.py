@@ -159,8 +159,8 @@ def lora_of_preset(preset: str | None, runtime: RuntimeConfig) -> str | None:
     """The shipped LoRA that a preset of the model brings along; None for none, and where it is given already."""
     if preset is None or runtime.backend == "diffusers":
         return None
-    from diffusion_runtime.models.lora.shipped import lora_path
     from diffusion_runtime.models.sampling_presets import shipped_lora_of
+    from diffusion_runtime.weights.lora.shipped import lora_path
 
     name = shipped_lora_of(preset, runtime.model_path)
     if name is None:

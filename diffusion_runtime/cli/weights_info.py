@@ -72,7 +72,7 @@ def _check_fit(path: str, model_path: str, component: str) -> None:
     from diffusion_runtime.models.model_sources import find_configs
     from diffusion_runtime.models.part_files import check_part
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-    from diffusion_runtime.models.transformer_files import TransformerFile
+    from diffusion_runtime.weights.transformer_files import TransformerFile
 
     folder = ModelFolder(find_configs(model_path).path)
     family = family_for_folder(folder)

@@ -75,8 +75,8 @@ def with_guidance(
 
 
 def predict_branches(predict: Predict, mode: str, branches: BranchExchange | None = None) -> PredictBranches:
-    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (core/step_info.py) in
-    passes of their own. Raises RequestError."""
+    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (core/step_info.py)
+    in passes of their own. Raises RequestError."""
     if mode not in GUIDANCE_MODES:
         raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
 

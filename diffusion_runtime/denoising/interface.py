@@ -14,7 +14,8 @@ from diffusion_runtime.core.step_info import StepInfo
 # another shape, [batch, ...]: nothing here depends on more than elementwise operations.
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
 Wrapper: TypeAlias = Callable[[Predict], Predict]
-# (latents, step, wanted branches: `cond` first, alone or with others of core/step_info.py) -> the velocity of each, float32.
+# (latents, step, wanted branches: `cond` first, alone or with others of core/step_info.py) -> the velocity of each,
+# float32.
 PredictBranches: TypeAlias = Callable[[torch.Tensor, StepInfo, Sequence[str]], dict[str, torch.Tensor]]
 BranchWrapper: TypeAlias = Callable[[PredictBranches], PredictBranches]
 # Called after every step with the latents at its end.

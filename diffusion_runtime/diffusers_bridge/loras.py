@@ -18,11 +18,11 @@ import torch
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.lora.reading import lora_file
-from diffusion_runtime.models.lora.settings import CONFIG_FILE, METADATA_KEY, read_settings
-from diffusion_runtime.models.lora.shipped import lora_path
-from diffusion_runtime.models.tensor_files import read_tensors
-from diffusion_runtime.models.weight_files import DAMAGED, listed
+from diffusion_runtime.weights.lora.reading import lora_file
+from diffusion_runtime.weights.lora.settings import CONFIG_FILE, METADATA_KEY, read_settings
+from diffusion_runtime.weights.lora.shipped import lora_path
+from diffusion_runtime.weights.tensor_files import read_tensors
+from diffusion_runtime.weights.weight_files import DAMAGED, listed
 
 _SECOND = "transformer_2"
 _DENOISERS = ("transformer", "unet")

@@ -39,12 +39,12 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
-from diffusion_runtime.models.weight_files import DAMAGED, UNQUANTISED_FOLDER
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
 from diffusion_runtime.text_encoders.attention_choice import set_implementation
 from diffusion_runtime.text_encoders.loading import quiet_transformers
+from diffusion_runtime.weights.weight_files import DAMAGED, UNQUANTISED_FOLDER
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

@@ -32,15 +32,15 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterf
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
-from diffusion_runtime.models.cached_folder import way_to_complete
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import supported_transformer_classes
-from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, choose_encoder_attention
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.files import shown_path
+from diffusion_runtime.weights.cached_folder import way_to_complete
+from diffusion_runtime.weights.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 _LIBRARIES = ("diffusers", "transformers")

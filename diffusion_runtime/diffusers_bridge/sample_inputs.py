@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
 from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.decoders.autoencoder import COMPONENT
+from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
+from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoencoder
+from diffusion_runtime.decoders.decoder_memory import decode_latents, has_frames
 from diffusion_runtime.explanation.counted_operations import CountedOperations
-from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
-from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
-from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.models.decoder_memory import decode_latents, has_frames
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.memory_demand import PlannedRequest
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.decoders.interface import FrameStream
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import ClipHeader
 from diffusion_runtime.media.file_writer import OpenSink
-from diffusion_runtime.models.interface import FrameStream
 
 
 def decode_frames(

@@ -8,10 +8,10 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.agreement import agreed_refusal
 from diffusion_runtime.parallel.collectives import RankGroup

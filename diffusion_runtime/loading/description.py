@@ -19,10 +19,10 @@ from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
-from diffusion_runtime.models.cached_folder import commit_of
 from diffusion_runtime.models.weight_fingerprint import weight_fingerprints
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.cached_folder import commit_of
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ from diffusion_runtime.memory.plan import (
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
-from diffusion_runtime.models.weight_files import GGUF
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.weight_files import GGUF
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.memory.plan import WEIGHTS, MemoryDemand, Remedies, Remedy
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.memory_demand import PlannedRequest
 
 # Of height and width, the largest first: the first that fits is named. Smaller ones no model was trained for.

@@ -18,6 +18,10 @@ from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
+from diffusion_runtime.decoders.shared_decoder import SharedDecoder
+from diffusion_runtime.decoders.tiny_decoder import TinyFile
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
@@ -48,22 +52,14 @@ from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
-from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, RoomFor, no_room
-from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
-from diffusion_runtime.models.latent_upsampler import UpsamplerFolder
-from diffusion_runtime.models.lora.binding import Lora
-from diffusion_runtime.models.lora.switching import LoraSwitch, Rewrite
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.memory_demand import PlannedRequest
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import part_files
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
-from diffusion_runtime.models.shared_decoder import SharedDecoder
-from diffusion_runtime.models.tiny_decoder import TinyFile
-from diffusion_runtime.models.weight_files import GGUF, check_component_files
-from diffusion_runtime.models.weight_loading import MakeEmpty
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
@@ -73,6 +69,11 @@ from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
 from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.checkpoint import WeightChange
+from diffusion_runtime.weights.lora.binding import Lora
+from diffusion_runtime.weights.lora.switching import LoraSwitch, Rewrite
+from diffusion_runtime.weights.weight_files import GGUF, check_component_files
+from diffusion_runtime.weights.weight_loading import MakeEmpty
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
+from diffusion_runtime.decoders.latent_upsampler import open_upsampler
+from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
@@ -26,9 +28,6 @@ from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
-from diffusion_runtime.models.latent_upsampler import open_upsampler
-from diffusion_runtime.models.lora.binding import bind
-from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.published import model_of_name
@@ -36,15 +35,16 @@ from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
-from diffusion_runtime.models.transformer_files import transformer_files
-from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import layered
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
+from diffusion_runtime.weights.lora.binding import bind
+from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.transformer_files import transformer_files
+from diffusion_runtime.weights.weight_files import check_components, refuse_quantised_components
 
 _logger = logging.getLogger("diffusion_runtime.loading")
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass

@@ -26,8 +26,8 @@ from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import with_parts
-from diffusion_runtime.models.weight_files import check_components
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.weights.weight_files import check_components
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.parallel_reads import num_bytes_read
-from diffusion_runtime.models.weight_files import COMPONENT_STEM, find_weight_files
+from diffusion_runtime.weights.parallel_reads import num_bytes_read
+from diffusion_runtime.weights.weight_files import COMPONENT_STEM, find_weight_files
 
 # Seconds before the first line: a part that is read sooner needs none.
 FIRST_LINE = 3.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, read_index, read_json
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
-from diffusion_runtime.models.weight_files import check_quantization_config
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.files import check_place, expand_home
+from diffusion_runtime.weights.weight_files import check_quantization_config
 
 COMPONENT = "controlnet"
 _KEY, _FLAG = "controlnet_path", "--controlnet-path"

@@ -14,35 +14,38 @@ from torch import nn
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.empty_modules import empty_modules
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import (
     AnyFolder,
     refuse_other_pipelines,
     refuse_unknown_index_keys,
 )
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.fp8_linear import quantized_weights
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.image_control import ImageControl
-from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
-from diffusion_runtime.models.joined_weights import joined
-from diffusion_runtime.models.latent_upsampler import SecondStage
-from diffusion_runtime.models.lora.binding import LoraTarget
-from diffusion_runtime.models.lora.names import LoraNames
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
-from diffusion_runtime.models.stored_weights import Conversions, StoredWeights
-from diffusion_runtime.models.tensor_names import Expected
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, keep_text_in_files
-from diffusion_runtime.models.transformer_files import TransformerFile
 from diffusion_runtime.models.video_control import VideoControl
-from diffusion_runtime.models.weight_files import GGUF
-from diffusion_runtime.models.weight_loading import (
+from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
+from diffusion_runtime.weights.joined_weights import joined
+from diffusion_runtime.weights.lora.binding import LoraTarget
+from diffusion_runtime.weights.lora.names import LoraNames
+from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
+from diffusion_runtime.weights.tensor_names import Expected
+from diffusion_runtime.weights.transformer_files import TransformerFile
+from diffusion_runtime.weights.weight_files import GGUF
+from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
     check_names,
@@ -50,8 +53,6 @@ from diffusion_runtime.models.weight_loading import (
     rewrite_weights,
     stored_weight,
 )
-from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
 C = TypeVar("C")

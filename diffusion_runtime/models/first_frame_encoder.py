@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.report.attention_report import LibraryAttention
 

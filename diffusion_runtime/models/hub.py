@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, read_index
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.models.cached_folder import COMMIT, commit_of
 from diffusion_runtime.models.registry import is_supported
-from diffusion_runtime.models.weight_files import VARIANTS, check_component_files
 from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.weights.cached_folder import COMMIT, commit_of
+from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRevisionInfo

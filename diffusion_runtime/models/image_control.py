@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import check_image
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 # The request fields of models with a ControlNet beside the image and conditioning_scale.

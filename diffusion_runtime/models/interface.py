@@ -1,11 +1,10 @@
-"""The parts a model gives the pipeline: a transformer on our attention layers, a latent decoder, an image encoder."""
+"""The parts a model gives the pipeline: a transformer on our attention layers, an image encoder."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +14,10 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.token_order import in_shared_order
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import extrapolate
-from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.sample_decoder import DecodeNext
-from diffusion_runtime.layers.spatial_parallel import SpatialParallel
-from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.images import read_image
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
-from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
@@ -175,87 +168,6 @@ class DiffusionTransformer(nn.Module, ABC):
         """The latents as guidance of clean predictions measures them, flat: with the images that are given in full put
         back, and those at frames of their own behind the clip, for which `forward` then predicts as well."""
         return self.settle(latents, inputs)
-
-
-@dataclass(frozen=True)
-class FrameStream:
-    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1],
-    [1, frames, height, width, 3] each, decoded when they are asked for."""
-
-    num_frames: int
-    chunks: Iterator[torch.Tensor]
-
-
-class LatentDecoder(ABC):
-    """Latents to frames, by a library's autoencoder.
-
-    library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
-    it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
-    splits_tiles: whether several processes can share the tiles in which it decodes.
-    """
-
-    splits_rows: bool = False
-    splits_tiles: bool = False
-
-    library: str
-    implementation: str
-
-    @abstractmethod
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames, float32 in [0, 1], [batch, frames, height, width, 3].
-
-        latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
-        """
-
-    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
-
-        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then; of a
-        decoder that `splits_tiles`, the processes that share them, each of which is given everything and gets all.
-        """
-        frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
-        return FrameStream(frames.shape[1], iter([frames]))
-
-    def clip(self, bands: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
-        """One clip whose latents come in pieces, [1, channels, frames, height, width] each: gives the function that
-        decodes the next one into chunks as those of `stream`, together the frames of the whole clip. What the
-        convolutions have read is kept in between, and ends with the context. bands: as in decode_band.
-
-        Raises ConfigError for a decoder that needs the whole clip.
-        """
-        raise ConfigError("stream: the decoder of this model needs all latents of a clip at once; leave out --stream")
-
-    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
-        """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
-        with SpatialParallel(bands):
-            return self.decode(latents)
-
-    def for_request(self, request: GenerationRequest) -> LatentDecoder:
-        """The same decoder for the clip of one resolved request, in models whose decoding reads values of it; itself in
-        others."""
-        return self
-
-    def fast(self) -> LatentDecoder:
-        """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
-        return self
-
-    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
-        """The same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one that has no
-        tiles."""
-        if is_wanted:
-            raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
-        return self
-
-    def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
-        """The same decoder, replaying what launches bound from CUDA graphs; itself where it has nothing to replay."""
-        return self
-
-    def decode_audio(self, latents: torch.Tensor) -> Audio | None:
-        """The sound of one sample; None from a decoder that knows pictures alone.
-
-        latents: normalised, [1, channels, length, bins].
-        """
-        return None
 
 
 class ImageConditioner(ABC):

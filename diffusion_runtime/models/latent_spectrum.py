@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 

@@ -18,26 +18,26 @@ from torch import nn
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.autoencoder import COMPONENT as AUTOENCODER
+from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
 from diffusion_runtime.memory.blocks import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
-from diffusion_runtime.models.autoencoder import COMPONENT as AUTOENCODER
 from diffusion_runtime.models.cache_memory import cache_bytes
-from diffusion_runtime.models.decoder_memory import decoding_bytes
 from diffusion_runtime.models.family import Model, TextShapes
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, why_whole
-from diffusion_runtime.models.weight_files import find_weight_files, stored_shapes
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tensor_sizes_of
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+from diffusion_runtime.weights.weight_files import find_weight_files, stored_shapes
 
 _META = torch.device("meta")
 # Some transformers take the timestep that a step leads to.

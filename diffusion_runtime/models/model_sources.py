@@ -11,12 +11,12 @@ from diffusion_runtime.config import split_revision
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
-from diffusion_runtime.models.cached_folder import commit_of
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
-from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, find_component_files, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
+from diffusion_runtime.weights.cached_folder import commit_of
+from diffusion_runtime.weights.weight_files import CONVERT, GGUF, PICKLES, find_component_files, listed
 
 # The models that ship inside the package, and where they are; the first one is the default, the other goes on chunk by
 # chunk.

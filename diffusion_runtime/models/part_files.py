@@ -14,13 +14,14 @@ from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index, read_json
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
-from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.file_kinds import describe_file, kind_of
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.tensor_files import SafetensorsFile
 from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
-from diffusion_runtime.models.weight_files import (
+from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
+from diffusion_runtime.weights.file_kinds import describe_file, kind_of
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import (
     GGUF,
     LINKS,
     STEMS,
@@ -30,7 +31,6 @@ from diffusion_runtime.models.weight_files import (
     listed,
     refuse_quantised,
 )
-from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 
 # The flag of each component that can be somewhere else.
 PART_KEYS = {

@@ -16,9 +16,9 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_layer, replace_linear
 from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.models.stored_tensors import StoredRows
-from diffusion_runtime.models.weight_files import listed
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
+from diffusion_runtime.weights.stored_tensors import StoredRows
+from diffusion_runtime.weights.weight_files import listed
 
 # Of a transformer whose first and last block stay: with fewer, little would be left.
 _MIN_BLOCKS = 4

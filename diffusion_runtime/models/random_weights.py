@@ -17,9 +17,9 @@ import torch
 
 from diffusion_runtime.models.family import Model, RoomFor, no_room
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.models.parallel_reads import Finish
-from diffusion_runtime.models.stored_tensors import StoredRows
-from diffusion_runtime.models.tensor_part import WHOLE, TensorPart
+from diffusion_runtime.weights.parallel_reads import Finish
+from diffusion_runtime.weights.stored_tensors import StoredRows
+from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
 
 
 def draw_weight(name: str, target: torch.Tensor, device: torch.device | None = None) -> None:

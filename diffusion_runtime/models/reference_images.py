@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
+from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import open_picture, read_image
-from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 

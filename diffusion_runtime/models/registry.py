@@ -12,7 +12,7 @@ from diffusion_runtime.errors import ModelLoadError, nearest
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily
-    from diffusion_runtime.models.lora.names import LoraNames
+    from diffusion_runtime.weights.lora.names import LoraNames
 
 
 @dataclass(frozen=True)

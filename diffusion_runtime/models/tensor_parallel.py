@@ -19,10 +19,10 @@ from diffusion_runtime.layers.fp8_linear import replace_layer
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.weight_share import ShareKind, WeightShare
-from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.tensor_part import TensorPart
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.tensor_part import TensorPart
 
 RULES_FILE = Path(__file__).with_name("tensor_parallel.yaml")
 _ALL = "all"

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
-from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange
-from diffusion_runtime.models.stored_weights import Conversions, StoredWeights
-from diffusion_runtime.models.weight_files import listed
-from diffusion_runtime.models.weight_loading import own_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
+from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
+from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
+from diffusion_runtime.weights.weight_files import listed
+from diffusion_runtime.weights.weight_loading import own_pieces
 
 # What transformers calls a file of weights.
 STEM = "model"

@@ -16,13 +16,13 @@ from torch import nn
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
-from diffusion_runtime.models.fp8_scales import find_scales
-from diffusion_runtime.models.stored_tensors import StoredRows, stored_rows
-from diffusion_runtime.models.tensor_files import SafetensorsFile
 from diffusion_runtime.models.text_encoder_files import STEM, matched_tensors, text_components
-from diffusion_runtime.models.weight_files import find_weight_files, refuse_other_than_fp8
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
+from diffusion_runtime.weights.fp8_scales import find_scales
+from diffusion_runtime.weights.stored_tensors import StoredRows, stored_rows
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import find_weight_files, refuse_other_than_fp8
 
 NOTE = "8-bit weights dequantised by their scales"
 

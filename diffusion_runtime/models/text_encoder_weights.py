@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from diffusion_runtime.layers.waiting_weights import let_wait
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece
 from diffusion_runtime.models.text_encoder_files import STEM
-from diffusion_runtime.models.weight_loading import load_weights, own_pieces
+from diffusion_runtime.weights.checkpoint import Checkpoint, Piece
+from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 
 # The embeddings, and the name that some files have them by.
 _EMBEDDINGS, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"

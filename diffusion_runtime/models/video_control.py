@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.clips import ClipFacts, inspect_clip, is_black
 from diffusion_runtime.media.images import MAX_STRETCH, open_picture
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 # The request fields of files that such models take, and whether they need them.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.models.latent_upsampler import upsampler_place
-from diffusion_runtime.models.lora.shipped import lora_path
 from diffusion_runtime.untrusted.files import expand_home, open_file
+from diffusion_runtime.weights.lora.shipped import lora_path
 
 # By the field of RuntimeConfig that names a file or a folder; of LoRA files in their order, None for one that is not on
 # this machine.

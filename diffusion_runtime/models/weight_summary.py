@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.models.file_kinds import kind_of
-from diffusion_runtime.models.fp8_scales import find_scales
-from diffusion_runtime.models.lora.keys import parse_key
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.tensor_files import SafetensorsFile
-from diffusion_runtime.models.tensor_names import families_of_tensors, transformer_tensors
-from diffusion_runtime.models.transformer_files import open_tensor_file
-from diffusion_runtime.models.weight_files import (
+from diffusion_runtime.weights.file_kinds import kind_of
+from diffusion_runtime.weights.fp8_scales import find_scales
+from diffusion_runtime.weights.lora.keys import parse_key
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.tensor_names import families_of_tensors, transformer_tensors
+from diffusion_runtime.weights.transformer_files import open_tensor_file
+from diffusion_runtime.weights.weight_files import (
     COMPONENT_STEM,
     FLOAT8_KINDS,
     GGUF,

@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.cache.passes import CachePasses
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
@@ -23,7 +24,6 @@ from diffusion_runtime.denoising.request_sampler import sampler_of
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest

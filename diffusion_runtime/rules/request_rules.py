@@ -9,12 +9,11 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.never_sparse import never_sparse
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image, check_mask, open_picture, picture_remarks
 from diffusion_runtime.media.sound_files import check_sound
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
@@ -34,6 +33,7 @@ from diffusion_runtime.request.step_cache_options import MagCacheOptions, StepCa
 from diffusion_runtime.rules.batch_settings import BatchSettings, SamplingRules
 from diffusion_runtime.rules.chunk_rules import check_chunks, with_guided_chunks, with_resolved_switches
 from diffusion_runtime.rules.step_cache_rules import step_cache_remarks, with_fitting_step_cache
+from diffusion_runtime.weights.lora.binding import Lora
 
 
 @dataclass(frozen=True, kw_only=True)

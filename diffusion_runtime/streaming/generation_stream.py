@@ -16,12 +16,12 @@ from typing import Any
 import numpy
 import torch
 
+from diffusion_runtime.decoders.sample_decoder import DecodeNext
 from diffusion_runtime.denoising.chunks import frames_needed, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.generation.chunk_decoding import DecodedChunk
 from diffusion_runtime.generation.chunked_denoiser import ChunkStream
 from diffusion_runtime.generation.frame_decoding import to_pixels
-from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport

@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import torch
 
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.chunks import ChunkPlan
 from diffusion_runtime.generation.chunk_decoding import DecodedChunk, DecodingThread
 from diffusion_runtime.generation.one_generation import SharedGeneration
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 

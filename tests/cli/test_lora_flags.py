@@ -13,7 +13,7 @@ from tiny_flux1 import write_tiny_flux1
 
 from diffusion_runtime.cli.lora_flags import pair_loras, parse_lora
 from diffusion_runtime.errors import UsageError
-from diffusion_runtime.models.lora.shipped import lora_path
+from diffusion_runtime.weights.lora.shipped import lora_path
 
 
 def test_scales_go_with_the_files_in_their_order() -> None:

@@ -22,6 +22,8 @@ ROWS = [
     {"generation"},
     {"diagnosis", "rules"},
     {"models", "quality"},
+    {"decoders"},
+    {"weights"},
     {"denoising", "memory", "text_encoders"},
     {"layers"},
     {"attention"},
@@ -63,12 +65,12 @@ ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for na
 
 # A third-party package, and the places that may import it.
 HOMES = {
-    "diffusers": ("diffusers_bridge", "models", "denoising"),
+    "diffusers": ("diffusers_bridge", "decoders", "models", "denoising"),
     "transformers": ("text_encoders", "quality/clip_score.py"),
     "triton": ("kernels",),
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),
-    "safetensors": ("models/tensor_files.py",),
+    "safetensors": ("weights/tensor_files.py",),
     "huggingface_hub": ("models/hub.py",),
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
@@ -93,7 +95,7 @@ OWN_TEXTS = {
     "media/generated.py",
     "media/reading.py",
     "memory/machine_memory.py",
-    "models/shared_decoder.py",
+    "decoders/shared_decoder.py",
     "parallel/failure.py",
     "parallel/launch.py",
     "parallel/signs_of_life.py",
@@ -249,7 +251,7 @@ LOADERS_BY_NAME = {
     "denoising/registry.py": "a sampler's file, when its name is first used",
     "loading/description.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
-    "models/autoencoder.py": "packages of others",
+    "decoders/autoencoder.py": "packages of others",
     "models/registry.py": "a family's files, when a folder asks for it",
 }
 

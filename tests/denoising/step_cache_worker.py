@@ -22,10 +22,10 @@ from denoiser_inputs import text_inputs
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, AttentionRecorder, RequestCache, StepInfo
 from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.step_cache.requested import StepCache
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange

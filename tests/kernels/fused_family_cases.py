@@ -19,11 +19,11 @@ from tiny_families import WRITERS, small_request
 
 from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
 from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.text_encoders.interface import TextStream
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
-from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
+from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
+from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, FusedDecoder
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.models.wan.codec import AUTOENCODER, load_decoder
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands

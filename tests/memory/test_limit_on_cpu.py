@@ -14,8 +14,8 @@ from cli_support import process_environment
 
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.models.tensor_files import write_tensors
 from diffusion_runtime.text_encoders.umt5_model import UMT5Encoder, sizes_of
+from diffusion_runtime.weights.tensor_files import write_tensors
 
 SCRIPT = Path(__file__).with_name("peak_script.py")
 

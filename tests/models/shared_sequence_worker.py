@@ -18,11 +18,11 @@ from forked_ranks import fork_ranks
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.geometry import ClipSize, ImageGeometry, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from models.test_decoding_families import KINDS, TILINGS, autoencoder, random_latents
 
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
+from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.parallel.collectives import RankGroup
 
 # Five latent frames are two tiles; 2 x 2 tiles in space, narrow ones at the ends.

@@ -35,14 +35,14 @@ from diffusion_runtime.memory.offloaded_part import OffloadedPart, arena_for
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.lora.binding import Lora, bind
-from diffusion_runtime.models.lora.reading import read_lora_file
-from diffusion_runtime.models.parallel_reads import StoredBytes
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.tensor_files import SafetensorsFile, read_tensors, write_tensors
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.weights.lora.binding import Lora, bind
+from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.parallel_reads import StoredBytes
+from diffusion_runtime.weights.tensor_files import SafetensorsFile, read_tensors, write_tensors
 
 IS_CUDA = sys.argv[-1] == "cuda"
 WORLD = 2 if IS_CUDA else 4

@@ -15,12 +15,12 @@ from published_configs import PUBLISHED
 from recorded_capture import RecordedCapture
 
 import diffusion_runtime
+from diffusion_runtime.decoders.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
+from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.decoders.video_decoder import by_factor, restore_by_config, to_unit_range
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
-from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER as QWEN_IMAGE
-from diffusion_runtime.models.video_decoder import by_factor, restore_by_config, to_unit_range
 from diffusion_runtime.models.wan.codec import AUTOENCODER as WAN
 from diffusion_runtime.models.wan.codec import load_decoder
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece
-from diffusion_runtime.models.weight_loading import load_weights, own_pieces
+from diffusion_runtime.weights.checkpoint import Checkpoint, Piece
+from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 
 STEM = "diffusion_pytorch_model"
 CPU = torch.device("cpu")
@@ -140,8 +140,8 @@ def test_no_second_copy_is_held_while_reading(tmp_path: Path) -> None:
 import resource, torch
 from pathlib import Path
 from torch import nn
-from diffusion_runtime.models.checkpoint import Checkpoint
-from diffusion_runtime.models.weight_loading import load_weights, own_pieces
+from diffusion_runtime.weights.checkpoint import Checkpoint
+from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 import safetensors
 with torch.device("meta"):
     module = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(32))

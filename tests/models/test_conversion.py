@@ -22,7 +22,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.models.conversion.checkpoints import CHECKPOINTS
 from diffusion_runtime.models.conversion.conversion import ConversionReport, convert_lora, convert_model
 from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.lora.reading import read_lora_file
+from diffusion_runtime.weights.lora.reading import read_lora_file
 
 Tensors = dict[str, torch.Tensor]
 

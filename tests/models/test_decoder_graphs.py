@@ -13,12 +13,12 @@ from recorded_capture import RecordedCapture
 
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.decoders import decoder_graphs
+from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder
+from diffusion_runtime.decoders.decoder_graphs import AT_ONCE, BUSY, LIBRARY, DecoderGraphs
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.tiny_decoder import TinyDecoder
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, TIMED
-from diffusion_runtime.models import decoder_graphs
-from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder
-from diffusion_runtime.models.decoder_graphs import AT_ONCE, BUSY, LIBRARY, DecoderGraphs
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.models.tiny_decoder import TinyDecoder
 from diffusion_runtime.models.wan.codec import AUTOENCODER, load_decoder
 from diffusion_runtime.report.attention_report import GraphReplays
 

@@ -9,10 +9,10 @@ import torch
 
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.decoders import decoder_graphs
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
-from diffusion_runtime.models import decoder_graphs
-from diffusion_runtime.models.decoder_graphs import DecoderGraphs
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.wan.codec import load_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -20,14 +20,11 @@ from diffusers import (
 )
 from warm_python import start_python
 
-from diffusion_runtime.errors import ConfigError, DeviceMemoryError
-from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.layers.fused_norms import NormSilu, fuse_norms, with_shared_weights
-from diffusion_runtime.layers.sample_decoder import Tiling, WholeDecoder
-from diffusion_runtime.models.causal_video_decoder import exact_decoder
-from diffusion_runtime.models.decoder_memory import widest_activation
-from diffusion_runtime.models.flux1.family import FAMILY as FLUX1
-from diffusion_runtime.models.video_decoder import (
+from diffusion_runtime.decoders.causal_video_decoder import exact_decoder
+from diffusion_runtime.decoders.decoder_memory import widest_activation
+from diffusion_runtime.decoders.fused_norms import NormSilu, fuse_norms, with_shared_weights
+from diffusion_runtime.decoders.sample_decoder import Tiling, WholeDecoder
+from diffusion_runtime.decoders.video_decoder import (
     Decoders,
     FusedDecoder,
     VideoDecoder,
@@ -35,6 +32,9 @@ from diffusion_runtime.models.video_decoder import (
     norm_fused,
     to_unit_range,
 )
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.models.flux1.family import FAMILY as FLUX1
 
 HUNYUAN = {"block_out_channels": (4, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 HUNYUAN_15 = {"latent_channels": 8, "block_out_channels": (4, 8, 8, 16, 16), "layers_per_block": 1}

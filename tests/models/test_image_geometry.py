@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ImageGeometry
 
 GEOMETRY = ImageGeometry(16, 8, 1, (1, 2, 2))
 

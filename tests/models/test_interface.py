@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import LatentGeometry
 
 WAN = LatentGeometry(num_channels=16, spatial_factor=8, temporal_factor=4, patch=(1, 2, 2))
 PAIRED_FRAMES = LatentGeometry(num_channels=4, spatial_factor=8, temporal_factor=4, patch=(2, 1, 1))

@@ -24,7 +24,7 @@ from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.lora.reading import read_lora_file
+from diffusion_runtime.weights.lora.reading import read_lora_file
 
 ROOT = Path(__file__).parents[2]
 WIDTH, RANK = 64, 4

@@ -16,11 +16,11 @@ from torch import nn
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.models.lora.binding import Lora, LoraTarget, bind
-from diffusion_runtime.models.lora.few_step import few_step_hint
-from diffusion_runtime.models.lora.keys import Names
-from diffusion_runtime.models.lora.reading import LoraFile, read_lora_file
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.weights.lora.binding import Lora, LoraTarget, bind
+from diffusion_runtime.weights.lora.few_step import few_step_hint
+from diffusion_runtime.weights.lora.keys import Names
+from diffusion_runtime.weights.lora.reading import LoraFile, read_lora_file
 
 Tensors = dict[str, torch.Tensor]
 KNOWN = {names.title: names for names in lora_names_of_families()}

@@ -15,10 +15,10 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.models.lora.binding import Lora, LoraTarget, bind
-from diffusion_runtime.models.lora.detection import families_of
-from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.weights.lora.binding import Lora, LoraTarget, bind
+from diffusion_runtime.weights.lora.detection import families_of
+from diffusion_runtime.weights.lora.reading import read_lora_file
 
 LAYERS = {"num_layers": 2}
 MODELS: Mapping[str, Callable[[], Any]] = {

@@ -19,6 +19,7 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
 from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
@@ -29,7 +30,6 @@ from diffusion_runtime.loading.native_model import PreparedModel, build_transfor
 from diffusion_runtime.memory import device_memory
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.offloading import Offloading
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_demand
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream

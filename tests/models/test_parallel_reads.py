@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.models import parallel_reads
-from diffusion_runtime.models.checkpoint import Checkpoint
-from diffusion_runtime.models.parallel_reads import ParallelReads, StoredBytes
-from diffusion_runtime.models.weight_loading import load_weights, own_pieces
+from diffusion_runtime.weights import parallel_reads
+from diffusion_runtime.weights.checkpoint import Checkpoint
+from diffusion_runtime.weights.parallel_reads import ParallelReads, StoredBytes
+from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 
 CPU = torch.device("cpu")
 NAME = "diffusion_pytorch_model.safetensors"

@@ -23,13 +23,13 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLo
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.memory.offloaded_part import OffloadedPart
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
-from diffusion_runtime.models.level_list_names import level_list_names
 from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.weights.level_list_names import level_list_names
 
 VAE, ENCODER = "diffusion_pytorch_model.safetensors", "model.safetensors"
 

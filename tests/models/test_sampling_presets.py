@@ -15,12 +15,12 @@ from tables import table
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline, load_pipeline
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora, sampling_presets
 from diffusion_runtime.rules.batch_settings import BatchSettings

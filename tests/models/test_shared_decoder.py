@@ -5,8 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.shared_decoder import SharedDecoder
 from diffusion_runtime.parallel.world import World
 
 

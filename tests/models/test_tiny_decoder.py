@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, read_tiny_decoder
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.loading import load_pipeline
-from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.tiny_decoder import TinyDecoder, read_tiny_decoder
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 

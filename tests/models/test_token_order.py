@@ -23,9 +23,9 @@ from diffusion_runtime.attention.force import force_attention_backend
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.sparse.tiles import tile_order
 from diffusion_runtime.attention.token_order import shared_tile
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER, TokenLayout
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer

@@ -23,8 +23,8 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLo
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
 from diffusion_runtime.loading.preparation import inspect_pipeline
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.tensor_names import Expected
-from diffusion_runtime.models.transformer_files import TransformerFile
+from diffusion_runtime.weights.tensor_names import Expected
+from diffusion_runtime.weights.transformer_files import TransformerFile
 
 # Tensors of the authors' files that nothing reads.
 UNREAD = ("norm_final.weight", "video_embeddings_connector.")

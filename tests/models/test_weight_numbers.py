@@ -13,8 +13,8 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import load_pipeline
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.weight_range import first_unusable, unusable_numbers
-from diffusion_runtime.models.lora.reading import read_lora_file
-from diffusion_runtime.models.weight_files import refuse_quantised, refuse_without_scales
+from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.weight_files import refuse_quantised, refuse_without_scales
 
 # What importing diffusers' pipelines says about packages that are not here.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -18,15 +18,15 @@ from parallel.model_cases import CONFIG
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache, StepInfo
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.weights.checkpoint import Piece
 
 WORLD = 2
 # (ulysses, ring, branches, tensor). USP, of four processes, is the first two one inside the other, within the same

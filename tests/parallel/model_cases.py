@@ -22,6 +22,7 @@ from diffusion_runtime.attention.cache.store import RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
@@ -29,7 +30,6 @@ from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.errors import BackendUnavailableError
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer

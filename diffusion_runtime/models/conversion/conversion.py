@@ -28,14 +28,14 @@ from diffusion_runtime.models.conversion.pickle_file import (
     choose,
     read_checkpoint,
 )
-from diffusion_runtime.models.lora.detection import families_of
-from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.stored_tensors import Rows, stored_rows
-from diffusion_runtime.models.tensor_files import stream_tensors
-from diffusion_runtime.models.tensor_names import by_diffusers_names
-from diffusion_runtime.models.weight_files import COMPONENT_STEM, listed
 from diffusion_runtime.untrusted.files import check_place
+from diffusion_runtime.weights.lora.detection import families_of
+from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
+from diffusion_runtime.weights.tensor_files import stream_tensors
+from diffusion_runtime.weights.tensor_names import by_diffusers_names
+from diffusion_runtime.weights.weight_files import COMPONENT_STEM, listed
 
 BASE_MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 LINKED = ("vae", "text_encoder", "tokenizer", "scheduler")

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line, shown, shown_name
-from diffusion_runtime.models.tensor_files import TensorFile, TensorHead
-from diffusion_runtime.models.tensor_part import Ranges
-from diffusion_runtime.models.weight_files import listed
 from diffusion_runtime.untrusted.files import check_file
+from diffusion_runtime.weights.tensor_files import TensorFile, TensorHead
+from diffusion_runtime.weights.tensor_part import Ranges
+from diffusion_runtime.weights.weight_files import listed
 
 MAX_ENTRIES = 100_000
 """Of the archive. Wan 14B has 1,095 tensors, and a checkpoint of training four such models."""

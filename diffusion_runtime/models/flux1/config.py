@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.geometry import ImageGeometry
 
 # Of FLUX.1 Canny and Depth, and of Fill.
 CONTROL, FILL = "FluxControlPipeline", "FluxFillPipeline"

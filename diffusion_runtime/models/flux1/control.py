@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
 from diffusion_runtime.media.images import read_image, read_mask
 from diffusion_runtime.models.flux1.config import CONTROL, FILL
 from diffusion_runtime.models.flux1.editing import load_encoder
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.reference_images import Encode, Size, as_pixels
 from diffusion_runtime.report.attention_report import LibraryAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
-from diffusion_runtime.models.image_decoder import AUTOENCODER, read_normalisation
+from diffusion_runtime.decoders.image_decoder import AUTOENCODER, read_normalisation
 from diffusion_runtime.models.reference_images import (
     Encode,
     ReferenceConditioner,

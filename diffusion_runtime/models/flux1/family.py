@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux1 import editing
@@ -15,8 +17,6 @@ from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
-from diffusion_runtime.models.geometry import ImageGeometry
-from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.published import published_defaults
 
 # Of a model that was distilled to run without guidance.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, Originals, block_names, swapped_halves
-from diffusion_runtime.models.lora.stream_names import (
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, swapped_halves
+from diffusion_runtime.weights.lora.stream_names import (
     DOUBLE_STREAM_ATTENTION,
     DOUBLE_STREAM_FEED_FORWARD,
     DOUBLE_STREAM_MODULATION,

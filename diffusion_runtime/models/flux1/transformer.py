@@ -16,6 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import then_joined
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
@@ -28,7 +29,6 @@ from diffusion_runtime.layers.reference_tokens import layout_with_references, wi
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.text_encoders.interface import Conditions
 

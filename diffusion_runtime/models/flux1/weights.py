@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
-from diffusion_runtime.models.pieces import (
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import (
     StreamNames,
     double_stream_pieces,
     linear_pieces,

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.image_decoder import decode_image
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.models.flux2.config import FOLD
-from diffusion_runtime.models.image_decoder import decode_image
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.reference_images import Encode, encode_with
 
 AUTOENCODER = DiffusersComponent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -12,7 +13,6 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.geometry import ImageGeometry
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not; of [klein] there is one whose
 # reference images are computed once, before the first step.

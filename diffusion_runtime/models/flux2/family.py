@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
@@ -27,7 +28,6 @@ from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux2.text import DEV_LAYERS, KLEIN_LAYERS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
-from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
 
 # Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, Originals, block_names, swapped_halves
-from diffusion_runtime.models.lora.stream_names import DOUBLE_STREAM_ATTENTION, embedder_names
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, swapped_halves
+from diffusion_runtime.weights.lora.stream_names import DOUBLE_STREAM_ATTENTION, embedder_names
 
 _MODULATIONS = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 _GUIDANCE = "time_guidance_embed.guidance_embedder"

@@ -23,6 +23,7 @@ from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import ModulatedInput, overwriting, then_joined
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
@@ -33,7 +34,6 @@ from diffusion_runtime.layers.reference_tokens import layout_with_references, wi
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 

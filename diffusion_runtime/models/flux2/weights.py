@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
-from diffusion_runtime.models.pieces import NamedPieces, joint_attention_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import NamedPieces, joint_attention_pieces, linear_pieces, two_layer_pieces
 
 
 def transformer_pieces(config: Flux2TransformerConfig) -> dict[str, tuple[Piece, ...]]:

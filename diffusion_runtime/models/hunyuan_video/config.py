@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.sample_decoder import Tiling
+from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.layers.sample_decoder import Tiling
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import (
     IMAGE_TO_VIDEO,
     LATENT_CONCAT,
@@ -29,7 +30,6 @@ from diffusion_runtime.models.hunyuan_video.text import MAX_IMAGE_TOKENS, MAX_TO
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.text_encoders.llava import read_llava_preparation
 
 AUTOENCODER = DiffusersComponent(

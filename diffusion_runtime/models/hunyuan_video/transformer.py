@@ -21,6 +21,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import then_joined
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
@@ -42,7 +43,6 @@ from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import TOKEN_REPLACE, HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition

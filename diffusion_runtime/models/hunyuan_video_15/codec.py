@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.sample_decoder import Tiling
+from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.layers.sample_decoder import Tiling
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.text_encoders import siglip
 from diffusion_runtime.text_encoders.image_preparation import PicturePreparation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -15,7 +16,6 @@ from diffusion_runtime.core.model_folder import (
     read_json_in,
 )
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
 TASKS = ("t2v", "i2v")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
     IMAGE_TO_VIDEO,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names, swapped_halves
-from diffusion_runtime.models.lora.stream_names import TOKEN_REFINER, VIDEO_DOUBLE_STREAM, embedder_names
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, swapped_halves
+from diffusion_runtime.weights.lora.stream_names import TOKEN_REFINER, VIDEO_DOUBLE_STREAM, embedder_names
 
 _IMAGE = {"proj.0": "norm_in", "proj.1": "linear_1", "proj.3": "linear_2", "proj.4": "norm_out"}
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
@@ -29,7 +30,6 @@ from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.modulation_rows import modulated, modulations_of, rows_of_step
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.models.hunyuan_video_15.text_stream import PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
-from diffusion_runtime.models.pieces import (
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import (
     NamedPieces,
     StreamNames,
     double_stream_pieces,

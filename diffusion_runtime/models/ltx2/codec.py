@@ -10,13 +10,13 @@ import numpy
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.layers.sample_decoder import Tiling
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.sample_decoder import Tiling
+from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_statistics, norm_fused
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder
 from diffusion_runtime.models.ltx2.config import AUDIO_FACTOR, AUDIO_VAE, read_geometry
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics, norm_fused
 
 VOCODER = "vocoder"
 VIDEO_AUTOENCODER = DiffusersComponent(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.head_widths import HeadWidths
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
+from diffusion_runtime.weights.head_widths import HeadWidths
 
 AUDIO_VAE = "audio_vae"
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.latent_upsampler import SecondStage
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry, LatentParts
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry, LatentParts
 
 
 @dataclass(frozen=True)

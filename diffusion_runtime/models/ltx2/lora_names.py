@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names, each
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 
 _ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 _PARTS = ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.ltx2.config import read_transformer_config
 from diffusion_runtime.text_encoders.gemma3 import Gemma3Encoder, load_gemma3
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream

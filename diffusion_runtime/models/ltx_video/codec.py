@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
+from diffusion_runtime.decoders.sample_decoder import Tiling
+from diffusion_runtime.decoders.video_decoder import Decoders, VideoDecoder, by_statistics, norm_fused
 from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.layers.sample_decoder import Tiling
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
-from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.models.ltx_video.config import decodes_at_a_timestep
-from diffusion_runtime.models.video_decoder import Decoders, VideoDecoder, by_statistics, norm_fused
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.request.generation_request import GenerationRequest
 

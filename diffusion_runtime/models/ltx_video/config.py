@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_index
-from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.models.head_widths import HeadWidths
+from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
+from diffusion_runtime.weights.head_widths import HeadWidths
 
 TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
 

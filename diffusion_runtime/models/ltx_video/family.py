@@ -12,10 +12,10 @@ import dataclasses
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import LinearQuadraticSigmas, token_shift
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.latent_upsampler import SecondStage
 from diffusion_runtime.models.ltx_video import codec
 from diffusion_runtime.models.ltx_video.config import (
     CONDITION_PIPELINE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names, each
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 
 _ATTENTIONS = ("attn1", "attn2")
 _PARTS = ("to_q", "to_k", "to_v", "to_out.0")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
 from diffusion_runtime.models.ltx_video.transformer import NUM_WAVES
-from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
 
 def stays_float32(name: str) -> bool:

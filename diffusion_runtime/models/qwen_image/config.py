@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.geometry import ImageGeometry
 
 # The pipeline folds 2 x 2 latents into a token, whatever the checkpoint's patch_size.
 _SIDE = 2

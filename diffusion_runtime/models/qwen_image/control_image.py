@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.media.images import read_image
-from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder
 from diffusion_runtime.report.attention_report import LibraryAttention

@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, component_class, read_config, read_index
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.errors import ModelLoadError
@@ -28,16 +29,15 @@ from diffusion_runtime.layers.modulation_rows import modulations_of, rows_of_ste
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.reference_tokens import layout_with_references
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.controlnet_folder import COMPONENT, has_controlnet
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.image_control import counts_at, scales_of
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.pieces import double_stream_pieces, linear_pieces
 from diffusion_runtime.models.qwen_image.config import KEYS, TIME_SCALE, QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import STREAMS, embedding_pieces, transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import double_stream_pieces, linear_pieces
 
 PIPELINE, CLASS = "QwenImageControlNetPipeline", "QwenImageControlNetModel"
 # Pipelines whose transformer takes a ControlNet from elsewhere.

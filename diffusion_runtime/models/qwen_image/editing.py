@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
-from diffusion_runtime.models.autoencoder import DiffusersComponent
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.models.reference_images import (
     ReferenceConditioner,
     ReferenceImages,

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
+from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.published import published_defaults
@@ -42,7 +43,6 @@ from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
 from diffusion_runtime.models.reference_images import scaled_to
-from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl

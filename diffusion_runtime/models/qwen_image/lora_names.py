@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, each
+from diffusion_runtime.weights.lora.names import LoraNames, each
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")

@@ -17,6 +17,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import RunBlock, Streams
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
@@ -34,7 +35,6 @@ from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import TIME_SCALE, QwenImageTransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.pieces import StreamNames, double_stream_pieces, linear_pieces, two_layer_pieces
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import StreamNames, double_stream_pieces, linear_pieces, two_layer_pieces
 
 STREAMS = StreamNames("img_mod.1", "txt_mod.1", "img_mlp", "txt_mlp")
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.models.video_decoder import Restore, read_statistics, restore_by_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.video_decoder import Restore, read_statistics, restore_by_config
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, RGBA
 from diffusion_runtime.models.reference_images import (
     Encode,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, check_autoencoder, load_decoder
 from diffusion_runtime.models.qwen_image_21.config import (

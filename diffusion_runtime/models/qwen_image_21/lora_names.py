@@ -3,7 +3,7 @@ projection in one, the gate's rows first."""
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, each
+from diffusion_runtime.weights.lora.names import LoraNames, each
 
 LORA_NAMES = LoraNames(
     title="Qwen-Image 2.1",

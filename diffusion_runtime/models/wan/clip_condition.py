@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.report.attention_report import LibraryAttention

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
-from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
-from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
-from diffusion_runtime.models.video_decoder import (
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
+from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.fused_norms import fuse_norms, use_last_taps, with_shared_weights
+from diffusion_runtime.decoders.video_decoder import (
     MIN_DECIBELS,
     differs_by,
     has_kernels,
     read_statistics,
     restore_by_config,
 )
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.startup.importing import raised_line
 from diffusion_runtime.untrusted.known_settings import Allows, either, whole

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -15,7 +16,6 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.wan.far import is_far, read_history
 from diffusion_runtime.models.wan.flow_map import (
     AUTHORS_CLASS,

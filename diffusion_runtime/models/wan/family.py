@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_control import FILES, VideoControl
-from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.causal import read_cache_defaults
 from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
@@ -50,6 +49,7 @@ from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32
 from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
+from diffusion_runtime.weights.checkpoint import Piece
 
 # Where the examples of other models' authors differ. Those of 14 B make 480p as well, which stays the default.
 _SAMPLING = ("num_inference_steps", "guidance_scale", "guidance_scale_2")

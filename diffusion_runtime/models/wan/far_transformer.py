@@ -15,9 +15,9 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.history import HistoryPlan
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.layers.embeddings import PatchEmbedding
 from diffusion_runtime.layers.rope import position_rotations, split_head_dim
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.sharding import SequenceSharding

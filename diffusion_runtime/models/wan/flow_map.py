@@ -19,7 +19,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TimestepEmbedding
-from diffusion_runtime.models.pieces import NamedPieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, two_layer_pieces
 
 # Diffusers' names, and those of the authors' own code, which has one class for both kinds of checkpoints.
 AUTHORS_CLASS = "FAR_Wan_Transformer3DModel"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names
 from diffusion_runtime.models.wan.config import GATE
+from diffusion_runtime.weights.lora.names import LoraNames, block_names
 
 _PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 # A second cross-attention, over an image, in Wan 2.1 I2V and FLF2V alone.

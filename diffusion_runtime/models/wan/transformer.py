@@ -27,6 +27,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, Streams, overwriting
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
@@ -41,7 +42,6 @@ from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_
 from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import frame_runs
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import (

@@ -16,9 +16,9 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import RunBlock, Streams
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.layers.embeddings import PatchEmbedding
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import BlockPlace, CrossKeys

@@ -11,9 +11,9 @@ import numpy
 import torch
 import torch.nn.functional as F
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.media.clips import inspect_clip, read_clip
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels

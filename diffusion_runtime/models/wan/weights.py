@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.pieces import (
+from diffusion_runtime.models.wan.config import GATE, WanTransformerConfig
+from diffusion_runtime.models.wan.flow_map import embedding_pieces
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import (
     NamedPieces,
     feed_forward_pieces,
     layer_norm_pieces,
     linear_pieces,
     two_layer_pieces,
 )
-from diffusion_runtime.models.wan.config import GATE, WanTransformerConfig
-from diffusion_runtime.models.wan.flow_map import embedding_pieces
 
 # Left over in some published checkpoints, and read by nothing.
 IGNORED_SUFFIXES = ("norm_added_q.weight",)

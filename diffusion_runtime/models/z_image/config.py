@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.models.geometry import ImageGeometry
 
 # Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.
 TOKEN_MULTIPLE = 32

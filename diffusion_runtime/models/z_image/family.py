@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.geometry import ImageGeometry
-from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.z_image.lora_names import LORA_NAMES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, Originals, each
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, each
 
 _BLOCKS = ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
 _SAME = (

@@ -20,13 +20,13 @@ from tiny_flux1 import MAX_TEXT_TOKENS, TINY_SIZES, write_tiny_flux1
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.family import FAMILY
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.text_encoders.interface import Conditions
 

@@ -16,9 +16,9 @@ from tiny_flux1 import CHANNELS
 
 from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.flux1.family import FAMILY
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 

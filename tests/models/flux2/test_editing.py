@@ -21,13 +21,13 @@ from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES, write_tiny_flux2_klein
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.benchmark.step_model import open_step_model, with_size
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux2 import editing
 from diffusion_runtime.models.flux2.family import FAMILY
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.text_encoders.interface import Conditions

@@ -15,9 +15,9 @@ from tiny_flux2 import CHANNELS, TEXT_DIM
 
 from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.flux2.family import FAMILY
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 

@@ -19,10 +19,10 @@ from tiny_hunyuan_video import TINY_SIZES, write_tiny_hunyuan_video
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video.family import FAMILY
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.text_encoders.interface import Conditions

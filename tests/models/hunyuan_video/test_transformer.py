@@ -19,8 +19,8 @@ from tiny_hunyuan_video import random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32
 from diffusion_runtime.models.interface import DenoiserInputs

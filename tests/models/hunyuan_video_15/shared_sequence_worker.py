@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video_15 import text_stream

@@ -16,8 +16,8 @@ from tables import table
 from tiny_hunyuan_video_15 import TINY_SIZES, write_tiny_hunyuan_video_15
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video_15.codec import load_decoder, load_image_conditioner
 from diffusion_runtime.models.hunyuan_video_15.text import glyph_text
 

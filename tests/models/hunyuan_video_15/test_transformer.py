@@ -18,8 +18,8 @@ from tiny_hunyuan_video_15 import CHANNELS, GLYPH_DIM, IMAGE_DIM, TEXT_DIM, rand
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, Tokens, joined
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
 from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32

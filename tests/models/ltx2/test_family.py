@@ -17,16 +17,16 @@ from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, write_tiny_ltx
 from benchmarks.families.ltx2 import STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.level_list_names import level_list_names, vocoder_names
 from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.level_list_names import level_list_names, vocoder_names
 
 SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
 

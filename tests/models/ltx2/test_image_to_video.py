@@ -27,11 +27,11 @@ from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.cli.app import run
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.recompression import recompress
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 

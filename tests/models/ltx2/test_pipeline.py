@@ -18,9 +18,9 @@ from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
 from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 
 PROMPTS = ("a red circle moving left", "two objects, a blue star and a green ring on a striped background .")

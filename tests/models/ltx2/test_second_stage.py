@@ -21,11 +21,11 @@ from tiny_ltx2 import ONE_SCALE, VIDEO_CHANNELS
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import inspect_pipeline, prepare
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.rules.batch_settings import BatchSettings
 

@@ -21,15 +21,15 @@ from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, LTX23, VIDEO_CHANNELS, random_
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
-from diffusion_runtime.models.lora.binding import bind
-from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import stays_float32
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+from diffusion_runtime.weights.lora.binding import bind
+from diffusion_runtime.weights.lora.reading import read_lora_file
 
 NUM_TEXT_TOKENS = 9
 SQUARE, WIDE, IMAGE = ClipSize(64, 64, 9, 24), ClipSize(64, 128, 17, 30), ClipSize(96, 64, 1, 8)

@@ -15,7 +15,7 @@ from tiny_encoders import HIDDEN
 from tiny_ltx_video import CHANNELS, random_transformer
 
 from diffusion_runtime.attention import AttentionContext
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx_video.family import FAMILY
 from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer

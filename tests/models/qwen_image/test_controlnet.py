@@ -22,13 +22,13 @@ from tiny_qwen_image import CHANNELS, TINY_SIZES
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.config import ParallelConfig
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.explanation.text_map import schedule_map
 from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image.controlnet import ROLE
 from diffusion_runtime.models.qwen_image.family import FAMILY

@@ -21,11 +21,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image import editing
 from diffusion_runtime.models.qwen_image.family import FAMILY

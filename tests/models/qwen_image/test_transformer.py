@@ -16,7 +16,7 @@ from tiny_qwen_image import CHANNELS
 
 from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.qwen_image.family import FAMILY
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer

@@ -30,8 +30,8 @@ from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
 from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.qwen_image_21.family import FAMILY
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer

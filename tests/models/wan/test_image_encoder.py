@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime.layers.fused_norms import LastTap, NormSilu
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.decoders.fused_norms import LastTap, NormSilu
 from diffusion_runtime.models.wan.codec import FusedEncoder, WanImageConditioner, as_pixels, load_image_conditioner
 
 CPU = torch.device("cpu")

@@ -23,11 +23,11 @@ from tiny_models import IMAGE_DIM, write_tiny_wan
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.cli.app import run
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.weights import transformer_pieces

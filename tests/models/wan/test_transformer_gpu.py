@@ -10,7 +10,7 @@ from denoiser_inputs import text_inputs
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer

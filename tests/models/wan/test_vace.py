@@ -23,13 +23,13 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext, token_order
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.media.clips import read_clip
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.weights import transformer_pieces

@@ -15,10 +15,10 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 

@@ -15,7 +15,7 @@ from tiny_z_image import CHANNELS
 
 from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer

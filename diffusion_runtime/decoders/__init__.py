@@ -1,0 +1,1 @@
+"""Latents to frames and sound: autoencoders, in tiles, bands and pieces."""

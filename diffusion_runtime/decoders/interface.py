@@ -1,0 +1,99 @@
+"""The part of a model that turns latents into frames and sound."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.decoders.sample_decoder import DecodeNext
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.layers.spatial_parallel import SpatialParallel
+from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.request.generation_request import GenerationRequest
+
+
+@dataclass(frozen=True)
+class FrameStream:
+    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1],
+    [1, frames, height, width, 3] each, decoded when they are asked for."""
+
+    num_frames: int
+    chunks: Iterator[torch.Tensor]
+
+
+class LatentDecoder(ABC):
+    """Latents to frames, by a library's autoencoder.
+
+    library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
+    it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
+    splits_tiles: whether several processes can share the tiles in which it decodes.
+    """
+
+    splits_rows: bool = False
+    splits_tiles: bool = False
+
+    library: str
+    implementation: str
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Frames, float32 in [0, 1], [batch, frames, height, width, 3].
+
+        latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
+        """
+
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
+
+        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then; of a
+        decoder that `splits_tiles`, the processes that share them, each of which is given everything and gets all.
+        """
+        frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
+        return FrameStream(frames.shape[1], iter([frames]))
+
+    def clip(self, bands: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
+        """One clip whose latents come in pieces, [1, channels, frames, height, width] each: gives the function that
+        decodes the next one into chunks as those of `stream`, together the frames of the whole clip. What the
+        convolutions have read is kept in between, and ends with the context. bands: as in decode_band.
+
+        Raises ConfigError for a decoder that needs the whole clip.
+        """
+        raise ConfigError("stream: the decoder of this model needs all latents of a clip at once; leave out --stream")
+
+    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
+        """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
+        with SpatialParallel(bands):
+            return self.decode(latents)
+
+    def for_request(self, request: GenerationRequest) -> LatentDecoder:
+        """The same decoder for the clip of one resolved request, in models whose decoding reads values of it; itself in
+        others."""
+        return self
+
+    def fast(self) -> LatentDecoder:
+        """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
+        return self
+
+    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
+        """The same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one that has no
+        tiles."""
+        if is_wanted:
+            raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
+        return self
+
+    def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
+        """The same decoder, replaying what launches bound from CUDA graphs; itself where it has nothing to replay."""
+        return self
+
+    def decode_audio(self, latents: torch.Tensor) -> Audio | None:
+        """The sound of one sample; None from a decoder that knows pictures alone.
+
+        latents: normalised, [1, channels, length, bins].
+        """
+        return None

@@ -1,0 +1,110 @@
+"""Weight map of shared blocks: which tensors of a diffusers checkpoint make up what several families use.
+
+ours: a prefix of our parameter names; theirs: of the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from diffusion_runtime.layers.token_refiner import HIDDEN_RATIO
+from diffusion_runtime.weights.checkpoint import Piece
+
+# Our parameter name, and the checkpoint tensors that fill it, one after the other.
+NamedPieces: TypeAlias = tuple[str, tuple[Piece, ...]]
+
+
+def linear_pieces(
+    ours: str, theirs: Sequence[tuple[str, int]], in_dim: int, *, bias: bool = True
+) -> Iterator[NamedPieces]:
+    """One linear map of ours made of several of theirs that read the same input. theirs: names and output widths."""
+    yield f"{ours}.weight", tuple(Piece(f"{name}.weight", (out_dim, in_dim)) for name, out_dim in theirs)
+    if bias:
+        yield f"{ours}.bias", tuple(Piece(f"{name}.bias", (out_dim,)) for name, out_dim in theirs)
+
+
+def two_layer_pieces(ours: str, theirs: str, in_dim: int, dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:
+    """The `up` and `down` of an embedding whose layers the checkpoint calls linear_1 and linear_2."""
+    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.linear_1", dim)], in_dim, bias=bias)
+    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.linear_2", dim)], dim, bias=bias)
+
+
+@dataclass(frozen=True)
+class StreamNames:
+    """What a checkpoint calls the parts of a double-stream block: its maps to modulation rows and its feed-forward
+    networks, of the grid and of the text."""
+
+    modulation: str = "norm1.linear"
+    text_modulation: str = "norm1_context.linear"
+    feed_forward: str = "ff"
+    text_feed_forward: str = "ff_context"
+
+
+def double_stream_pieces(
+    ours: str, theirs: str, dim: int, head_dim: int, ffn_dim: int, names: StreamNames
+) -> Iterator[NamedPieces]:
+    """A DoubleStreamBlock."""
+    yield from linear_pieces(f"{ours}.modulation.projection", [(f"{theirs}.{names.modulation}", 6 * dim)], dim)
+    yield from linear_pieces(
+        f"{ours}.text_modulation.projection", [(f"{theirs}.{names.text_modulation}", 6 * dim)], dim
+    )
+    yield from joint_attention_pieces(f"{ours}.joint_attention", f"{theirs}.attn", dim, head_dim)
+    yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.{names.feed_forward}", dim, ffn_dim)
+    yield from feed_forward_pieces(f"{ours}.text_feed_forward", f"{theirs}.{names.text_feed_forward}", dim, ffn_dim)
+
+
+def joint_attention_pieces(
+    ours: str, theirs: str, dim: int, head_dim: int, *, bias: bool = True
+) -> Iterator[NamedPieces]:
+    """A JointAttention."""
+    grid, text = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+    yield from linear_pieces(f"{ours}.qkv", [(f"{theirs}.{name}", dim) for name in grid], dim, bias=bias)
+    yield from linear_pieces(f"{ours}.text_qkv", [(f"{theirs}.{name}", dim) for name in text], dim, bias=bias)
+    for mine, name in (("norm_q", "norm_q"), ("norm_k", "norm_k")):
+        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (head_dim,)),)
+    for mine, name in (("text_norm_q", "norm_added_q"), ("text_norm_k", "norm_added_k")):
+        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (head_dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim, bias=bias)
+    yield from linear_pieces(f"{ours}.text_out", [(f"{theirs}.to_add_out", dim)], dim, bias=bias)
+
+
+def single_stream_pieces(ours: str, theirs: str, dim: int, head_dim: int, ffn_dim: int) -> Iterator[NamedPieces]:
+    """A SingleStreamBlock."""
+    yield from linear_pieces(f"{ours}.modulation.projection", [(f"{theirs}.norm.linear", 3 * dim)], dim)
+    inward = [(f"{theirs}.attn.{name}", dim) for name in ("to_q", "to_k", "to_v")]
+    yield from linear_pieces(f"{ours}.qkv_up", [*inward, (f"{theirs}.proj_mlp", ffn_dim)], dim)
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.{name}.weight", (Piece(f"{theirs}.attn.{name}.weight", (head_dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.proj_out", dim)], dim + ffn_dim)
+
+
+def feed_forward_pieces(ours: str, theirs: str, dim: int, ffn_dim: int) -> Iterator[NamedPieces]:
+    """A FeedForward."""
+    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.net.0.proj", ffn_dim)], dim)
+    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.net.2", dim)], ffn_dim)
+
+
+def layer_norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
+    """A LayerNorm."""
+    for name in ("weight", "bias"):
+        yield f"{ours}.{name}", (Piece(f"{theirs}.{name}", (dim,)),)
+
+
+def token_refiner_pieces(
+    ours: str, theirs: str, dim: int, text_dim: int, num_layers: int, num_waves: int
+) -> Iterator[NamedPieces]:
+    """A TokenRefiner."""
+    yield from two_layer_pieces(f"{ours}.timestep", f"{theirs}.time_text_embed.timestep_embedder", num_waves, dim)
+    yield from two_layer_pieces(f"{ours}.mean", f"{theirs}.time_text_embed.text_embedder", text_dim, dim)
+    yield from linear_pieces(f"{ours}.projection", [(f"{theirs}.proj_in", dim)], text_dim)
+    for index in range(num_layers):
+        mine, block = f"{ours}.blocks.{index}", f"{theirs}.token_refiner.refiner_blocks.{index}"
+        yield from linear_pieces(f"{mine}.gates.projection", [(f"{block}.norm_out.linear", 2 * dim)], dim)
+        yield from layer_norm_pieces(f"{mine}.norm", f"{block}.norm1", dim)
+        inward = [(f"{block}.attn.{name}", dim) for name in ("to_q", "to_k", "to_v")]
+        yield from linear_pieces(f"{mine}.qkv", inward, dim)
+        yield from linear_pieces(f"{mine}.out", [(f"{block}.attn.to_out.0", dim)], dim)
+        yield from layer_norm_pieces(f"{mine}.feed_forward_norm", f"{block}.norm2", dim)
+        yield from feed_forward_pieces(mine, f"{block}.ff", dim, HIDDEN_RATIO * dim)

@@ -1,0 +1,384 @@
+"""Weight files (safetensors) of a model folder: which hold a component, and whether they are whole and readable.
+
+`check_components` reads json and the heads of files alone: what cannot be read ends a load there, before the first and
+largest component has been read for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
+from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
+from diffusion_runtime.untrusted.component_sizes import check_sizes
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.files import check_path, open_file
+from diffusion_runtime.untrusted.json_text import parse_json
+from diffusion_runtime.weights.cached_folder import way_to_complete
+
+# Names listed in a message before it says how many more there are.
+_NUM_LISTED = 10
+
+# Where only variants of a checkpoint are there, the first of these wins, then the first in alphabetical order.
+VARIANTS = ("fp32", "bf16", "fp16")
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# What to do about a pickle: only the converter opens one, and reads nothing but tensors of it.
+CONVERT = "`diffusion-runtime models convert` reads the tensors of a causal Wan's .pt, or of its LoRA, and nothing else"
+GGUF = ".gguf"
+# safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
+# without the scales that belong to it.
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
+FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
+# As these no weight of a layer is stored; counters and positions are.
+_WHOLE_NUMBERS = ("I64", "I32", "BOOL")
+_WEIGHT_LEAVES = ("weight", "bias")
+# Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
+_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+# A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
+LINKS = ".links"
+# Texts and marks beside 8-bit floats.
+_MARK_DTYPES = ("U8",)
+# What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+
+# What to do about a file whose numbers cannot be used.
+DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
+
+# What to do instead, wherever weights are found to be quantised.
+UNQUANTISED_FOLDER = "use the model's own folder, with weights in bfloat16, float16 or float32"
+UNQUANTISED = f"{UNQUANTISED_FOLDER}; `--backend diffusers` runs what diffusers itself can load"
+
+
+def find_weight_files(folder: Path, stem: str) -> list[Path]:
+    """The safetensors files that hold a component, all of them present. Raises ModelLoadError."""
+    found = _find_weight_files(folder, stem)
+    if folder.parent.name.endswith(LINKS):
+        return [path.readlink() if path.is_symlink() else path for path in found]
+    return found
+
+
+def has_variant(folder: Path, stem: str, variant: str) -> bool:
+    """Whether a component has weights of a variant, such as `fp16`."""
+    return f".{variant}" in _variants(folder, stem)
+
+
+def _find_weight_files(folder: Path, stem: str) -> list[Path]:
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is missing; {way_to_complete(folder)}")
+    for variant in ("", *_variants(folder, stem)):
+        index = folder / f"{stem}.safetensors.index{variant}.json"
+        if index.exists():
+            return _shards(index)
+        single = folder / f"{stem}{variant}.safetensors"
+        if single.exists():
+            return [single]
+    names = sorted(path.name for path in folder.iterdir())
+    expected = f"{folder}: expected {stem}.safetensors, or {stem}.safetensors.index.json with its shards"
+    ggufs = [name for name in names if name.endswith(GGUF)]
+    if ggufs:
+        raise ModelLoadError(
+            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and are read of a transformer alone: add "
+            f"--transformer-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
+        )
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles:
+        raise ModelLoadError(
+            f"{expected}, found {listed(pickles)}: pickled weights can run code and are never read; use a checkpoint "
+            f"in safetensors, or convert it with save_pretrained(..., safe_serialization=True); {CONVERT}"
+        )
+    if any(re.fullmatch(rf"{re.escape(stem)}.*-\d+-of-\d+.*\.safetensors", name) for name in names):
+        raise ModelLoadError(f"{expected}; shards are there and their index is not: copy or download it too")
+    found = f"found {listed(names)}" if names else "the folder is empty"
+    raise ModelLoadError(f"{expected}; {found}: {way_to_complete(folder)}")
+
+
+def check_whole(path: Path) -> None:
+    """Raises ModelLoadError for a Git-LFS pointer, and for a file too short for what its own header says."""
+    try:
+        size = path.stat().st_size
+        with open_file(path, error=ModelLoadError) as file:
+            start = file.read(8)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if size < 8 or 8 + int.from_bytes(start[:8], "little") > size:
+        raise ModelLoadError(f"{path} is cut off after {size} bytes; copy or download it again")
+
+
+# What safetensors itself reads at most.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def stored_dtypes(path: Path) -> dict[str, str]:
+    """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone.
+
+    Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
+    """
+    return {name: str(entry["dtype"]) for name, entry in _head(path, "dtype").items()}
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file; from the head of the file alone. Raises as stored_dtypes."""
+    head = _head(path, "shape")
+    return {name: tuple(size for size in entry["shape"] if isinstance(size, int)) for name, entry in head.items()}
+
+
+def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """Where every tensor of a safetensors file begins and ends in it, in bytes; from the head of the file alone. Raises
+    as stored_dtypes."""
+    head = _head(path, "data_offsets")
+    with open_file(path, error=ModelLoadError) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in head.items()}
+
+
+def _head(path: Path, key: str) -> dict[str, Any]:
+    """What the head of a safetensors file says of every tensor, `key` among it."""
+    check_whole(path)
+    try:
+        with open_file(path, error=ModelLoadError) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
+            head = parse_json(file.read(length))
+        return {name: {key: entry[key]} for name, entry in head.items() if name != "__metadata__"}
+    except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
+        raise ModelLoadError(
+            f"{path} is damaged or not a safetensors file ({first_line(error)}); copy or download it again"
+        ) from error
+
+
+def without_prefix(name: str) -> str:
+    """The name of a tensor without what stands before the transformer's own."""
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
+    and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
+    """
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    refuse_whole_numbers(path, dtypes)
+    strange = _need_scales(dtypes)
+    if strange:
+        raise ModelLoadError(
+            f"{_stored_as(path, dtypes, strange)} Of autoencoders this runtime reads plain casts to 8-bit floats, "
+            f"without scales; {UNQUANTISED_FOLDER}"
+        )
+
+
+def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for weights that are stored as whole numbers or booleans. dtypes: by tensor name."""
+    strange = {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype in _WHOLE_NUMBERS and name.rpartition(".")[2] in _WEIGHT_LEAVES
+    }
+    if strange:
+        kinds = ", ".join(sorted(set(strange.values())))
+        raise ModelLoadError(
+            f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
+            f"{listed(strange)}. Weights of a layer are no whole numbers: the file was quantised without its scales, "
+            f"or is of something else; {UNQUANTISED_FOLDER}"
+        )
+
+
+def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
+    numbers, 8-bit floats and the marks beside these. dtypes: by tensor name."""
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    refuse_whole_numbers(path, dtypes)
+    known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
+    strange = {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype not in known
+        and not (dtype in _MARK_DTYPES and name.rpartition(".")[2] in ("comfy_quant", "scaled_fp8"))
+    }
+    if strange:
+        raise ModelLoadError(
+            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats and GGUF besides; "
+            f"{UNQUANTISED_FOLDER}"
+        )
+
+
+def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for a file that diffusers would load and make noise of, when no quantization_config says
+    how its numbers were made: it converts integers as they are, and leaves the scales beside 8-bit floats unread.
+    dtypes: by tensor name."""
+    strange = _need_scales(dtypes)
+    if strange:
+        raise ModelLoadError(
+            f"{_stored_as(path, dtypes, strange)} No quantization_config in config.json says how they were made, and "
+            f"without it they are noise; {UNQUANTISED_FOLDER}"
+        )
+
+
+def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
+    """The tensors that are worth nothing without scales. 8-bit floats with no scales beside them are plain numbers."""
+    has_scales = any("scale" in name.rpartition(".")[2] and "table" not in name for name in dtypes)
+    return {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype not in _PLAIN_DTYPES and (has_scales or dtype not in FLOAT8_KINDS)
+    }
+
+
+def _stored_as(path: Path, dtypes: Mapping[str, str], strange: Mapping[str, str]) -> str:
+    kinds = ", ".join(sorted(set(strange.values())))
+    return (
+        f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
+        f"{listed(strange)}. These weights are quantised."
+    )
+
+
+def _variants(folder: Path, stem: str) -> list[str]:
+    """`.fp16` and the like, of which there are files; the preferred first."""
+    single = re.compile(rf"{re.escape(stem)}\.([^.]+)\.safetensors")
+    index = re.compile(rf"{re.escape(stem)}\.safetensors\.index\.([^.]+)\.json")
+    matches = (single.fullmatch(path.name) or index.fullmatch(path.name) for path in folder.iterdir())
+    found = {match[1] for match in matches if match and not re.search(r"-\d+-of-\d+", match[1])}
+    order = {name: place for place, name in enumerate(VARIANTS)}
+    return [f".{name}" for name in sorted(found, key=lambda name: (order.get(name, len(order)), name))]
+
+
+def _shards(index: Path) -> list[Path]:
+    """The shards that an index names, all of them present."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(
+            f"{index}: key 'weight_map': expected tensor names with their files, got {shown(weight_map)}"
+        )
+    strange = next((name for name in weight_map.values() if not isinstance(name, str)), None)
+    if strange is not None:
+        raise ModelLoadError(f"{index}: key 'weight_map': expected the name of a file each, got {shown(strange)}")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelLoadError(f"{index}: key 'weight_map': expected files of this folder, got {listed(outside)}")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelLoadError(
+            f"{index.parent}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}; "
+            f"{way_to_complete(index)}"
+        )
+    return [index.parent / name for name in names]
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first of some names or phrases, each cut to a line, and how many more there are."""
+    texts = [str(name) for name in names]
+    rest = len(texts) - _NUM_LISTED
+    cut = [
+        text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:MAX_LINE_CHARACTERS]}..." for text in texts[:_NUM_LISTED]
+    ]
+    plain = [text if text.isprintable() else shown(text) for text in cut]
+    return ", ".join(plain) + (f" and {rest} more" if rest > 0 else "")
+
+
+# The components whose weights may be stored in 8 bits.
+TRANSFORMERS = ("transformer", "transformer_2")
+
+# How the files of a component's weights are called, by the library that its class is of.
+COMPONENT_STEM = "diffusion_pytorch_model"
+STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
+
+
+def check_components(folder: AnyFolder) -> None:
+    """Raises ModelLoadError for a component that could not be a folder's inside the model folder, or has sizes that a
+    library would build without end. Reads json alone."""
+    path = folder / INDEX_FILE
+    for component, _ in _components(folder):
+        check_path(component, f"{path}: component", ModelLoadError)
+        if Path(component).name != component:
+            raise ModelLoadError(
+                f"{path}: component {shown(component)}: expected the name of a folder beside this file"
+            )
+    for component, _ in _with_weights(folder):
+        check_sizes(read_json_in(folder, component, "config.json"), folder / component / "config.json")
+
+
+def refuse_quantised_components(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
+    """Raises ModelLoadError for a component whose config.json says that its weights are quantised, other than a
+    transformer in ModelOpt's FP8. elsewhere: components whose weights are read from other files. Reads json alone."""
+    for component, _ in _with_weights(folder):
+        if component not in elsewhere:
+            settings = read_json_in(folder, component, "config.json")
+            _check_quantization_config(folder / component / "config.json", settings, component)
+
+
+def check_quantization_config(folder: Path, component: str) -> None:
+    """Raises ModelLoadError where config.json in a folder of weights says that they are quantised in a way that is not
+    read."""
+    path = folder / "config.json"
+    if path.exists():
+        _check_quantization_config(path, read_json(path), component)
+
+
+def _check_quantization_config(path: Path, values: Mapping[str, Any], component: str) -> None:
+    settings = values.get("quantization_config")
+    if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        own = (
+            f"add --{component.replace('_', '-')}-path with a safetensors file in 8-bit floats or a GGUF file, "
+            if component in TRANSFORMERS
+            else ""
+        )
+        raise ModelLoadError(
+            f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
+            f"read them; {own}{UNQUANTISED}"
+        )
+
+
+def _is_modelopt_fp8(settings: object) -> bool:
+    """Whether a quantization_config says what ModelOpt writes for 8-bit floats with scales beside them."""
+    if not isinstance(settings, dict) or settings.get("quant_method") != "modelopt":
+        return False
+    nested = settings.get("quantization")
+    algorithm = settings.get("quant_algo", nested.get("quant_algo") if isinstance(nested, dict) else None)
+    return algorithm == "FP8"
+
+
+def find_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> dict[str, list[Path]]:
+    """The weight files of every component, all of them present; none is read. elsewhere: components whose weights are
+    read from other files. Raises ModelLoadError for a component that is missing, and for weight files that are missing
+    or pickled."""
+    for component, _ in _components(folder):
+        if not (folder / component).is_dir():
+            raise ModelLoadError(
+                f"{folder / component}/ is missing, and {INDEX_FILE} names it; {way_to_complete(folder / component)}"
+            )
+    return {
+        component: find_weight_files(folder / component, stem)
+        for component, stem in _with_weights(folder)
+        if component not in elsewhere
+    }
+
+
+def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
+    """As find_component_files, by the heads of the files: raises ModelLoadError besides for weights that are quantised
+    in a way that is not read, damaged or cut off."""
+    for component, files in find_component_files(folder, elsewhere).items():
+        reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
+        refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised
+        for path in files:
+            refuse(path, stored_dtypes(path))
+
+
+def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:
+    """(name, stem of its weight files) of every component that has weights: schedulers and tokenizers have no
+    config.json."""
+    for component, library in _components(folder):
+        if library in STEMS and (folder / component / "config.json").is_file():
+            yield component, STEMS[library]
+
+
+def _components(folder: AnyFolder) -> Iterator[tuple[str, str]]:
+    """(name, library) of every component; optional ones that a model lacks are null in model_index.json."""
+    for component, entry in read_index(folder).items():
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
+            yield component, entry[0]
