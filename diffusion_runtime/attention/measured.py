@@ -114,6 +114,9 @@ class MeasuredBackend(Backend):
     def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
         return False
 
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:
+        return any(backend.compiles_at_first_call(hardware) for backend in candidates(hardware))
+
     def delegates(self, requirements: AttentionRequirements) -> tuple[str, ...]:
         able = [
             backend.name for backend in candidates(requirements.hardware) if not refusals(backend.name, requirements)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from diffusion_runtime.attention.self_test import SelfTestResult
+    from diffusion_runtime.diagnosis.budget import LeftOut
     from diffusion_runtime.diagnosis.examination import Diagnosis
     from diffusion_runtime.diagnosis.packages import PackageCheck
 
@@ -31,6 +32,8 @@ SCHEMA = "diffusion_runtime.doctor/1"
 EPILOG = """[bold]Examples[/]
 
 diffusion-runtime doctor
+
+diffusion-runtime doctor --full
 
 diffusion-runtime doctor --attention-backend fa,torch_sdpa
 
@@ -49,6 +52,15 @@ def doctor(
             rich_help_panel=options.ATTENTION,
         ),
     ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="Every check, also those that compile kernels: minutes. Without it: what fits in 20 s, and what did "
+            "not is said. Backends that are asked for are tested in full.",
+            rich_help_panel=options.ATTENTION,
+        ),
+    ] = False,
     device: options.Device = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=options.OUTPUT)] = False,
@@ -65,11 +77,13 @@ def doctor(
     terminal = Terminal(quiet=quiet, verbose=verbose, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.attention.config import AttentionSpec
+        from diffusion_runtime.diagnosis.budget import USUAL_SECONDS, TimeBudget
         from diffusion_runtime.diagnosis.examination import examine
 
         asked = () if attention_backend is None else AttentionSpec(attention_backend).candidates
         with _progress(terminal) as on_progress:
-            diagnosis = examine(device or "auto", asked, Path(DEFAULT_FOLDER), on_progress)
+            budget = TimeBudget(None if full else USUAL_SECONDS)
+            diagnosis = examine(device or "auto", asked, Path(DEFAULT_FOLDER), on_progress, budget)
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, **diagnosis.to_dict()}))
     else:
@@ -116,6 +130,8 @@ def _show(diagnosis: Diagnosis, *, verbose: bool) -> None:
     if diagnosis.self_tests:
         _show_self_tests(console, diagnosis.self_tests, verbose=verbose)
     _show_problems(console, diagnosis)
+    if diagnosis.left_out:
+        _show_left_out(console, diagnosis.left_out)
 
 
 def _package_state(check: PackageCheck) -> str:
@@ -198,13 +214,25 @@ def _show_problems(console: Console, diagnosis: Diagnosis) -> None:
     from rich.text import Text
 
     if not diagnosis.problems:
-        console.print(Text("\nNo problems found."))
+        console.print(Text("\nNo problems found" + (" in what was looked at." if diagnosis.left_out else ".")))
         return
     console.print(Text("\nProblems", style="bold"))
     for number, problem in enumerate(diagnosis.problems, 1):
         console.print(Text(printable(f"{number}. {problem.what}"), style="red" if problem.is_failure else "yellow"))
         # In one piece, so that it can be copied.
         console.print(Text(printable(f"   fix: {problem.fix}")), soft_wrap=True)
+
+
+def _show_left_out(console: Console, left_out: Sequence[LeftOut]) -> None:
+    from rich.text import Text
+
+    console.print(Text("\nLeft out", style="bold"))
+    whats_by_why: dict[str, list[str]] = {}
+    for each in left_out:
+        whats_by_why.setdefault(each.why, []).append(each.what)
+    for why, whats in whats_by_why.items():
+        console.print(Text(printable(f"{', '.join(whats)}: {why}")))
+    console.print(Text("All of it, in minutes: diffusion-runtime doctor --full"), soft_wrap=True)
 
 
 def _gib(num_bytes: int) -> str:

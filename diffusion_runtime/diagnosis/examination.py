@@ -18,6 +18,7 @@ from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
 from diffusion_runtime.core.hardware import Hardware, detect_hardware, resolve_device
 from diffusion_runtime.denoising.diffusers_import import IMPORTED_BY_DIFFUSERS
+from diffusion_runtime.diagnosis.budget import LeftOut, TimeBudget
 from diffusion_runtime.diagnosis.embedded_model import ModelCheck, check_model, model_problems
 from diffusion_runtime.diagnosis.machine import (
     DiskCheck,
@@ -39,7 +40,8 @@ OnProgress = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """device: what was tested on, None when it cannot be used. problems: the worst first."""
+    """device: what was tested on, None when it cannot be used. problems: the worst first. left_out: checks for which
+    there was no time."""
 
     machine: Machine
     device: str | None
@@ -49,6 +51,7 @@ class Diagnosis:
     model: ModelCheck
     self_tests: tuple[SelfTestResult, ...]
     problems: tuple[Problem, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -64,38 +67,62 @@ class Diagnosis:
             "model": self.model.to_dict(),
             "self_tests": [result.to_dict() for result in self.self_tests],
             "problems": [problem.to_dict() for problem in self.problems],
+            "left_out": [each.to_dict() for each in self.left_out],
             "exit_code": self.exit_code,
         }
 
 
-def examine(device: str, requested: Sequence[str], output_folder: Path, on_progress: OnProgress) -> Diagnosis:
-    """Run every check. requested: canonical names of backends that must work; empty tests every usable one.
+def examine(
+    device: str,
+    requested: Sequence[str],
+    output_folder: Path,
+    on_progress: OnProgress,
+    budget: TimeBudget | None = None,
+) -> Diagnosis:
+    """Run every check that fits in `budget`, all of them without one.
 
-    Raises ConfigError for a device string that is none.
+    requested: canonical names of backends that must work, which are tested however long it takes; empty tests every
+    usable one. Raises ConfigError for a device string that is none.
     """
+    budget = budget if budget is not None and not requested else TimeBudget(None)
     on_progress("reading the machine", "")
     machine = inspect_machine()
     problems = machine_problems(machine)
     hardware, device_name, missing = _find_device(device)
     problems += missing
-    packages = check_packages(lambda name: on_progress("importing packages", name))
+    packages = check_packages(lambda name: on_progress("importing packages", name), budget.import_seconds)
+    left_out = [LeftOut(f"the import of {check.name}", "it takes long") for check in packages if check.is_unfinished]
     problems += package_problems(packages)
     disk = check_disk(output_folder)
     problems += disk_problems(disk)
     on_progress("loading the embedded model", "")
     # The libraries that load it import whatever packages they find installed.
-    blocked = any(check.crashed or (check.error and check.name in IMPORTED_BY_DIFFUSERS) for check in packages)
+    blocked = any(
+        check.crashed or ((check.error or check.is_unfinished) and check.name in IMPORTED_BY_DIFFUSERS)
+        for check in packages
+    )
     model = ModelCheck(str(EMBEDDED_FOLDER), 0, 0, was_run=False) if blocked else check_model()
     problems += model_problems(model)
     results: list[SelfTestResult] = []
     if hardware is not None and device_name is not None:
-        backends = _list_backends(hardware, packages)
+        backends = _list_backends(hardware, packages, importing=not budget.is_limited)
         problems += _choice_problems(backends, requested)
         names = [info.name for info in backends if info.usable and (not requested or info.name in requested)]
-        results, failed = _test_all(names, hardware, device_name, on_progress)
+        results, failed, untested = _test_all(names, hardware, device_name, on_progress, budget)
         problems += failed
+        left_out += untested
     worst_first = sorted(problems, key=lambda problem: not problem.is_failure)
-    return Diagnosis(machine, device_name, hardware, tuple(packages), disk, model, tuple(results), tuple(worst_first))
+    return Diagnosis(
+        machine,
+        device_name,
+        hardware,
+        tuple(packages),
+        disk,
+        model,
+        tuple(results),
+        tuple(worst_first),
+        tuple(left_out),
+    )
 
 
 def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem]]:
@@ -115,20 +142,26 @@ def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem
         return None, None, [Problem(what, "nvidia-smi, and look at the problems above", is_failure=True)]
 
 
-def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck]) -> list[BackendInfo]:
-    """list_backends for this machine; a package whose import kills a process is not imported in this one."""
-    crashed = {check.name: check for check in packages if check.crashed}
-    infos = list_backends(hardware, importing=not crashed)
-    return [_refuse_crashed(info, crashed) for info in infos] if crashed else infos
+def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck], *, importing: bool) -> list[BackendInfo]:
+    """list_backends for this machine. importing: also import their packages in this process, unless the import of one
+    kills a process; without it, what their imports in other processes led to is known and enough."""
+    importing = importing and not any(check.crashed for check in packages)
+    infos = list_backends(hardware, importing=importing)
+    failed = {
+        check.name: check
+        for check in packages
+        if check.crashed or check.is_unfinished or (check.error and not importing)
+    }
+    return [_refuse_failed(info, failed) for info in infos] if failed else infos
 
 
-def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> BackendInfo:
+def _refuse_failed(info: BackendInfo, failed: Mapping[str, PackageCheck]) -> BackendInfo:
     backend = find_backend(info.name)
     if not info.usable or not isinstance(backend, ImportingBackend):
         return info
     # A backend that chooses among several packages might choose the one that crashes.
-    needed = [crashed[name] for name in backend.distributions if name in crashed]
-    reason = "; ".join(f"package {check.name} {check.version}: {check.error}" for check in needed)
+    needed = [failed[name] for name in backend.distributions if name in failed]
+    reason = "; ".join(f"package {check.name} {check.version}: {check.error or check.state}" for check in needed)
     return replace(info, version=None, reason=reason, fix=needed[0].install) if needed else info
 
 
@@ -159,23 +192,37 @@ def _fix(fix: str) -> str:
 
 
 def _test_all(
-    names: Sequence[str], hardware: Hardware, device: str, on_progress: OnProgress
-) -> tuple[list[SelfTestResult], list[Problem]]:
-    """Every self-test of `names`, until one of them makes the device unusable."""
+    names: Sequence[str], hardware: Hardware, device: str, on_progress: OnProgress, budget: TimeBudget
+) -> tuple[list[SelfTestResult], list[Problem], list[LeftOut]]:
+    """Every self-test of `names` that fits in the budget, until one of them makes the device unusable."""
     results: list[SelfTestResult] = []
     problems: list[Problem] = []
+    left_out: list[LeftOut] = []
     for name in names:
         tests = planned_tests(name, hardware)
+        if budget.is_limited and tests and _compiles(name, hardware):
+            left_out.append(LeftOut(f"backend {name}", "it compiles its kernels at the first call"))
+            continue
         for number, test in enumerate(tests, 1):
+            if budget.is_spent:
+                what = f"{len(tests) - number + 1} of {len(tests)} tests of backend {name}"
+                left_out.append(LeftOut(what, f"{budget.seconds:.0f} s were over"))
+                break
             on_progress(f"testing {name}", f"{number}/{len(tests)} {test.title}")
             results.append(run_self_test(test, device))
             if not results[-1].passed and not device_answers(device):
                 what = f"backend {name} made the device unusable ({test.title}); the tests after it were not run"
                 others = ",".join(other for other in names if other != name)
                 fix = f"diffusion-runtime doctor --attention-backend {others}" if others else "restart the device"
-                return results, [*problems, *_test_problems(results, name), Problem(what, fix, is_failure=True)]
+                failed = [*problems, *_test_problems(results, name), Problem(what, fix, is_failure=True)]
+                return results, failed, left_out
         problems += _test_problems(results, name)
-    return results, problems
+    return results, problems, left_out
+
+
+def _compiles(name: str, hardware: Hardware) -> bool:
+    backend = find_backend(name)
+    return backend is not None and backend.compiles_at_first_call(hardware)
 
 
 def _test_problems(results: Sequence[SelfTestResult], name: str) -> list[Problem]:

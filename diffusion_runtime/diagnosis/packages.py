@@ -7,6 +7,7 @@ import importlib.metadata
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from diffusion_runtime.denoising.diffusers_import import IMPORTED_BY_DIFFUSERS, 
 from diffusion_runtime.diagnosis.problems import Problem
 
 # CuTe packages take long at the first import; a longer one counts as a hang.
-IMPORT_SECONDS = 180
+IMPORT_SECONDS = 180.0
 _NUM_PROCESSES = 2
 
 # Packages that load models and write files, beside torch; accelerate is for diffusers' own pipelines.
@@ -34,22 +35,26 @@ _RUN_FFMPEG = "import imageio_ffmpeg; print('ffmpeg', imageio_ffmpeg.get_ffmpeg_
 @dataclass(frozen=True)
 class PackageCheck:
     """name: on the package index; version: None when it is not installed; error: why it cannot be imported, else empty;
-    crashed: importing it ends the process; detail: further output; is_needed: whether it is a required dependency of
-    this package; install: the command that installs it."""
+    crashed: importing it ends the process; is_unfinished: importing it did not end in the time there was; detail:
+    further output; is_needed: whether it is a required dependency of this package; install: the command that installs
+    it."""
 
     name: str
     version: str | None
     error: str = ""
     crashed: bool = False
+    is_unfinished: bool = False
     detail: str = ""
     is_needed: bool = False
     install: str = ""
 
     @property
     def state(self) -> str:
-        """`ok`, `broken` or `not installed`."""
+        """`ok`, `broken`, `not looked at` or `not installed`."""
         if self.version is None:
             return "not installed"
+        if self.is_unfinished:
+            return "not looked at"
         return "broken" if self.error else "ok"
 
     def to_dict(self) -> dict[str, str | bool | None]:
@@ -64,15 +69,19 @@ class PackageCheck:
         }
 
 
-def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
-    """Every package of PACKAGES; on_package is called with each name before its import."""
+def check_packages(on_package: Callable[[str], None], seconds: float | None = None) -> list[PackageCheck]:
+    """Every package of PACKAGES; on_package is called with each name before its import. seconds: for all imports
+    together, those that take longer are unfinished; None waits for each, up to IMPORT_SECONDS."""
+    deadline = None if seconds is None else time.monotonic() + seconds
     backends = _package_backends()
     checks = []
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
         installed = {name: version for name in PACKAGES if (version := _installed_version(name)) is not None}
         modules = {name: backends[name].module if name in backends else name.replace("-", "_") for name in installed}
         functions = {name: backends[name].functions if name in backends else () for name in installed}
-        imports = {name: pool.submit(_import_apart, name, modules[name], functions[name]) for name in installed}
+        imports = {
+            name: pool.submit(_import_apart, name, modules[name], functions[name], deadline) for name in installed
+        }
         for name in PACKAGES:
             imported = _Import()
             if name in installed:
@@ -85,6 +94,7 @@ def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
                     version=installed.get(name),
                     error=imported.error,
                     crashed=imported.crashed,
+                    is_unfinished=imported.is_unfinished,
                     detail=imported.output,
                     is_needed=name in NEEDED,
                     install=install,
@@ -124,15 +134,20 @@ def _installed_version(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Import:
-    """error: empty when it worked; crashed: the process was killed; output: what it printed."""
+    """error: empty when it worked; crashed: the process was killed; is_unfinished: it was ended at the deadline;
+    output: what it printed."""
 
     error: str = ""
     crashed: bool = False
+    is_unfinished: bool = False
     output: str = ""
 
 
-def _import_apart(name: str, module: str, functions: tuple[str, ...]) -> _Import:
-    """Import a package, and the functions that backends call, in a subprocess."""
+def _import_apart(name: str, module: str, functions: tuple[str, ...], deadline: float | None) -> _Import:
+    """Import a package, and the functions that backends call, in a subprocess. deadline: of time.monotonic."""
+    seconds = IMPORT_SECONDS if deadline is None else min(IMPORT_SECONDS, deadline - time.monotonic())
+    if seconds <= 0:
+        return _Import(is_unfinished=True)
     asks_version = name == "imageio-ffmpeg"
     try:
         # -P: the working folder is not on the search path, as for the installed command.
@@ -142,10 +157,12 @@ def _import_apart(name: str, module: str, functions: tuple[str, ...]) -> _Import
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
-            timeout=IMPORT_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        return _Import(f"importing {module} takes longer than {IMPORT_SECONDS} s", crashed=True)
+        if seconds < IMPORT_SECONDS:
+            return _Import(is_unfinished=True)
+        return _Import(f"importing {module} takes longer than {IMPORT_SECONDS:.0f} s", crashed=True)
     if done.returncode == 0:
         return _Import(output=done.stdout.strip().partition("\n")[0] if asks_version else "")
     if done.returncode < 0:

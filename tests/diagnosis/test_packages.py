@@ -61,7 +61,7 @@ def test_the_embedded_model_is_not_called_damaged_where_diffusers_cannot_be_impo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [PackageCheck("xformers", "0.0.35", error="OSError: no CUDA 12"), PackageCheck("diffusers", "0.42.1")]
-    monkeypatch.setattr(examination, "check_packages", lambda on_package: found)
+    monkeypatch.setattr(examination, "check_packages", lambda *_: found)
     diagnosis = examine("cpu", ["reference"], tmp_path, lambda stage, what: None)
     assert diagnosis.exit_code == 1
     assert diagnosis.model.state == "not looked at"

@@ -122,6 +122,9 @@ class AnyFlashAttention(ImportingBackend):
         fix = for_chip[0].install if for_chip else ""
         return Availability(None, reason, fix)
 
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:
+        return any(generation.compiles_at_first_call(hardware) for generation in _installed(hardware))
+
     def versions(self, hardware: Hardware) -> str:
         generation = fastest_generation(hardware, head_dim=64) or _installed(hardware)[0]
         return generation.versions(hardware)

@@ -86,6 +86,9 @@ class FlexBackend(Backend):
     def timed_by_default(self, hardware: Hardware) -> bool:
         return hardware.platform != "cpu"
 
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        return True
+
     def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
         return "flex"
 

@@ -252,6 +252,10 @@ class Backend(ABC):
         """
         return True
 
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        """Whether the first call of each form on `hardware` compiles kernels, which takes seconds to minutes."""
+        return False
+
     def error_bound_on(self, hardware: Hardware) -> float | None:  # noqa: ARG002
         """`error_bound` on one machine: kernels for other chips may give up less."""
         return self.error_bound

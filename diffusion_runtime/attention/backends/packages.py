@@ -28,6 +28,10 @@ class ImportingBackend(Backend):
 
     distributions: ClassVar[tuple[str, ...]]
 
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:
+        # Triton's kernels and those of CuTe; a CPU runs their references.
+        return hardware.platform != "cpu"
+
     @abstractmethod
     def imported(self, requirements: AttentionRequirements) -> Availability:
         """The version that would serve `requirements` in this process, or why what is installed cannot, and the fix.
@@ -73,6 +77,9 @@ class PackageBackend(ImportingBackend):
     def is_compiled_ahead(self, hardware: Hardware) -> bool:  # noqa: ARG002
         """`compiled_ahead` of the version that is installed."""
         return self.compiled_ahead
+
+    def compiles_at_first_call(self, hardware: Hardware) -> bool:
+        return super().compiles_at_first_call(hardware) and not self.is_compiled_ahead(hardware)
 
     def imported(self, requirements: AttentionRequirements) -> Availability:
         failure, problem = import_failure(self.module, *self.functions), "cannot be imported"
