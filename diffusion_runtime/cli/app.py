@@ -6,46 +6,18 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib
 import itertools
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.main
 
-from diffusion_runtime.cli import options
-from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
-from diffusion_runtime.cli.backends import backends
-from diffusion_runtime.cli.bench import bench
-from diffusion_runtime.cli.bench_generate import EPILOG as BENCH_GENERATE_EPILOG
-from diffusion_runtime.cli.bench_generate import generate as bench_generate
-from diffusion_runtime.cli.bench_step import EPILOG as STEP_EPILOG
-from diffusion_runtime.cli.bench_step import step
-from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
-from diffusion_runtime.cli.calibrate import calibrate
-from diffusion_runtime.cli.compare import EPILOG as COMPARE_EPILOG
-from diffusion_runtime.cli.compare import compare
-from diffusion_runtime.cli.completion import EPILOG as COMPLETION_EPILOG
-from diffusion_runtime.cli.completion import asked_shell, completion, put_script
-from diffusion_runtime.cli.config_command import config
-from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
-from diffusion_runtime.cli.doctor import doctor
-from diffusion_runtime.cli.explain import EPILOG as EXPLAIN_EPILOG
-from diffusion_runtime.cli.explain import explain
-from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
-from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
-from diffusion_runtime.cli.generate import generate
-from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.models_convert import EPILOG as CONVERT_EPILOG
-from diffusion_runtime.cli.models_convert import convert
-from diffusion_runtime.cli.models_download import EPILOG as DOWNLOAD_EPILOG
-from diffusion_runtime.cli.models_download import download
-from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
-from diffusion_runtime.cli.tune import EPILOG as TUNE_EPILOG
-from diffusion_runtime.cli.tune import tune
+from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
+from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout
+from diffusion_runtime.cli.verbs import VERBS, program
 from diffusion_runtime.core.spellings import resolve
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
@@ -57,16 +29,6 @@ from diffusion_runtime.startup.bytecode import keep_bytecode
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _MAX_PARSER_CHARACTERS = 400
-
-app = typer.Typer(
-    name="diffusion-runtime",
-    help="Video and image generation in which attention is chosen, never guessed.",
-    epilog='Start with: diffusion-runtime generate "a red circle moving left"',
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def main() -> None:
@@ -118,14 +80,19 @@ def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
                 "cannot write to standard output: it is closed, and --json prints the result there; leave --json out, "
                 "or redirect it, as in `> FILE`"
             )
-        if (shell := asked_shell(arguments)) is not None:
-            # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.
-            put_script(shell, _command())
-            return 0
+        if arguments and arguments[0] == "completion":
+            from diffusion_runtime.cli.completion import asked_shell, put_script
+
+            if (shell := asked_shell(arguments)) is not None:
+                # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.
+                put_script(shell, _command(None))
+                return 0
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
         _refuse_verb(rewritten[0])
         # obj: what was typed, for a verb that starts itself again in several processes.
-        code = _command()(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten))
+        code = _command(_named(rewritten))(
+            args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten)
+        )
         return code if isinstance(code, int) else 0
     except _ParserError as error:
         failure = Failure(UsageError.__name__, _parser_message(error, arguments), UsageError.exit_code, "")
@@ -140,9 +107,16 @@ def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
 
 
 @functools.cache
-def _command() -> Any:
-    """All verbs and flags as the parser takes them, which typer needs 0.035 s of CPU time to make."""
-    return typer.main.get_command(app)
+def _command(named: str | None) -> Any:
+    """The verbs as the parser takes them. named: as for `program`; of all verbs typer needs 0.035 s of CPU time to make
+    their flags."""
+    return typer.main.get_command(program(named))
+
+
+def _named(arguments: Sequence[str]) -> str | None:
+    """The verb of a command line, or a word that is none; None where all are needed, for completion."""
+    word = next((argument for argument in arguments if not argument.startswith("-")), "")
+    return None if word == "completion" else word
 
 
 def _refuse_verb(word: str) -> None:
@@ -159,82 +133,17 @@ def _asks_for_json_lines(arguments: Sequence[str]) -> bool:
 
 def _parser_message(error: Any, arguments: Sequence[str]) -> str:
     """The parser's message, with the command that explains the flags."""
-    verbs = {each.name for each in app.registered_commands} | {each.name for each in app.registered_groups}
     # A value that one of our own functions refuses comes without a context.
-    verb = f" {arguments[0]}" if arguments and arguments[0] in verbs else ""
+    verb = f" {arguments[0]}" if arguments and arguments[0] in VERBS else ""
     command = error.ctx.command_path if error.ctx is not None else f"diffusion-runtime{verb}"
     # What the parser quotes is a whole argument.
     message = error.format_message()
     option = getattr(error, "option_name", None)
+    # What this asks about are flags, whose declarations a verb's parser has imported by now.
+    from diffusion_runtime.cli import options
+
     if options.is_of_clips(option):
         message = f"No such option: {option} is of `generate`, which writes clips; leave it out"
     if len(message) > _MAX_PARSER_CHARACTERS:
         message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
     return f"{message}\n  see: {command} --help"
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        package = importlib.import_module("diffusion_runtime")
-        put_on_stdout(f"diffusion-runtime {package.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def verbs(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Video and image generation in which attention is chosen, never guessed."""
-
-
-app.command("generate", cls=CheckedCommand, epilog=GENERATE_EPILOG)(generate)
-app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
-app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
-app.command("tune", cls=CheckedCommand, epilog=TUNE_EPILOG)(tune)
-app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
-app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
-app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
-bench.command("step", cls=CheckedCommand, epilog=STEP_EPILOG)(step)
-bench.command("generate", cls=CheckedCommand, epilog=BENCH_GENERATE_EPILOG)(bench_generate)
-app.add_typer(bench, name="bench")
-app.add_typer(config, name="config")
-models.command("download", cls=CheckedCommand, epilog=DOWNLOAD_EPILOG)(download)
-models.command("convert", cls=CheckedCommand, epilog=CONVERT_EPILOG)(convert)
-app.add_typer(models, name="models")
-app.command("completion", cls=CheckedCommand, epilog=COMPLETION_EPILOG)(completion)
-
-
-@app.command(
-    "info",
-    cls=CheckedCommand,
-    epilog=(
-        "[bold]Examples[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4\n\n"
-        "diffusion-runtime info style.safetensors --model-path wan2.1-1.3b"
-    ),
-)
-def info(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A file that generate wrote, a LoRA, or weights.", show_default=False)
-    ],
-    model_path: Annotated[
-        str | None,
-        typer.Option(
-            "--model-path", metavar="MODEL", help="With a LoRA or weights: whether they fit.", show_default=False
-        ),
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
-    """Show what a file is: how it was made, or which model a LoRA or weights are for."""
-    from diffusion_runtime.cli.info import run_info
-    from diffusion_runtime.cli.lora_info import is_lora_path, run_lora_info
-    from diffusion_runtime.cli.weights_info import is_weights_path, run_weights_info
-
-    if is_weights_path(file):
-        raise typer.Exit(run_weights_info(file, model_path, as_json=as_json))
-    if is_lora_path(file):
-        raise typer.Exit(run_lora_info(file, model_path, as_json=as_json))
-    if model_path is not None:
-        raise UsageError(f"--model-path: {file} is no LoRA file, and no weights; leave the option out")
-    raise typer.Exit(run_info(file, as_json=as_json))

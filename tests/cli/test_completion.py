@@ -11,8 +11,8 @@ import typer.main
 from cli_support import Command
 
 from diffusion_runtime.attention.backends.registry import available_names
-from diffusion_runtime.cli.app import app
 from diffusion_runtime.cli.completion import declared_commands
+from diffusion_runtime.cli.verbs import program
 from diffusion_runtime.models.published import published_models
 
 # A line as it is typed, and what completes its last word.
@@ -93,7 +93,7 @@ def test_zsh_reads_the_script(command: Command, tmp_path: Path) -> None:
 
 
 def test_every_declared_command_flag_backend_and_model_is_known() -> None:
-    commands = {each.words: each for each in declared_commands(typer.main.get_command(app))}
+    commands = {each.words: each for each in declared_commands(typer.main.get_command(program()))}
     assert {"", "generate", "bench attention", "models download", "config schema", "completion"} <= set(commands)
     flags = {name: flag for flag in commands["generate"].flags for name in flag.names}
     assert {"--model-path", "-o", "--output-path", "--no-self-check", "--image-path", "--step-cache"} <= set(flags)

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 from cli_support import Command, process_environment
 from tables import table
+
+from diffusion_runtime.cli import verbs
 
 HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "yaml", "imageio_ffmpeg")
 
@@ -24,6 +27,38 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines()[-1] == "[]"
+
+
+# Imported by a help that needs none of it: the flags of verbs that were not named, and what those are made of.
+UNNAMED = {
+    "--help": ("options", "generate", "compare", "tune", "bench", "doctor", "completion"),
+    "generate --help": ("explain", "compare", "tune", "bench", "doctor", "calibrate", "completion", "models"),
+    "doctor --help": ("generate", "settings", "compare", "bench"),
+}
+
+
+def test_help_imports_no_verb_that_was_not_named(tmp_path: Path) -> None:
+    for line, unnamed in UNNAMED.items():
+        modules = [f"diffusion_runtime.cli.{name}" for name in unnamed]
+        if line == "--help":
+            modules += ["diffusion_runtime.request", "diffusion_runtime.config"]
+        code = (
+            "import sys; from diffusion_runtime.cli.app import run; "
+            f"assert run({line.split()!r}) == 0; print([name for name in {modules!r} if name in sys.modules])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=process_environment(), capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), (line, done.stderr)
+
+
+def test_summaries_are_the_first_sentences_of_the_verbs() -> None:
+    """What the help of all verbs shows without importing them is what their own help begins with."""
+    commands = typer.main.get_command(verbs.program()).commands  # type: ignore[attr-defined]
+    assert list(verbs.VERBS) == list(commands)
+    for name, verb in verbs.VERBS.items():
+        first = " ".join(commands[name].help.partition("\n\n")[0].split())
+        assert first == verb.summary, name
 
 
 GROUPS = ("", "bench", "config")

@@ -247,7 +247,7 @@ LOADERS_BY_NAME = {
     "attention/backends/registry.py": "a backend's file, when its name is first used",
     "attention/machine_cache.py": "the version, of the package root",
     "attention/roles.py": "the registries of models, for the roles that they declare",
-    "cli/app.py": "the version, of the package root",
+    "cli/verbs.py": "the version, of the package root, and the verb that a command line names",
     "denoising/registry.py": "a sampler's file, when its name is first used",
     "loading/description.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
