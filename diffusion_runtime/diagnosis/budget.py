@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # As long as someone waits for an answer. One kernel may take longer to compile: FlashInfer's 84 s on an H200.
 USUAL_SECONDS = 20.0
 # The share of the budget in which packages are imported, before anything is computed.
-_IMPORT_SHARE = 0.5
+_IMPORT_SHARE = 0.6
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,11 @@ def examine(
     hardware, device_name, missing = _find_device(device)
     problems += missing
     packages = check_packages(lambda name: on_progress("importing packages", name), budget.import_seconds)
-    left_out = [LeftOut(f"the import of {check.name}", "it takes long") for check in packages if check.is_unfinished]
+    left_out = [
+        LeftOut(f"the import of {check.name}", "the time for imports was over")
+        for check in packages
+        if check.is_unfinished
+    ]
     problems += package_problems(packages)
     disk = check_disk(output_folder)
     problems += disk_problems(disk)

@@ -22,8 +22,8 @@ from PIL import Image
 from sample_media import make_media
 
 from diffusion_runtime.benchmark.step_model import published_files
-from diffusion_runtime.cli.app import app
 from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
+from diffusion_runtime.cli.verbs import program
 from diffusion_runtime.comparison import compare, setting
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
@@ -40,7 +40,8 @@ QUICK, PARSED = ("models", "backends", "explain"), ("bench", "calibrate", "docto
 PARSED_OF_MODELS = ("download", "convert")
 # Other programs of the blocks: setting up, and building what is only there as source.
 OTHER_PROGRAMS = {
-    *("python3", "pip", "git", "cd", ".", "source", "scripts/check", "scripts/check_distribution", "export", "unset"),
+    *("python3", "pip", "git", "cd", ".", "source", "scripts/check", "scripts/check_distribution"),
+    *("scripts/check_resolution", "export", "unset"),
     *("apt-get", "torchrun", "docker", "ffplay", "..."),
 }
 # Blocks that no CPU can run, not even as a dry run.
@@ -78,7 +79,7 @@ def our_arguments(words: list[str]) -> list[str] | None:
 
 @functools.cache
 def parser() -> Any:
-    return typer.main.get_command(app)
+    return typer.main.get_command(program())
 
 
 def parse(arguments: list[str]) -> None:

@@ -51,3 +51,32 @@ def test_paths_are_found_in_text_tables_and_links(tmp_path: Path) -> None:
     document.write_text("`docs/gone.md`, [page](docs/far.md#part)\nbenchmarks/none/  a table of files\n")
     assert list(named_paths(document)) == [(1, "docs/far.md"), (1, "docs/gone.md"), (2, "benchmarks/none/")]
     assert not any(exists(path, document) for _, path in named_paths(document))
+
+
+# Ratios of speed in prose and tables of claims: README and the pages that one chooses by.
+CLAIMS = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("faster.md", "choosing_a_backend.md"))]
+RATIO = re.compile(r"(?<![\w./])\d+(?:\.\d+)?x(?![\w./])")
+BASELINE = re.compile(r"\b(over|than|beside)\b")
+STRONGEST = re.compile(r"FlashAttention-4.*`torch_sdpa`", re.DOTALL)
+
+
+def claims_without_baseline(text: str) -> list[str]:
+    """Paragraphs and table rows with a ratio of speed that name nothing it is over; those of sparse attention per call
+    must name FlashAttention-4 before torch_sdpa, and times of diffusers say whether it was compiled."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    pieces = [piece for block in text.split("\n\n") for piece in re.split(r"\n(?=[|-])", block)]
+    bare = [piece for piece in pieces if RATIO.search(piece) and not BASELINE.search(piece)]
+    bare += [piece for piece in pieces if "per call" in piece and RATIO.search(piece) and not STRONGEST.search(piece)]
+    return bare + [piece for piece in pieces if re.search(r"\(diffusers: \d", piece)]
+
+
+def test_every_ratio_names_its_baseline_the_strongest_first() -> None:
+    found = {str(page): claims_without_baseline(page.read_text(encoding="utf-8")) for page in CLAIMS}
+    assert not any(found.values()), found
+    for claim in (
+        "- faster by 3.1x",
+        "| a step | 1.2x |",
+        "- 3.1x over `torch_sdpa` per call",
+        "| 84 ms (diffusers: 170) |",
+    ):
+        assert claims_without_baseline(claim), claim
