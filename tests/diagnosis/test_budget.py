@@ -11,11 +11,11 @@ from diffusion_runtime.attention import AttentionCall, AttentionResult, Availabi
 from diffusion_runtime.attention.backends.reference import reference_attention, visible_keys
 from diffusion_runtime.attention.backends.registry import available_names, find_backend, register_backend
 from diffusion_runtime.attention.backends.registry import unregister_backend as unregister
+from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.diagnosis import examination
 from diffusion_runtime.diagnosis.budget import TimeBudget
 from diffusion_runtime.diagnosis.examination import Diagnosis, examine
 from diffusion_runtime.diagnosis.packages import check_packages
-from diffusion_runtime.hardware import Hardware
 
 SECONDS = 20.0
 
