@@ -301,8 +301,9 @@ class RequestRules(SamplingRules):
         num_tokens = self.geometry.num_tokens(height, width, num_frames)
         if request.last_image_path is not None and self.geometry.appends_last_image:
             num_tokens += self.geometry.num_tokens(height, width, 1)
-        keyframes = sum(frame > 0 for frame, _, _ in request.frame_conditions or ())
-        num_tokens += keyframes * self.geometry.num_tokens(height, width, 1)
+        if keyframes := sum(frame > 0 for frame, _, _ in request.frame_conditions or ()):
+            # One frame is no whole token where a token holds several latent frames: such models take no keyframes.
+            num_tokens += keyframes * self.geometry.num_tokens(height, width, 1)
         flow_shift = self.schedule.flow_shift(num_tokens, num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
