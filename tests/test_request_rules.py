@@ -13,6 +13,7 @@ from diffusion_runtime.core.options import MethodText
 from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
@@ -129,3 +130,13 @@ def test_patches_of_two_latent_frames_need_nothing_of_features_that_are_not_aske
     assert rules.unused(resolved) == ()
     with pytest.raises(RequestError, match="num_frames: expected a multiple of 8 plus 5, got 14; use 13 or 21"):
         rules.resolve(GenerationRequest("a", num_frames=14))
+
+
+def test_the_second_of_two_experts_may_be_guided_alone() -> None:
+    """diffusers' pipelines guide neither where the first scale is 1 or less."""
+    rules = dataclasses.replace(IMAGES, model_fields=frozenset({"guidance_scale_2"}))
+    request = rules.resolve(GenerationRequest("a", guidance_scale=1.0, guidance_scale_2=3.0, negative_prompt="blue"))
+    settings = BatchSettings.of([request], rules)
+    assert settings.is_guided
+    assert [settings.cfg_scale_at(StepInfo(0, 2, expert=expert)) for expert in (0, 1)] == [1.0, 3.0]
+    assert rules.unused(request) == ()

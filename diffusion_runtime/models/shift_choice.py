@@ -45,7 +45,7 @@ class ShiftChoice:
         folder_says = "a shift that follows the size" if self.of_folder is None else f"{self.of_folder:g}"
         if request.flow_shift == self.value:
             return f"flow_shift: {self.value:g} of {self.owner} runs; the folder's scheduler says {folder_says}"
-        if of_folder is not None and request.flow_shift == of_folder:
+        if of_folder is not None and request.flow_shift == of_folder and not self.fits(request):
             return (
                 f"flow_shift: {of_folder:g} of the folder's scheduler runs; {self.owner} says {self.value:g}, for "
                 "other steps and guidance"
@@ -70,7 +70,7 @@ def shift_choice(
     authors = {} if documented is None else documented
     preset = {} if not presets else presets[0].request
     if authors.get(_FIELD) is not None:
-        found = ShiftChoice(float(authors[_FIELD]), f"the authors of {name}", of_folder)
+        found = ShiftChoice(float(authors[_FIELD]), f"{name}'s authors", of_folder)
     elif generation.get(_FIELD) is not None or preset.get(_FIELD) is None:
         return None
     else:
