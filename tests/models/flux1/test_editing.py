@@ -233,5 +233,5 @@ def test_what_cannot_be_edited_is_said_before_the_weights_load(folder: Path, pic
     assert rules.resolve(request(image_path=[picture])).image_path == picture
     # As in diffusers, what is made has the model's size and not the image's.
     defaults = rules.resolve(GenerationRequest("make it night", image_path=picture))
-    assert (defaults.height, defaults.width, defaults.num_inference_steps) == (1024, 1024, 28)
+    assert (defaults.height, defaults.width, defaults.num_inference_steps) == (1024, 1024, 30)
     assert defaults.guidance_scale == 2.5
