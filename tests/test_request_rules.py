@@ -10,10 +10,10 @@ import pytest
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.options import MethodText
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS

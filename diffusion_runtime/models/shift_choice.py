@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.models.sampling_presets import SamplingPreset
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 _FIELD = "flow_shift"
 

@@ -18,14 +18,14 @@ from cli_support import REPOSITORY
 from PIL import Image
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.published_folders import published_folders
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 
 PAGE = REPOSITORY / "docs" / "few_steps.md"
 SECTION = "## Published models: their folders and their authors"

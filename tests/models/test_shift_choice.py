@@ -14,12 +14,12 @@ from published_configs import PUBLISHED, write_published
 from tables import table
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.sampling_presets import sampling_presets
-from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
 
 SCHEDULER = "scheduler/scheduler_config.json"
 
