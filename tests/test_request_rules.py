@@ -10,6 +10,8 @@ import pytest
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.options import MethodText
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
@@ -115,3 +117,26 @@ def test_what_a_generation_does_not_use_is_said() -> None:
     )
     # What the model's own defaults say was not asked for.
     assert said(guidance_scale=1.0, negative_prompt="", guidance_mode="batched", fps=1) == ()
+
+
+def test_patches_of_two_latent_frames_need_nothing_of_features_that_are_not_asked_for() -> None:
+    """One frame, which a keyframe adds, is no whole token there."""
+    geometry = LatentGeometry(num_channels=4, temporal_factor=4, spatial_factor=8, patch=(2, 2, 2))
+    rules = dataclasses.replace(IMAGES, geometry=geometry, schedule=ShiftByTokens())
+    rules = dataclasses.replace(rules, defaults={**DEFAULTS, "num_frames": 13, "flow_shift": None})
+    resolved = rules.resolve(GenerationRequest("a"))
+    assert resolved.num_frames == 13
+    assert resolved.flow_shift == rules.schedule.flow_shift(2 * 2 * 2, 2)
+    assert rules.unused(resolved) == ()
+    with pytest.raises(RequestError, match="num_frames: expected a multiple of 8 plus 5, got 14; use 13 or 21"):
+        rules.resolve(GenerationRequest("a", num_frames=14))
+
+
+def test_the_second_of_two_experts_may_be_guided_alone() -> None:
+    """diffusers' pipelines guide neither where the first scale is 1 or less."""
+    rules = dataclasses.replace(IMAGES, model_fields=frozenset({"guidance_scale_2"}))
+    request = rules.resolve(GenerationRequest("a", guidance_scale=1.0, guidance_scale_2=3.0, negative_prompt="blue"))
+    settings = BatchSettings.of([request], rules)
+    assert settings.is_guided
+    assert [settings.cfg_scale_at(StepInfo(0, 2, expert=expert)) for expert in (0, 1)] == [1.0, 3.0]
+    assert rules.unused(request) == ()

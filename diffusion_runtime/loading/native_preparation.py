@@ -34,6 +34,7 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
+from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -242,7 +243,7 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
 
 def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
     """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
-    by over the scheduler's own settings over the model's defaults.
+    by over the scheduler's own settings over the model's defaults; of the preset's flow shift, see ShiftChoice.
 
     Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
     named, family = model_of_name(config.model_path), model.family.name
@@ -286,6 +287,13 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         teacache=read_polynomials(model.folder),
         size_of_image=model.size_of_image,
         few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
+        shift_choice=shift_choice(
+            scheduler.defaults,
+            () if distilled is None else distilled.presets,
+            model.generation.defaults,
+            None if named is None else named.request,
+            config.model_path,
+        ),
     )
 
 

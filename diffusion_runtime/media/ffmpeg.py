@@ -18,9 +18,9 @@ from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 
 # x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
 MP4_RATE_FACTOR = 16
-# The conversion and the three tags name the same colour matrix; without them players guess one by the picture's size.
-_COLOUR = ("-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709",
-           "-color_primaries", "bt709", "-color_trc", "bt709")  # fmt: skip
+# Conversion and tags name the same colours; without tags players guess them by the picture's size. ffmpeg 9 takes the
+# tags from the filter's frames and not from the encoder's options: `scale` writes its matrix and its range there alone.
+_COLOUR = ("-vf", "scale=out_color_matrix=bt709:out_range=tv,setparams=color_primaries=bt709:color_trc=bt709")
 
 
 class VideoEncoder:

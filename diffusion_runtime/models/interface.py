@@ -192,11 +192,16 @@ class FrameConditioner(ImageConditioner):
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         """See ImageConditioner.condition."""
-        first, last = (
-            [torch.from_numpy(read_image(path, size.height, size.width)) for path in image_paths(request, name)]
-            for name in ("image_path", "last_image_path")
-        )
-        return self.encode(first[0], size, last[0] if last else None)
+        paths = [path for name in ("image_path", "last_image_path") for path in image_paths(request, name)]
+        pixels = [torch.from_numpy(read_image(path, size.height, size.width)) for path in paths]
+        condition = self.encode(pixels[0], size, *pixels[1:])
+        embeddings = self.embed(paths)
+        return condition if embeddings is None else dataclasses.replace(condition, embeddings=embeddings)
+
+    def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
+        """Makes ImageCondition.embeddings of the images at their own sizes, in the order of the clip; None in a model
+        without an image encoder, and in one whose image encoder sees the pixels that `encode` gets."""
+        return None
 
     @abstractmethod
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:

@@ -214,7 +214,8 @@ def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str 
     if not (folder / where).exists():
         return None
     values = read_json_in(folder, *where.split("/"))
-    if any(key not in values or values[key] != value for key, value in wanted.items()):
+    # A key that is left out is off: so are the defaults of diffusers' classes.
+    if any((values.get(key) or None) != (value or None) for key, value in wanted.items()):
         return None
     return f"{where}: {', '.join(f'{key} is {shown(value)}' for key, value in wanted.items())}"
 

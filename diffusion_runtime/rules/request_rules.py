@@ -16,6 +16,7 @@ from diffusion_runtime.media.images import check_image, check_mask, open_picture
 from diffusion_runtime.media.sound_files import check_sound
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
+from diffusion_runtime.models.shift_choice import ShiftChoice
 from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
 from diffusion_runtime.request.generation_request import (
     IMAGE_FIELDS,
@@ -43,6 +44,7 @@ class RequestRules(SamplingRules):
     for images it needs, how it takes those to edit (references), what size follows from an image (size_of_image), and
     its attention layers, with or without weights around them, whose options may ask for a number of steps.
     sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None for many steps.
+    shift_choice: a default flow shift that is not the folder's scheduler's, None where there is no other.
     loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it.
     teacache: what TeaCache's authors published for it.
     identity: of `model_identity`, computed when a calibration is compared with it. num_blocks: of its transformer, None
@@ -60,6 +62,7 @@ class RequestRules(SamplingRules):
     size_of_image: Callable[[Size], Size] | None = None
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
+    shift_choice: ShiftChoice | None = None
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     teacache: TeaCachePolynomials | None = None
@@ -86,6 +89,8 @@ class RequestRules(SamplingRules):
         if request.sigmas is not None and own_shift is None:
             # They are not shifted, whatever the model's own schedule is.
             request = dataclasses.replace(request, flow_shift=1.0)
+        elif own_shift is None and self.shift_choice is not None and not self.shift_choice.fits(request):
+            request = dataclasses.replace(request, flow_shift=self.shift_choice.of_folder)
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
         self._refuse_unused(request)
@@ -301,8 +306,9 @@ class RequestRules(SamplingRules):
         num_tokens = self.geometry.num_tokens(height, width, num_frames)
         if request.last_image_path is not None and self.geometry.appends_last_image:
             num_tokens += self.geometry.num_tokens(height, width, 1)
-        keyframes = sum(frame > 0 for frame, _, _ in request.frame_conditions or ())
-        num_tokens += keyframes * self.geometry.num_tokens(height, width, 1)
+        if keyframes := sum(frame > 0 for frame, _, _ in request.frame_conditions or ()):
+            # One frame is no whole token where a token holds several latent frames: such models take no keyframes.
+            num_tokens += keyframes * self.geometry.num_tokens(height, width, 1)
         flow_shift = self.schedule.flow_shift(num_tokens, num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
@@ -439,13 +445,18 @@ class RequestRules(SamplingRules):
         return ", ".join(names_of(self._matching_presets(request))) or None
 
     def sampling_note(self, request: GenerationRequest) -> str | None:
-        """The sampling preset that a resolved request has, and what recognised it; None without one."""
+        """Names the sampling preset that a resolved request has, what recognised it, and whose flow shift runs; None
+        where the folder alone says how it is sampled."""
+        notes: list[str] = []
         found, distilled = self._matching_presets(request), self.few_steps
-        if not found:
-            return None
-        is_recognised = distilled is not None and not set(names_of(found)).isdisjoint(names_of(distilled.presets))
-        because = f" ({distilled.because})" if distilled is not None and is_recognised else ""
-        return f"sampling preset: {' = '.join(names_of(found))}{because}"
+        if found:
+            is_recognised = distilled is not None and not set(names_of(found)).isdisjoint(names_of(distilled.presets))
+            because = f" ({distilled.because})" if distilled is not None and is_recognised else ""
+            notes.append(f"sampling preset: {' = '.join(names_of(found))}{because}")
+        if self.shift_choice is not None:
+            computed = self._computed_defaults(request).get("flow_shift")
+            notes += filter(None, [self.shift_choice.note(request, computed)])
+        return "; ".join(notes) or None
 
     def _matching_presets(self, request: GenerationRequest) -> tuple[SamplingPreset, ...]:
         return tuple(preset for preset in self.sampling_presets if preset.matches(request))

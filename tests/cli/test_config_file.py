@@ -160,4 +160,4 @@ def test_the_wan_config_holds_the_documented_values() -> None:
     config = read_config(str(REPOSITORY / "configs" / "wan2.1-1.3b.yaml"))
     assert config.runtime["model_path"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     values = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "flow_shift")
-    assert [config.request[name] for name in values] == [480, 832, 81, 16, 50, 5.0, 3.0]
+    assert [config.request[name] for name in values] == [480, 832, 81, 16, 50, 6.0, 8.0]

@@ -71,7 +71,13 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
 OTHER = {
-    "wan2.2-t2v-a14b": {"height", "width"},
+    # A folder runs its own shift, a name that of the authors: test_authors_settings.py.
+    "wan2.1-1.3b": {"flow_shift", "guidance_scale"},
+    "wan2.1-14b": {"flow_shift"},
+    "wan2.1-vace-1.3b": {"flow_shift"},
+    "wan2.1-vace-14b": {"flow_shift"},
+    "wan2.2-i2v-a14b": {"flow_shift"},
+    "wan2.2-t2v-a14b": {"height", "width", "flow_shift"},
     "wan2.1-i2v-14b-720p": {"height", "width"},
     "wan2.1-flf2v-14b-720p": {"height", "width"},
     "ltx-video-0.9.0": {"height", "width"},

@@ -20,9 +20,17 @@ _SIDES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832,
 TRAINED_SIZES = (*_SIDES, (1024, 1024), *((height, width) for width, height in reversed(_SIDES)))
 
 
+# Pixels of a token in height and width.
+_MULTIPLE = 16
+
+
 def trained_size(size: Size) -> Size:
-    """Of the sizes that the model was trained on, the one whose ratio is nearest to an image's."""
-    height, width = size
+    """Finds, among the sizes that the model was trained on, the one whose ratio is nearest to an image's.
+
+    The ratio is that of the image rounded down to whole tokens, as in diffusers' FluxKontextPipeline; a side below one
+    token counts as one.
+    """
+    height, width = (max(side // _MULTIPLE, 1) for side in size)
     _, columns, rows = min((abs(width / height - columns / rows), columns, rows) for columns, rows in TRAINED_SIZES)
     return rows, columns
 

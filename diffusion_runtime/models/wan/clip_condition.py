@@ -6,10 +6,14 @@ its length is. The mask has a channel for each frame of a latent frame: 1 where 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy
 import torch
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -53,14 +57,14 @@ class WanClipConditioner(FrameConditioner):
         mask[:, :, 0] = 1.0
         if last_image is not None:
             mask[:, -1, -1] = 1.0
-        return ImageCondition(torch.cat([mask, latents], dim=1), self._image_tokens(image, last_image))
+        return ImageCondition(torch.cat([mask, latents], dim=1))
 
-    def _image_tokens(self, image: torch.Tensor, last_image: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the image encoder, those of the last image behind those of the first, [1, tokens, dim]."""
+    def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
+        """See FrameConditioner.embed. The tokens of the last image stand behind those of the first."""
         if self._tokens is None:
             return None
-        images = [image] if last_image is None else [image, last_image]
-        return torch.cat([self._tokens.encode(each) for each in images], dim=1)
+        images = (torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8)) for path in paths)
+        return torch.cat([self._tokens.encode(image) for image in images], dim=1)
 
 
 def load_clip_conditioner(

@@ -51,6 +51,8 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 from diffusion_runtime.weights.checkpoint import Piece
 
+# Of a folder whose scheduler says no shift: that of diffusers' WanPipeline.
+_DEFAULTS = {**published_defaults("wan2.1-14b"), "flow_shift": 3.0}
 # Where the examples of other models' authors differ. Those of 14 B make 480p as well, which stays the default.
 _SAMPLING = ("num_inference_steps", "guidance_scale", "guidance_scale_2")
 _EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", *_SAMPLING)
@@ -218,7 +220,7 @@ FAMILY = ModelFamily(
     shares_decoding=True,
     has_tiles=True,
     decodes_fast=True,
-    defaults=published_defaults("wan2.1-1.3b"),
+    defaults=_DEFAULTS,
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanTransformer,

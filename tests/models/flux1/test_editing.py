@@ -4,6 +4,7 @@ image beside those of the noise."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from diffusers import FluxKontextPipeline, FluxTransformer2DModel
+from diffusers.image_processor import VaeImageProcessor
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from graphed_forwards import run_request
 from PIL import Image
@@ -152,9 +154,19 @@ def test_the_size_of_the_picture_is_the_trained_one_of_the_nearest_ratio(monkeyp
     monkeypatch.undo()
     known = theirs_module.PREFERRED_KONTEXT_RESOLUTIONS
     assert list(editing.TRAINED_SIZES) == known
-    for height, width in ((1, 9), (600, 601), (1000, 1100), (3000, 2000), (768, 1344), (9, 1)):
-        _, columns, rows = min((abs(width / height - w / h), w, h) for w, h in known)
-        assert editing.trained_size((height, width)) == (rows, columns)
+    # Every size, and not those of whole tokens alone: diffusers takes the ratio after rounding down.
+    processor = VaeImageProcessor(vae_scale_factor=16)
+    sides = range(16, 2600, 41)
+    wrong = []
+    for height, width in ((631, 996), *itertools.product(sides, sides)):
+        whole_height, whole_width = processor.get_default_height_width(numpy.empty((1, height, width)))
+        _, columns, rows = min((abs(whole_width / whole_height - w / h), w, h) for w, h in known)
+        if editing.trained_size((height, width)) != (rows, columns):
+            wrong.append((height, width))
+    assert wrong == []
+    assert editing.trained_size((631, 996)) == (800, 1328)
+    # Thinner than a token, where diffusers divides by zero.
+    assert editing.trained_size((9, 900)) == (672, 1568)
 
 
 def test_the_image_matters_and_is_embedded_once(
@@ -221,5 +233,5 @@ def test_what_cannot_be_edited_is_said_before_the_weights_load(folder: Path, pic
     assert rules.resolve(request(image_path=[picture])).image_path == picture
     # As in diffusers, what is made has the model's size and not the image's.
     defaults = rules.resolve(GenerationRequest("make it night", image_path=picture))
-    assert (defaults.height, defaults.width, defaults.num_inference_steps) == (1024, 1024, 28)
+    assert (defaults.height, defaults.width, defaults.num_inference_steps) == (1024, 1024, 30)
     assert defaults.guidance_scale == 2.5

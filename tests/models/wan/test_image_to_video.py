@@ -121,13 +121,30 @@ CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def large_pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two images of twice the clip's size, with detail that the clip's size does not have."""
+    folder, generator = tmp_path_factory.mktemp("large"), numpy.random.default_rng(0)
+    for name in ("image_path", "last_image_path"):
+        pixels = generator.integers(0, 256, (64, 96, 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return {name: str(folder / f"{name}.png") for name in ("image_path", "last_image_path")}
+
+
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", ["of the clip's size", "of twice its size"])
 def test_a_generation_equals_diffusers(
-    folder_of: FolderOf, pictures: dict[str, str], our_latents: list[torch.Tensor], name: str
+    folder_of: FolderOf,
+    pictures: dict[str, str],
+    large_pictures: dict[str, str],
+    our_latents: list[torch.Tensor],
+    name: str,
+    size: str,
 ) -> None:
+    """Of larger images too, which the image encoder of Wan 2.1 sees at their own size and the clip's encoder scaled."""
     kind, images, values = CASES[name]
     folder = folder_of(kind)
-    given = {field: pictures[field] for field in images}
+    given = {field: (pictures if size == "of the clip's size" else large_pictures)[field] for field in images}
     requests = [
         request(prompt=prompt, seed=seed, **given, **values) for prompt, seed in zip(PROMPTS, (5, 6), strict=True)
     ]
@@ -220,8 +237,8 @@ def test_the_condition_is_what_diffusers_makes_of_the_images(folder_of: FolderOf
             assert found.latents.shape == expected.shape == (1, 20, 1 + num_frames // 4, 4, 6)
             assert torch.equal(found.latents[:, :4], expected[:, :4])
             assert relative(found.latents, expected) < 1e-5
-            assert found.embeddings is not None
-            assert relative(found.embeddings, tokens.flatten(0, 1)[None]) < 1e-5
+            embeddings = conditioner.embed(list(pictures.values())[: 1 + last])
+            assert relative(embeddings, tokens.flatten(0, 1)[None]) < 1e-5
             assert relative(quick.latents, expected) < 1e-4
     assert [part.component for part in conditioner.libraries] == ["vae encoder", "image_encoder"]
 

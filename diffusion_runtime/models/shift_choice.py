@@ -1,0 +1,79 @@
+"""Flow shifts of a model that differ: that of its folder's scheduler, and of a sampling preset or of its authors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_runtime.models.sampling_presets import SamplingPreset
+from diffusion_runtime.request.generation_request import GenerationRequest
+
+_FIELD = "flow_shift"
+
+
+@dataclass(frozen=True)
+class ShiftChoice:
+    """A flow shift that is not that of the folder's scheduler.
+
+    value: the shift; owner: whose it is, in words. of_folder: that of the scheduler, None where it follows the size.
+    presets: those that the model was recognised by, whose shift goes with their steps or their guidance; none for a
+    shift that goes with any.
+    """
+
+    value: float
+    owner: str
+    of_folder: float | None
+    presets: tuple[SamplingPreset, ...] = ()
+
+    def fits(self, request: GenerationRequest) -> bool:
+        """Finds whether a request, whose steps and guidance are known, runs the model as the presets do."""
+        if not self.presets:
+            return True
+        has_steps = request.num_inference_steps in {preset.num_steps for preset in self.presets}
+        scales = {preset.request.get("guidance_scale") for preset in self.presets}
+        return has_steps or request.guidance_scale in scales
+
+    def note(self, request: GenerationRequest, computed: float | None) -> str | None:
+        """Says whose shift a resolved request runs; None for one of its own, and where noise levels are not shifted.
+
+        computed: the shift that the scheduler leads to at the request's size, None where its shift is fixed.
+        """
+        if request.sigmas is not None:
+            return None
+        of_folder = computed if self.of_folder is None else self.of_folder
+        folder_says = "a shift that follows the size" if self.of_folder is None else f"{self.of_folder:g}"
+        if request.flow_shift == self.value:
+            return f"flow_shift: {self.value:g} of {self.owner} runs; the folder's scheduler says {folder_says}"
+        if of_folder is not None and request.flow_shift == of_folder and not self.fits(request):
+            return (
+                f"flow_shift: {of_folder:g} of the folder's scheduler runs; {self.owner} says {self.value:g}, for "
+                "other steps and guidance"
+            )
+        return None
+
+
+def shift_choice(
+    scheduler: Mapping[str, Any],
+    presets: tuple[SamplingPreset, ...],
+    generation: Mapping[str, Any],
+    documented: Mapping[str, Any] | None,
+    name: str,
+) -> ShiftChoice | None:
+    """Compares the flow shifts that a model is given by default; None where the folder's own is the only one.
+
+    scheduler: request values of the folder's scheduler; presets: those that the folder is recognised by, the default
+    first; generation: request values of its generation.json; documented: those of the model's authors, None for a model
+    that was not chosen by its name; name: of the model.
+    """
+    of_folder = scheduler.get(_FIELD)
+    authors = {} if documented is None else documented
+    preset = {} if not presets else presets[0].request
+    if authors.get(_FIELD) is not None:
+        found = ShiftChoice(float(authors[_FIELD]), f"{name}'s authors", of_folder)
+    elif generation.get(_FIELD) is not None or preset.get(_FIELD) is None:
+        return None
+    else:
+        same = tuple(each for each in presets if each.request.get(_FIELD) == preset[_FIELD])
+        found = ShiftChoice(float(preset[_FIELD]), f"the sampling preset {presets[0].name}", of_folder, same)
+    return None if found.value == of_folder else found
