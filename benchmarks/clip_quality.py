@@ -7,6 +7,7 @@ clips, prompt accuracy with its 95 % interval, the relative L2 distance of the f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -79,11 +80,12 @@ class LatentRecorder:
 @contextmanager
 def recorded_latents(pipeline: Pipeline) -> Iterator[list[torch.Tensor]]:
     """The final latents of every clip that is generated meanwhile, [1, ...] each."""
-    recorder = pipeline.decoder = LatentRecorder(pipeline.decoder)  # type: ignore[assignment]
+    recorder = LatentRecorder(pipeline.decoder)
+    pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recorder)  # type: ignore[arg-type]
     try:
         yield recorder.latents
     finally:
-        pipeline.decoder = recorder.decoder
+        pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recorder.decoder)
 
 
 def quality_prompts(num_prompts: int) -> list[EvaluationPrompt]:

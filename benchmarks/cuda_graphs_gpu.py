@@ -69,9 +69,12 @@ def load(device: torch.device, mode: str) -> Pipeline:
     pipeline = load_pipeline("shapes", device=str(device), cuda_graphs=mode if device.type == "cuda" else "auto")
     assert isinstance(pipeline, Pipeline)
     if device.type != "cuda" and mode != "off":
-        pipeline._graphs = ForwardGraphs(capture_for(device), is_probed=mode == "auto")
-        pipeline._decoder_graphs = DecoderGraphs(capture_for(device))
-        pipeline.decoder = pipeline.decoder.with_graphs(pipeline._decoder_graphs)
+        graphs = ForwardGraphs(capture_for(device), is_probed=mode == "auto")
+        decoder_graphs = DecoderGraphs(capture_for(device))
+        decoder = pipeline.decoder.with_graphs(decoder_graphs)
+        pipeline.parts = dataclasses.replace(
+            pipeline.parts, graphs=graphs, decoder_graphs=decoder_graphs, decoder=decoder
+        )
     return pipeline
 
 

@@ -33,6 +33,7 @@ from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, writ
 from benchmarks.sparse_quality import SVG2
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.core.hardware import resolve_device
+from diffusion_runtime.profiling import calibration
 from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
 
 FULL_STEPS = 24
@@ -120,7 +121,7 @@ def calibrate(arguments: argparse.Namespace, path: Path) -> None:
     assert isinstance(pipeline, Pipeline)
     prompts = evaluation_prompts("held_out", min(CALIBRATION_PROMPTS, arguments.num_prompts))
     requests = [GenerationRequest(each.text, seed=each.seed, **FULL.request) for each in prompts]
-    path.write_text(json.dumps(pipeline.calibrate(requests).to_dict()))
+    path.write_text(json.dumps(calibration.calibrate(pipeline, requests).to_dict()))
 
 
 def with_calibration(values: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from diffusion_runtime.memory.plan import OFFLOADS, MemoryDemand, MemoryPlan, Pa
 from diffusion_runtime.memory.transfers import transfers_of
 from diffusion_runtime.models.published_folders import write_folder
 from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
+from diffusion_runtime.profiling.instruments import watched_latents
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder
 
@@ -218,7 +219,7 @@ def run_generation(name: str, row: Generation, device: torch.device) -> Iterator
             first = pipeline(replace(opened.request, num_inference_steps=2))
             latents: list[torch.Tensor] = []
             shortages = _num_shortages(device)
-            with pipeline.watched_latents(lambda _, at, into=latents: into.append(at.cpu())):
+            with watched_latents(pipeline, lambda _, at, into=latents: into.append(at.cpu())):
                 started = time.perf_counter()
                 media = pipeline(opened.request)
                 taken = time.perf_counter() - started

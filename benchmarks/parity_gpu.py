@@ -47,6 +47,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.profiling.instruments import watched_latents
 from diffusion_runtime.report.attention_report import AttentionReport
 
 SEED = 1
@@ -164,7 +165,7 @@ def make(row: Row, device: str, requests: Sequence[GenerationRequest] = ()) -> M
         pipeline = load(RuntimeConfig("shapes", device=device, dtype=row.dtype, **settings))
         try:
             request = GenerationRequest(PROMPT, seed=SEED, **({} if device == "cuda" else SMALL))
-            with pipeline.watched_latents(watch):
+            with watched_latents(pipeline, watch):
                 media = pipeline(request)
             clips = tuple(pipeline(request).frames for request in requests)
         finally:

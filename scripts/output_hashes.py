@@ -9,6 +9,7 @@ through diffusers' own pipeline, and the embedded model on two and three process
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -74,9 +75,9 @@ def hashes(pipeline: Any, request: GenerationRequest) -> str:
     if not isinstance(pipeline, Pipeline):
         return f"frames {digest(pipeline(request).frames)}"
     recording = RecordingDecoder(pipeline.decoder)
-    pipeline.decoder = recording
+    pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recording)
     frames = pipeline(request).frames
-    pipeline.decoder = recording._decoder
+    pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recording._decoder)
     return f"latents {digest(*(x.float().numpy() for x in recording.latents))} frames {digest(frames)}"
 
 

@@ -29,6 +29,7 @@ from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import attention_choices
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
 GRID = (4, 8, 8)
@@ -108,7 +109,7 @@ def check_what_is_said(device: str, choices: list[dict[str, object]], **values: 
     assert isinstance(pipeline, Pipeline)
     for choice in choices:
         found = explained(choice, device=device, num_inference_steps=3, **values)
-        with pipeline.attention_choices(AttentionConfig.parse(choice)):
+        with attention_choices(pipeline, AttentionConfig.parse(choice)):
             report = pipeline(found.request).attention_report
         ran = {
             (row.role, row.backend, row.implementation.removesuffix(" by length"), row.layers, row.steps)

@@ -438,7 +438,7 @@ def test_frames_that_are_not_numbers_are_an_error(pipeline: Pipeline, tmp_path: 
             last[0, 1, 3, 4, 1] = math.nan
             return FrameStream(4, iter([frames, last]))
 
-    pipeline.decoder = Overflowing()  # type: ignore[assignment]
+    pipeline.parts = dataclasses.replace(pipeline.parts, decoder=Overflowing())  # type: ignore[arg-type]
     try:
         with (
             FileWriter(tmp_path / "x.npy") as writer,
@@ -446,7 +446,7 @@ def test_frames_that_are_not_numbers_are_an_error(pipeline: Pipeline, tmp_path: 
         ):
             pipeline(request(), open_sink=writer.open)
     finally:
-        pipeline.decoder = decoder
+        pipeline.parts = dataclasses.replace(pipeline.parts, decoder=decoder)
     assert list(tmp_path.iterdir()) == []
 
 

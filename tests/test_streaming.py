@@ -14,6 +14,7 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError, PipelineBusyError, RequestError
 from diffusion_runtime.generation.chunked_denoiser import ChunkStream
+from diffusion_runtime.profiling.instruments import counted_density
 from diffusion_runtime.streaming.generation_stream import GenerationStream
 
 # Chunks of 3 latent frames: 9 frames, then 12 each.
@@ -34,7 +35,7 @@ def test_a_stream_gives_the_frames_of_a_generation(pipeline: Pipeline) -> None:
     plain = pipeline(REQUEST)
     assert numpy.array_equal(whole.frames[:21], plain.frames[:21])
     assert not numpy.array_equal(whole.frames[21:], plain.frames[21:])
-    with pipeline.counted_density(), pipeline.stream(request, keeps_frames=True) as stream:
+    with counted_density(pipeline), pipeline.stream(request, keeps_frames=True) as stream:
         chunks = list(stream)
     assert {each.steps for each in stream.attention_report.density if each.role == "self"} == {(1.0, 1.0)}
     assert [(chunk.first_frame, len(chunk.frames), chunk.prompt) for chunk in chunks] == [

@@ -20,6 +20,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import INDEX_FILE
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
@@ -90,20 +91,17 @@ def random_pipeline(
     if config.compile == "regional":
         compiled = CompiledBlocks()
         compiled.compile(transformer)
-    return Pipeline(
+    parts = PipelineParts(
         text_encoder=RandomConditions(opened, device, dtype),
         transformer=transformer,
         decoder=decoder,
-        rules=prepared.rules,
         load_image_conditioner=lambda: _loaded(conditioner),
-        device=device,
-        dtype=dtype,
-        recipe=prepared.description.to_dict(),
-        quantization=prepared.quantization,
+        products=prepared.quantization.counter,
         compiled=compiled,
         graphs=make_graphs(prepared.description.config, device, is_offloaded=False),
         decoder_graphs=make_decoder_graphs(prepared.description.config, device),
     )
+    return Pipeline(parts, prepared.rules, device=device, dtype=dtype, recipe=prepared.description.to_dict())
 
 
 class RandomImages(ImageConditioner):

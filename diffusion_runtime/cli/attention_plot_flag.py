@@ -38,8 +38,12 @@ def check_plot_place(path: str | None, output: Path | None, *, dry_run: bool) ->
 
 
 def counting_density(path: str | None, pipeline: GenerationPipeline) -> AbstractContextManager[None]:
-    """While it holds, the pipeline counts what the picture is drawn of, where there is to be one."""
-    return nullcontext() if path is None else pipeline.counted_density()
+    """Context manager: the pipeline counts what the picture is drawn of, where there is to be one."""
+    if path is None:
+        return nullcontext()
+    from diffusion_runtime.profiling.instruments import counted_density
+
+    return counted_density(pipeline)
 
 
 def write_plot(path: str | None, result: BatchResult, terminal: Terminal) -> None:

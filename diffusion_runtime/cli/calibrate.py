@@ -70,6 +70,7 @@ def calibrate(
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.loading import prepare
         from diffusion_runtime.pipeline import Pipeline
+        from diffusion_runtime.profiling.calibration import calibrate
         from diffusion_runtime.request.generation_request import GenerationRequest
         from diffusion_runtime.rules.batch_settings import BatchSettings
         from diffusion_runtime.rules.request_rules import RequestRules
@@ -108,7 +109,7 @@ def calibrate(
         pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
         assert isinstance(pipeline, Pipeline)
         with contextlib.ExitStack() as shown:
-            calibration = pipeline.calibrate(requests, on_progress=_progress(requests, terminal, shown))
+            calibration = calibrate(pipeline, requests, on_progress=_progress(requests, terminal, shown))
     _write(path, json.dumps(calibration.to_dict(), indent=1) + "\n")
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, "path": str(path), "calibration": calibration.to_dict()}))
@@ -125,7 +126,7 @@ def calibrate(
 def _progress(
     requests: Sequence[GenerationRequest], terminal: Terminal, shown: contextlib.ExitStack
 ) -> Callable[[Progress], None]:
-    """An on_progress of `Pipeline.calibrate`, with a view for each request. shown: ends the last one."""
+    """An on_progress of `calibrate`, with a view for each request. shown: ends the last one."""
     views: list[ProgressView] = []
 
     def update(progress: Progress) -> None:

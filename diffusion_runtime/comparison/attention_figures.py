@@ -11,6 +11,7 @@ from diffusion_runtime.errors import UsageError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import Prepared
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling import instruments
 from diffusion_runtime.report.attention_density import LayerDensity
 from diffusion_runtime.request.generation_request import GenerationRequest
 
@@ -47,7 +48,7 @@ def expected_density(prepared: Prepared, request: GenerationRequest) -> Expected
 
 def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
     """Of the transformer's attention layers in one generation, every step and guidance branch."""
-    with pipeline.timed_attention() as clock:
+    with instruments.timed_attention(pipeline) as clock:
         pipeline(request, on_progress=on_progress)
     return clock.seconds()
 
@@ -56,7 +57,7 @@ def counted_density(
     pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
 ) -> float | None:
     """The share of attention's operations that one generation computes."""
-    with pipeline.counted_density():
+    with instruments.counted_density(pipeline):
         media = pipeline(request, on_progress=on_progress)
     return weighted_density(media.attention_report.density, expected.operations)
 

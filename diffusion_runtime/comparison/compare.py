@@ -31,6 +31,7 @@ from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import forget_device_peak
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import watched_latents
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -300,14 +301,14 @@ class _Run:
             # are those of the last chunk.
             yield None
         elif row.kind == "reference":
-            with pipeline.watched_latents(self.latents.keep()):
+            with watched_latents(pipeline, self.latents.keep()):
                 yield None
         elif self.latents.dtype is None:
             # The reference's were not seen.
             yield None
         else:
             watcher = self.latents.beside(index)
-            with pipeline.watched_latents(watcher):
+            with watched_latents(pipeline, watcher):
                 yield watcher
 
     def _load(

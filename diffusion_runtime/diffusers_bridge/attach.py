@@ -217,7 +217,7 @@ class AttachedAttention:
         return dataclasses.replace(report, notes=tuple(filter(None, remarks)))
 
     def start_report(self, *, counts_density: bool = False) -> None:
-        """Begin a new report. counts_density: see Pipeline.counted_density."""
+        """Begin a new report. counts_density: see Hooks.counts_density."""
         self._recorder = AttentionRecorder(counts_density=counts_density)
         self._calls = CallCount()
         self._logged = frozenset()

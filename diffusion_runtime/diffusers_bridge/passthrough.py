@@ -31,6 +31,7 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError, shown
+from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
@@ -77,7 +78,7 @@ class DiffusersPipeline:
         self._choice: AttentionChoice = plan.choice
         self._libraries: tuple[LibraryAttention, ...] = plan.libraries
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
-        self._counts_density = False
+        self.hooks = Hooks()
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
         self._load_timings: dict[str, float] = {}
@@ -169,19 +170,6 @@ class DiffusersPipeline:
         """As GenerationPipeline says."""
         return ("diffusers' own pipeline runs: stages and steps have names, guidance branches and attention none",)
 
-    @contextlib.contextmanager
-    def counted_density(self) -> Iterator[None]:
-        """As GenerationPipeline says; of the calls that our attention serves."""
-        before, self._counts_density = self._counts_density, True
-        try:
-            yield
-        finally:
-            self._counts_density = before
-
-    def named_ranges(self) -> contextlib.AbstractContextManager[None]:
-        """None: what a pipeline of diffusers calls has no names that all share."""
-        return contextlib.nullcontext()
-
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
 
@@ -247,7 +235,7 @@ class DiffusersPipeline:
         """The chosen attention, for one run."""
         # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
-        planned.start_report(counts_density=self._counts_density)
+        planned.start_report(counts_density=self.hooks.counts_density)
         if isinstance(planned, AttachedAttention):
             planned.take_modules()
             with planned:

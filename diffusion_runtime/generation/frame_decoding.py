@@ -1,25 +1,75 @@
-"""Frames of one clip: decoded chunk after chunk, and handed to whoever writes them meanwhile."""
+"""Frames and sound of one clip: decoded chunk after chunk, and handed to whoever writes them meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from diffusion_runtime.decoders.interface import FrameStream
+from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.media import ClipHeader
-from diffusion_runtime.media.file_writer import OpenSink
+from diffusion_runtime.media import Audio, ClipHeader
+from diffusion_runtime.media.file_writer import FrameSink
+from diffusion_runtime.media.sound_files import read_sound
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.rules.batch_settings import BatchSettings
+
+# Samples per second of a sound that comes from a file.
+_FILE_SOUND_RATE = 48000
+
+
+def decode_clip(
+    decoder: LatentDecoder,
+    latents: torch.Tensor,
+    settings: BatchSettings,
+    recipe: Mapping[str, Any],
+    open_sink: Callable[[ClipHeader], FrameSink] | None,
+    recorder: AttentionRecorder,
+) -> tuple[torch.Tensor, Audio | None]:
+    """Decode one sample. Return its frames, uint8 on the CPU, [frames, height, width, 3], and its sound.
+
+    latents: clean, [1, *sample_shape]. open_sink: as of decode_frames. Raises DiffusionRuntimeError for frames that are
+    not numbers.
+    """
+    geometry = settings.rules.geometry
+    parts = geometry.parts(latents, settings.size)
+    # A file of a clip with sound begins with the sound, which is not there yet.
+    sink = open_sink if parts.audio is None else None
+    stream = without_first(decoder.stream(parts.video), geometry.num_frames_before)
+    frames = decode_frames(stream, settings.size.fps, recipe, sink)
+    # Afterwards: a decoder may find that its kernels are not to be used here.
+    recorder.record_library("vae", decoder.library, decoder.implementation)
+    return frames, _sound(decoder, parts.audio, settings, recorder)
+
+
+def _sound(
+    decoder: LatentDecoder, latents: torch.Tensor | None, settings: BatchSettings, recorder: AttentionRecorder
+) -> Audio | None:
+    """Return the sound of one sample, [1, channels, length, bins], or the file's that the video was made for; note
+    audio latents that the decoder cannot decode."""
+    path = settings.shared.audio_path
+    if path is not None:
+        recorder.note(f"the sound is that of {path}")
+        return read_sound(path, "audio_path", settings.size.num_frames / settings.size.fps, _FILE_SOUND_RATE)
+    if latents is None:
+        return None
+    sound = decoder.decode_audio(latents)
+    if sound is None:
+        recorder.note("the model made sound as well, which this decoder does not decode")
+    return sound
 
 
 def decode_frames(
-    stream: FrameStream, request_index: int, fps: int, recipe: Mapping[str, Any], open_sink: OpenSink | None
+    stream: FrameStream,
+    fps: int,
+    recipe: Mapping[str, Any],
+    open_sink: Callable[[ClipHeader], FrameSink] | None = None,
 ) -> torch.Tensor:
-    """The frames of one sample, uint8 on the CPU, [frames, height, width, 3].
+    """Decode the frames of one sample, uint8 on the CPU, [frames, height, width, 3].
 
-    fps, recipe: for the header. open_sink: gets each chunk as soon as it is decoded; None for nobody. Raises
-    DiffusionRuntimeError for frames that are not numbers, which would be black.
+    fps, recipe: for the header. open_sink: returns what takes each chunk as soon as it is decoded; None for nobody.
+    Raises DiffusionRuntimeError for frames that are not numbers, which would be black.
     """
     frames, position, take = torch.empty(0), 0, None
     for chunk in stream.chunks:
@@ -29,7 +79,7 @@ def decode_frames(
             frames = pixels if is_whole else pixels.new_empty(stream.num_frames, *pixels.shape[1:])
             if open_sink is not None:
                 height, width = pixels.shape[1:3]
-                take = open_sink(request_index, ClipHeader(stream.num_frames, height, width, fps, recipe))
+                take = open_sink(ClipHeader(stream.num_frames, height, width, fps, recipe))
         # The part of all frames that a sink may keep; a single chunk is it already.
         part = frames[position : position + len(pixels)]
         if frames is not pixels:
@@ -41,7 +91,7 @@ def decode_frames(
 
 
 def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
-    """The frames of a stream behind the first num_frames, which are decoded all the same."""
+    """Leave out the first num_frames of a stream, which are decoded all the same."""
 
     def chunks() -> Iterator[torch.Tensor]:
         left_out = 0
@@ -55,8 +105,8 @@ def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
 
 
 def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:
-    """Frames in [0, 1] as uint8 on the CPU. position: of the first one in the clip. Raises DiffusionRuntimeError for
-    frames that are not numbers."""
+    """Convert frames in [0, 1] to uint8 on the CPU. position: of the first one in the clip. Raises
+    DiffusionRuntimeError for frames that are not numbers."""
     if bool(frames.isnan().any()):
         raise DiffusionRuntimeError(
             f"the decoded frames from {position} on are not numbers (NaN): the decoder overflowed, or its weights are "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from diffusion_runtime.core.progress import OnProgress
+from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -45,6 +45,7 @@ class GenerationPipeline(Protocol):
     device: torch.device
     dtype: torch.dtype
     recipe: Mapping[str, Any]
+    hooks: Hooks
 
     @property
     def rules(self) -> GenerationRules: ...
@@ -82,13 +83,6 @@ class GenerationPipeline(Protocol):
     @property
     def profile_remarks(self) -> tuple[str, ...]:
         """What a profile of a generation should say: how it differs from one that is not profiled, what has no name."""
-
-    def named_ranges(self) -> AbstractContextManager[None]:
-        """While it holds, what a generation computes consists of named ranges of torch.profiler, as far as this
-        pipeline knows them."""
-
-    def counted_density(self) -> AbstractContextManager[None]:
-        """While it holds, attention reports say which share of the pairs each layer computed at each step."""
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,13 +21,14 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
 from diffusion_runtime.denoising.guidance_terms import with_guidance_terms
-from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, Sampler, Wrapper
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages, steps_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
@@ -48,9 +49,9 @@ class LatentDenoiser:
 
     image_conditioner: called where the requests have an image, or the model control blocks. model: what a
     calibration of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients
-    for the model. block_runner: None for the one of the requests' step cache. is_compiled: whether torch.compile
-    has compiled the transformer's blocks. graphs: the CUDA graphs of its forward passes; None runs all of them
-    eagerly. upsampler: of a second stage. wrap: around the guided prediction, None for nothing; of the first stage.
+    for the model. is_compiled: whether torch.compile has compiled the transformer's blocks. graphs: the CUDA graphs of
+    its forward passes; None runs all of them eagerly. upsampler: of a second stage. hooks: of instruments; the one that
+    wraps predictions is of the first stage.
     """
 
     transformer: DiffusionTransformer
@@ -61,12 +62,11 @@ class LatentDenoiser:
     dtype: torch.dtype
     model: Mapping[str, str]
     recorder: AttentionRecorder
-    block_runner: BlockRunner | None = None
     is_compiled: bool = False
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
     upsampler: LatentUpsampler | None = None
-    wrap: Wrapper | None = None
+    hooks: Hooks = field(default_factory=Hooks)
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
         """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
@@ -197,6 +197,7 @@ class LatentDenoiser:
             read=self.transformer.read_inputs,
             refusal=self.transformer.replay_refusal(),
             group=self.mesh.forward,
+            eager_reason=lambda: self.hooks.eager_reason,
         )
 
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
@@ -254,14 +255,14 @@ class LatentDenoiser:
         cache: FrameCache | None = None,
         plans: ForwardPlans | None = None,
     ) -> AttentionContext:
-        """The context of one forward pass, but for its step. block_runner: unless the denoiser has one. plans: what
-        backends prepare for the pass, None where nothing outlives it."""
+        """The context of one forward pass, but for its step. block_runner: unless an instrument has set one. plans:
+        what backends prepare for the pass, None where nothing outlives it."""
         runner = BlockRunner() if block_runner is None else block_runner
         return AttentionContext(
             state=state,
             recorder=self.recorder,
             sharding=self.mesh.sharding,
-            block_runner=runner if self.block_runner is None else self.block_runner,
+            block_runner=runner if self.hooks.block_runner is None else self.hooks.block_runner,
             plans=ForwardPlans() if plans is None else plans,
             is_compiled=self.is_compiled,
             cache=cache,
@@ -288,7 +289,7 @@ class LatentDenoiser:
         return predict
 
     def _wrapped(self, predict: Predict) -> Predict:
-        return predict if self.wrap is None else self.wrap(predict)
+        return predict if self.hooks.wrap is None else self.hooks.wrap(predict)
 
     def _with_expert(self, predict: Predict, state: RequestCache) -> Predict:
         """`predict` with the expert of each step in its StepInfo. What the one before kept in `state` is dropped."""

@@ -20,6 +20,7 @@ from diffusion_runtime.rules.request_rules import RequestRules
 class LaterRequests:
     """plan, planned: what the model was loaded with, and the request it was made for; None where nothing is known.
     demand_of: what a request takes; offloading: of the loaded model, None where everything is on the device.
+    fitting: MemoryAdviser.fitting.
 
     A plan counts on what was free when the model was loaded. Where everything is on the device and no limit was given,
     nothing can be arranged, and a request is left to try.
@@ -34,6 +35,7 @@ class LaterRequests:
         plan: MemoryPlan | None,
         planned: PlannedRequest | None,
         offloading: Offloading | None,
+        fitting: Callable[[GenerationRequest], str],
     ) -> None:
         self._config = config
         self._device = device
@@ -42,6 +44,7 @@ class LaterRequests:
         self._plan = plan
         self._largest = planned
         self._offloading = offloading
+        self.fitting = fitting
 
     def make_room(self, batch: Sequence[GenerationRequest]) -> None:
         """Arrange the offloaded parts so that a batch of resolved requests fits. Raises DeviceMemoryError where it does

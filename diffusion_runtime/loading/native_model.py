@@ -23,6 +23,7 @@ from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.decoders.shared_decoder import SharedDecoder
 from diffusion_runtime.decoders.tiny_decoder import TinyFile
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
@@ -41,6 +42,7 @@ from diffusion_runtime.loading.memory_planning import (
     planned_batch,
 )
 from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
+from diffusion_runtime.loading.model_rules import rules_with_loras
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.loading.text_encoders import TextEncoderLoader
 from diffusion_runtime.memory.allocator import use_expandable_segments
@@ -59,7 +61,6 @@ from diffusion_runtime.models.model_sources import check_weights_are_there, fetc
 from diffusion_runtime.models.part_files import part_files
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
@@ -179,33 +180,35 @@ class PreparedModel:
             keep_artefacts(self.device, description.model_folder.digest)
             compiled = CompiledBlocks() if world is None else CompiledBlocks(compiling=world.compiling)
             compiled.compile(transformer)
-        pipeline = Pipeline(
+        parts = PipelineParts(
             text_encoder=text_encoder,
             transformer=transformer,
             decoder=decoder,
             upsampler=upsampler,
-            rules=checked.rules,
             load_image_conditioner=self._load_image_conditioner,
-            device=self.device,
-            dtype=self.dtype,
-            recipe=description.to_dict(),
-            mesh=self.mesh,
-            remarks=(*remarks_on(description.self_checks), *self._remarks_on_weights(transformer)),
-            quantization=self.quantization,
+            products=self.quantization.counter,
             compiled=compiled,
             graphs=graphs,
             # The others only take part in what the first process decodes; where weights are offloaded memory is short.
             decoder_graphs=make_decoder_graphs(config, self.device) if world is None and offloading is None else None,
             offloading=offloading,
-            fitting=checked._fitting,
-            make_room=checked._later_requests(offloading).make_room,
-            few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
+            memory=checked._later_requests(offloading),
+            rules_with_loras=functools.partial(rules_with_loras, opened, config, description.model_folder.digest),
             loras=LoraSwitch(
                 rewrite,
                 opened.lora_target(lora_names_of_families),
                 self.loras,
                 *(() if world is None else (world.run_alike,)),
             ),
+        )
+        pipeline = Pipeline(
+            parts,
+            checked.rules,
+            device=self.device,
+            dtype=self.dtype,
+            recipe=description.to_dict(),
+            mesh=self.mesh,
+            remarks=(*remarks_on(description.self_checks), *self._remarks_on_weights(transformer)),
         )
         pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
         return pipeline
@@ -283,7 +286,8 @@ class PreparedModel:
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device
-        return LaterRequests(config, device, self.rules, self._demand_of, plan, self.planned, offloading)
+        fitting = self._fitting
+        return LaterRequests(config, device, self.rules, self._demand_of, plan, self.planned, offloading, fitting)
 
     def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
         given = Alternative(self.description.config, self.dtype, planned)

@@ -17,29 +17,22 @@ from diffusion_runtime.core.hardware import device_of_process, resolve_device, r
 from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.decoders.latent_upsampler import open_upsampler
 from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
-from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.memory_planning import check_offload
+from diffusion_runtime.loading.model_rules import request_rules_of, rules_with_loras
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
-from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import part_files, with_parts
-from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
-from diffusion_runtime.models.shift_choice import shift_choice
-from diffusion_runtime.models.teacache import read_polynomials
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.report.attention_report import LibraryAttention
-from diffusion_runtime.request.generation_request import layered
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
 from diffusion_runtime.weights.lora.binding import bind
@@ -51,26 +44,6 @@ _logger = logging.getLogger("diffusion_runtime.loading")
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
-# The request fields of models that make videos chunk by chunk.
-_OF_CHUNKS = (
-    "chunk_frames",
-    "first_chunk_frames",
-    "first_chunk_steps",
-    "first_chunk_flow_shift",
-    "first_chunk_sampler",
-    "guided_chunks",
-    "guided_switch_chunks",
-    "chunk_schedule",
-    "kv_window",
-    "kv_sink",
-    "commit_noise",
-    "positions",
-    "kv_cache_dtype",
-    "page_size",
-    "prompt_switches",
-    "seed_switches",
-    "switch_mode",
-)
 
 
 def prepare_native(
@@ -97,7 +70,7 @@ def prepare_native(
         if config.upsampler_path is None
         else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
     )
-    rules = _request_rules_of(model, config)
+    rules = request_rules_of(model, config)
     rules.try_scheduler()
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
@@ -149,19 +122,10 @@ def prepare_native(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         rules=dataclasses.replace(
-            rules,
+            rules_with_loras(model, config, folder.digest, rules, config.lora, loras),
             attention_layers=layers,
-            loras=loras,
             num_blocks=transformer.num_blocks,
             needs_whole_passes=config.cuda_graphs == "on",
-            identity=lambda: model_identity(
-                family.name,
-                folder.digest,
-                config.lora,
-                config.quantization,
-                config.quantization_ignored_layers,
-                [*(file.path for file in files), *filter(None, [config.controlnet_path])],
-            ),
         ),
         attention=planned_attention(layers),
         libraries=(
@@ -239,76 +203,6 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
             "their own, and no tiny decoder; leave out --vae-decoder"
         )
     return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
-
-
-def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
-    """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
-    by over the scheduler's own settings over the model's defaults; of the preset's flow shift, see ShiftChoice.
-
-    Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
-    named, family = model_of_name(config.model_path), model.family.name
-    documented = [] if named is None else [named.request]
-    distilled = recognise(family, model.folder, config.model_path)
-    preset = {} if distilled is None else distilled.presets[0].request
-    sampling_presets = presets_of(family, config.model_path)
-    check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
-    defaults, scheduler = dict(model.defaults), model.scheduler
-    if scheduler.sampler is None:
-        # Another scheduler would give other images: only a request or generation.json may replace it.
-        del defaults["sampler"]
-    second: dict[str, Any] = {}
-    stage = model.family.second_stage
-    if config.upsampler_path is not None and stage is not None:
-        levels = stage.sigmas if distilled is None else stage.distilled_sigmas
-        second = {"second_stage_sigmas": levels, "adain_factor": 0.0, "tone_map_compression_ratio": 0.0}
-    return RequestRules(
-        defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
-        presets={
-            **{each.name: each.request for each in sampling_presets},
-            **model.generation.presets,
-            **({} if named is None else named.presets),
-        },
-        geometry=model.geometry,
-        scheduler=scheduler,
-        schedule=model.schedule,
-        embeds_guidance=model.embeds_guidance,
-        takes_guidance=model.takes_guidance,
-        guidance_offset=model.family.guidance_offset,
-        guides_parts="modality_scale" in model.family.request_fields,
-        model_fields=_model_fields(model) | second.keys(),
-        needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
-        references=model.references,
-        control=model.control,
-        is_causal=model.is_causal,
-        history=model.history,
-        attention_layers=(),
-        sampling_presets=sampling_presets,
-        spectrum=read_spectrum(model.folder),
-        teacache=read_polynomials(model.folder),
-        size_of_image=model.size_of_image,
-        few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
-        shift_choice=shift_choice(
-            scheduler.defaults,
-            () if distilled is None else distilled.presets,
-            model.generation.defaults,
-            None if named is None else named.request,
-            config.model_path,
-        ),
-    )
-
-
-def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
-    """The request fields that not every model uses and this one does."""
-    facts = {
-        "true_cfg_scale": model.embeds_guidance,
-        "guidance_scale_2": len(model.transformer_components) > 1,
-        "conditioning_scale": model.control is not None,
-        "decode_timestep": model.decodes_with_noise,
-        "decode_noise_scale": model.decodes_with_noise,
-        **dict.fromkeys(_OF_CHUNKS, model.is_causal),
-    }
-    own = (*model.family.request_fields, *model.request_fields, *model.images)
-    return frozenset((*own, *(name for name, holds in facts.items() if holds)))
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:

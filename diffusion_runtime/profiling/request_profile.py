@@ -18,6 +18,7 @@ from diffusion_runtime.core.progress import OnProgress, Progress
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.media.publish import publish_numbered, temporary_file
+from diffusion_runtime.profiling.instruments import named_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ class RequestProfile:
         self._profiler = profile(activities=_activities(self._pipeline.device))
         self._profiler.start()
         self._recording.callback(self._stop)
-        self._recording.enter_context(self._pipeline.named_ranges())
+        self._recording.enter_context(named_ranges(self._pipeline))
 
     def _name_step(self, name: str) -> None:
         """Among the operators, and from there on the device: which of its kernels are this step's."""

@@ -194,7 +194,7 @@ class AttentionReport:
     by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
     to be used. Calls and products of a replayed forward pass count as those of any. cache: of a video that was made
     chunk by chunk, None for one made at once. density, plan: where they were to be counted
-    (`Pipeline.counted_density`); plan is None where every call was dense."""
+    (`profiling.instruments.counted_density`); plan is None where every call was dense."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()

@@ -21,9 +21,9 @@ from diffusion_runtime.comparison.latent_distance import relative_l2
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
-from diffusion_runtime.errors import Cancelled
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import attention_choices, watched_latents, wrapped_predictions
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import check_clip
@@ -119,7 +119,7 @@ class Measurement:
 
     def _clip(self, rules: Rules, prompt: TunedPrompt, request: GenerationRequest | None = None) -> dict[str, Any]:
         made = _Made([])
-        with self.pipeline.attention_choices(self._with(rules)), self.pipeline.watched_latents(made.watch):
+        with attention_choices(self.pipeline, self._with(rules)), watched_latents(self.pipeline, made.watch):
             media = self._made(request or prompt.request, decoded=self._needs_frames, made=made)
         if not rules and request is None:
             self._keep(prompt.request, made, media)
@@ -163,7 +163,7 @@ class Measurement:
         key = request.prompt, request.seed
         if key not in self._dense:
             made = _Made([])
-            with self.pipeline.attention_choices(self._with([])), self.pipeline.watched_latents(made.watch):
+            with attention_choices(self.pipeline, self._with([])), watched_latents(self.pipeline, made.watch):
                 media = self._made(request, decoded=self._compares_frames, made=made)
             self._keep(request, made, media)
         return self._dense[key]
@@ -184,9 +184,9 @@ class Measurement:
 
         made = _Made([])
         with (
-            self.pipeline.attention_choices(self._with([])),
-            self.pipeline.watched_latents(made.watch),
-            self.pipeline.wrapped_predictions(recorded),
+            attention_choices(self.pipeline, self._with([])),
+            watched_latents(self.pipeline, made.watch),
+            wrapped_predictions(self.pipeline, recorded),
         ):
             media = self._made(request, decoded=self._compares_frames, made=made)
         self._keep(request, made, media)
@@ -211,28 +211,24 @@ class Measurement:
             return replay
 
         with (
-            self.pipeline.attention_choices(self._with(rules)),
-            self.pipeline.watched_latents(made.watch),
-            self.pipeline.wrapped_predictions(replayed),
+            attention_choices(self.pipeline, self._with(rules)),
+            watched_latents(self.pipeline, made.watch),
+            wrapped_predictions(self.pipeline, replayed),
         ):
             self._made(request, decoded=False, made=made)
         return made.latents
 
     def _made(self, request: GenerationRequest, *, decoded: bool, made: _Made) -> GeneratedMedia | None:
-        """A clip; None where it is not to be decoded."""
+        """Make a clip; None where it is not to be decoded."""
 
         def watch(progress: Progress) -> None:
             if progress.stage == "denoise" and progress.step == progress.num_steps:
                 made.seconds = progress.seconds
-                if not decoded:
-                    raise Cancelled
 
-        try:
+        if decoded:
             return self.pipeline(request, on_progress=watch)
-        except Cancelled:
-            if decoded:
-                raise
-            return None
+        self.pipeline.latents(request, on_progress=watch)
+        return None
 
     def _with(self, rules: Rules) -> AttentionConfig:
         return AttentionConfig(self.dense.default, self.dense.per_role, tuple(rules))  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ def test_a_video_in_pages_is_the_video(folder: Path) -> None:
         stored = 1 if "kv_cache_dtype" in values else 4
         assert planned[1] - planned[0] == 2 * 7 * 4 * 4 * 16 * stored
     eager = pipeline(dataclasses.replace(plain, num_frames=81, page_size=2))
-    pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+    pipeline.parts = dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture(), is_probed=False))
     replayed = pipeline(dataclasses.replace(plain, num_frames=81, page_size=2))
     assert replayed.attention_report.graphs.num_replayed >= 12
     assert abs(replayed.frames.astype(int) - eager.frames).max() <= 1

@@ -28,6 +28,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import timed_attention, watched_latents
 from diffusion_runtime.report.attention_density import LayerDensity
 
 PROMPTS = ("a red circle moving left", "a blue star")
@@ -123,7 +124,7 @@ def test_attention_is_timed_call_by_call_and_density_is_counted_where_the_conten
     request = GenerationRequest(PROMPTS[0], **{**REQUEST, "num_frames": 1, "num_inference_steps": 1})
     hooks = [len(module._forward_hooks) for module in pipeline.transformer.modules()]
     ticks = itertools.count()
-    with pipeline.timed_attention() as clock:
+    with timed_attention(pipeline) as clock:
         monkeypatch.setattr("diffusion_runtime.profiling.attention_clock.time.perf_counter", lambda: float(next(ticks)))
         media = pipeline(request)
         monkeypatch.undo()
@@ -147,7 +148,7 @@ def latents_of(attention: object) -> list[torch.Tensor]:
     pipeline = load_pipeline("shapes", device="cpu", attention=attention)
     assert isinstance(pipeline, Pipeline)
     kept: list[torch.Tensor] = []
-    with pipeline.watched_latents(lambda _, latents: kept.append(latents.clone())):
+    with watched_latents(pipeline, lambda _, latents: kept.append(latents.clone())):
         pipeline(GenerationRequest(PROMPTS[0], **REQUEST))
     pipeline(GenerationRequest(PROMPTS[0], **{**REQUEST, "num_inference_steps": 1}))
     assert len(kept) == 4, "watched after the block"

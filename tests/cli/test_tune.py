@@ -20,6 +20,7 @@ from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import attention_choices, watched_latents
 from diffusion_runtime.tuning.measurement import Measurement
 from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.tune import tune
@@ -40,7 +41,7 @@ def words(folder: Path, *more: str, num_prompts: int = 3) -> tuple[str, ...]:
 
 def latents_of(pipeline: Pipeline, prompt: str) -> torch.Tensor:
     kept: list[torch.Tensor] = []
-    with pipeline.watched_latents(lambda _, latents: kept.append(latents.clone())):
+    with watched_latents(pipeline, lambda _, latents: kept.append(latents.clone())):
         pipeline(GenerationRequest(prompt, seed=0, **SIZE))  # type: ignore[arg-type]
     return kept[-1]
 
@@ -97,7 +98,7 @@ def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
     # A cell alone, with every other one dense: the steps before it are replayed, which changes nothing.
     last = next(each for each in record["sensitivity"] if (each["layers"], each["steps"]) == ("1", "1"))
     rule = {key: last[key] for key in ("role", "layers", "steps", "backend", "extra")}
-    with dense.attention_choices(AttentionConfig(schedule=(rule,))):  # type: ignore[arg-type]
+    with attention_choices(dense, AttentionConfig(schedule=(rule,))):  # type: ignore[arg-type]
         mine = latents_of(dense, PROMPTS[0])
     its = latents_of(dense, PROMPTS[0])
     assert last["latent_l2"] == pytest.approx(float((mine - its).norm() / its.norm()), rel=1e-3)
@@ -179,9 +180,9 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
     pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
     assert isinstance(pipeline, Pipeline)
     request = GenerationRequest(PROMPTS[0], seed=0, **SIZE)  # type: ignore[arg-type]
-    with pytest.raises(BackendUnavailableError), pipeline.attention_choices(AttentionConfig.parse("fa4")):
+    with pytest.raises(BackendUnavailableError), attention_choices(pipeline, AttentionConfig.parse("fa4")):
         pytest.fail("it was chosen")
-    with pipeline.attention_choices(AttentionConfig.parse("reference")):
+    with attention_choices(pipeline, AttentionConfig.parse("reference")):
         inside = {row.backend for row in pipeline(request).attention_report.rows}
     assert inside == {"reference"}
     assert {row.backend for row in pipeline(request).attention_report.rows} == {"torch_sdpa"}

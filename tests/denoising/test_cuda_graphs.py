@@ -103,11 +103,12 @@ class Requests:
         with_graphs: bool = True,
         runner: BlockRunner | None = None,
         refusal: str | None = None,
+        eager_reason: str | None = None,
     ) -> tuple[list[torch.Tensor], AttentionRecorder]:
         generator = torch.Generator().manual_seed(seed)
         inputs = Inputs(torch.randn(1, 3, 32, generator=generator))
         state, recorder = RequestCache(), AttentionRecorder()
-        forward = self.graphs.of_generation(self.model, recorder, refusal=refusal)
+        forward = self.graphs.of_generation(self.model, recorder, refusal=refusal, eager_reason=lambda: eager_reason)
         made = []
         for index in range(num_steps):
             step = StepInfo(index, num_steps, timestep=1000.0 - index)
@@ -245,8 +246,8 @@ def test_step_caches_and_reasons_of_the_caller_run_eagerly() -> None:
     assert requests.check(refusal="several processes run the model together").eager == {
         "several processes run the model together": 6
     }
-    with requests.graphs.paused("a profile records the step"):
-        assert requests.check().eager == {"a profile records the step": 6}
+    paused = requests.check(eager_reason="a profile records the step")
+    assert paused.eager == {"a profile records the step": 6}
     assert requests.capture.calls == []
     assert requests.check().num_replayed == 3
 

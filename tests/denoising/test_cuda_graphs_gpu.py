@@ -84,7 +84,7 @@ def test_the_probe_finds_the_embedded_model_launch_bound() -> None:
 def test_backends_are_replayed_or_say_why_not(spec: Any, is_replayed: bool) -> None:
     attention = AttentionConfig.parse({"per_role": {"self": spec}})
     graphed, eager = load("auto", attention=attention), load("off", attention=attention)
-    graphed._graphs.is_probed = False  # type: ignore[union-attr]
+    graphed.parts.graphs.is_probed = False  # type: ignore[union-attr]
     for request in REQUESTS[:2]:
         report = check(graphed, eager, request)
     assert (report.num_replayed > 0) == is_replayed, report
@@ -115,7 +115,7 @@ def test_a_captured_pass_waits_for_nothing_and_allocates_nothing() -> None:
     graphed = load("on")
     for _ in range(2):
         graphed(REQUESTS[0])
-    (form, *_) = graphed._graphs._forms.values()  # type: ignore[union-attr]
+    (form, *_) = graphed.parts.graphs._forms.values()  # type: ignore[union-attr]
     assert form.graph is not None
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

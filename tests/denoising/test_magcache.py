@@ -20,6 +20,7 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, mean_ratios
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.profiling.calibration import calibrate
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.step_cache_options import MagCacheOptions
 
@@ -179,7 +180,7 @@ def pipeline(tiny_wan_folder: Path) -> Pipeline:
 
 def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> None:
     request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=NUM_STEPS, guidance_scale=4.0)
-    found = pipeline.calibrate([request, dataclasses.replace(request, prompt="a blue star", seed=1)])
+    found = calibrate(pipeline, [request, dataclasses.replace(request, prompt="a blue star", seed=1)])
     assert {branch: len(ratios) for branch, ratios in found.ratios.items()} == {"cond": NUM_STEPS, "uncond": NUM_STEPS}
     assert found.prompts == ("a red circle", "a blue star")
     path = tmp_path / "it's, a file.json"

@@ -25,6 +25,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling_presets import FewSteps, presets_of
 from diffusion_runtime.models.teacache import published_polynomials, read_polynomials
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.profiling.calibration import calibrate
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.step_cache_options import (
     StepCacheSettings,
@@ -315,7 +316,7 @@ def pipeline(tiny_wan_folder: Path) -> Pipeline:
 
 def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> None:
     request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=12, guidance_scale=4.0)
-    found = pipeline.calibrate([request, dataclasses.replace(request, prompt="a blue star", seed=1)])
+    found = calibrate(pipeline, [request, dataclasses.replace(request, prompt="a blue star", seed=1)])
     # Wan's are of the time embedding, and of what is projected of it.
     assert set(found.coefficients) == {"plain", "of_ret_steps"}
     assert found.prompts == ("a red circle", "a blue star")

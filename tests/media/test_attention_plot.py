@@ -20,6 +20,7 @@ from diffusion_runtime.cli.attention_plot_flag import check_plot_place
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media import notebook
 from diffusion_runtime.media.attention_plot import draw_attention_plot, save_attention_plot
+from diffusion_runtime.profiling.instruments import counted_density
 from diffusion_runtime.report.attention_density import MAX_CELLS, DensityCounter, Kept
 from diffusion_runtime.report.attention_report import AttentionReport
 
@@ -40,7 +41,7 @@ def made() -> GeneratedMedia:
     pipeline = load_pipeline("shapes", attention=SPARSE)
     before = pipeline(dataclasses.replace(REQUEST, num_inference_steps=1))
     assert (before.attention_report.density, before.attention_report.plan) == ((), None)
-    with pipeline.counted_density():
+    with counted_density(pipeline):
         return pipeline(REQUEST)
 
 

@@ -34,6 +34,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.models.flux1 import editing as flux1_editing
 from diffusion_runtime.models.qwen_image import editing
 from diffusion_runtime.models.qwen_image_21 import editing as qwen_21_editing
+from diffusion_runtime.profiling.instruments import watched_latents
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,7 +228,7 @@ def latents_of(folder: Path, request: GenerationRequest, device: str, **how: Any
     pipeline = load_pipeline(str(folder), device=device, **how)
     assert isinstance(pipeline, Pipeline)
     kept: list[torch.Tensor] = []
-    with pipeline.watched_latents(lambda _, latents: kept.append(latents.detach().float().cpu().clone())):
+    with watched_latents(pipeline, lambda _, latents: kept.append(latents.detach().float().cpu().clone())):
         pipeline(request)
     pipeline.close()
     return torch.stack(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_every_familys_transformer_is_copied_and_pickled_after_use(tmp_path: Pat
         request = small_request(pipeline)
         made = pipeline(request)
         copied = copy.deepcopy(pipeline.transformer)
-        pipeline.transformer = pickle.loads(pickle.dumps(copied))
+        pipeline.parts = dataclasses.replace(pipeline.parts, transformer=pickle.loads(pickle.dumps(copied)))
         again = pipeline(request)
         if not numpy.array_equal(again.frames, made.frames) or again.attention_report != made.attention_report:
             different.append(family)

@@ -17,7 +17,6 @@ from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
-from diffusion_runtime.rules.batch_settings import BatchSettings
 
 NUM_STEPS = 4
 
@@ -102,7 +101,8 @@ def test_the_modulated_input_is_what_the_first_block_gets(tiny_folder_of: Callab
     assert isinstance(pipeline, Pipeline)
     runner = FirstInput(pipeline)
     request = pipeline.resolve(dataclasses.replace(small_request(pipeline, 2), guidance_mode="two_pass"))
-    pipeline._generate([request], BatchSettings.of([request], pipeline.rules), None, block_runner=runner)
+    with pipeline.hooks.holding("block_runner", runner):
+        pipeline(request)
     assert len(runner.said) == len(runner.found) >= 2
     for said, found in zip(runner.said, runner.found, strict=True):
         if said.projection is not None:

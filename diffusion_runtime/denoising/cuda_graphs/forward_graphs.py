@@ -15,8 +15,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +69,12 @@ class _Form:
 
 class ForwardGraphs:
     """The CUDA graphs of one pipeline. is_probed: whether only launch-bound passes are captured, rather than all.
-    shared_refusal: why none is that several processes share. pause_reason: why no pass is captured or replayed now;
-    None where they are."""
+    shared_refusal: why none is that several processes share."""
 
     def __init__(self, capture: Capture, *, is_probed: bool = True, shared_refusal: str | None = None) -> None:
         self.capture = capture
         self.is_probed = is_probed
         self.shared_refusal = shared_refusal
-        self.pause_reason: str | None = None
         self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
         self._weights: Hashable = None
 
@@ -93,10 +90,12 @@ class ForwardGraphs:
         read: Callable[[Any], Hashable] = lambda inputs: inputs,
         refusal: str | None = None,
         group: RankGroup | None = None,
+        eager_reason: Callable[[], str | None] = lambda: None,
     ) -> GraphedForward:
         """The model's forward passes in one generation. read: the inputs without what the model does not read.
         refusal: why none of them can be replayed. group: the processes that share the sequence, all of which make the
-        same calls; None for one.
+        same calls; None for one. eager_reason: why no pass is captured or replayed now, asked at every pass; None for
+        no reason.
 
         Weights that lie elsewhere than before end all graphs; weights that were overwritten are read by later replays.
         """
@@ -112,16 +111,7 @@ class ForwardGraphs:
         if agree.refusal(moved) is not None:
             self._forms.clear()
         self._weights = weights
-        return GraphedForward(self, model, recorder, read, refusal, agree)
-
-    @contextmanager
-    def paused(self, reason: str) -> Iterator[None]:
-        """While it holds, every forward pass runs eagerly, for this reason."""
-        self.pause_reason = reason
-        try:
-            yield
-        finally:
-            self.pause_reason = None
+        return GraphedForward(self, model, recorder, read, refusal, agree, eager_reason)
 
     def forget_videos(self, branch: str | None = None) -> None:
         """End the graphs of passes with a key-value cache, which hold the keys of the video that they were captured
@@ -166,6 +156,7 @@ class GraphedForward:
         read: Callable[[Any], Hashable],
         refusal: str | None,
         agree: Agreement,
+        eager_reason: Callable[[], str | None],
     ) -> None:
         self._graphs = graphs
         self._agree = agree
@@ -173,6 +164,7 @@ class GraphedForward:
         self._recorder = recorder
         self._read = read
         self._refusal = refusal
+        self._eager_reason = eager_reason
         self._layers = tuple(module for module in model.modules() if isinstance(module, AttentionLayer))
         self._num_replayed = 0
         self._eager: Counter[str] = Counter()
@@ -182,7 +174,7 @@ class GraphedForward:
 
     def __call__(self, given: ForwardPass) -> torch.Tensor:
         """The model's velocity."""
-        refusal = self._refusal or self._graphs.pause_reason or _refusal_of(given)
+        refusal = self._refusal or self._eager_reason() or _refusal_of(given)
         if refusal is not None:
             return self._run(given, refusal)
         form = self._graphs.form(self._key(given))

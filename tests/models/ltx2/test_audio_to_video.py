@@ -64,7 +64,7 @@ def test_the_condition_is_what_diffusers_encodes(ours: Pipeline, tiny_folder: Pa
     path = write_wave(tmp_path / "a.wav")
     geometry = ours.rules.geometry
     assert isinstance(geometry, LTX2Geometry)
-    condition = ours._load_image_conditioner().condition(request(path), SIZE)
+    condition = ours.parts.load_image_conditioner().condition(request(path), SIZE)
     assert isinstance(condition, ImageCondition)
     assert condition.sound is not None
     assert condition.latents.shape[2] == 0

@@ -208,7 +208,7 @@ def test_pictures_for_a_given_sound(
     resolved, geometry = ours.resolve(asked), ours.rules.geometry
     assert isinstance(geometry, LTX2Geometry)
     size = ClipSize(*(TINY_SIZES[name] for name in ("height", "width", "num_frames", "fps")))
-    sound = ours._load_image_conditioner().condition(resolved, size).sound
+    sound = ours.parts.load_image_conditioner().condition(resolved, size).sound
     assert sound is not None
     forward = theirs.transformer.forward
 

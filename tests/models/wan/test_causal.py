@@ -42,6 +42,7 @@ from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import step_demand
 from diffusion_runtime.models.wan import transformer as wan_transformer
 from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.profiling.calibration import calibrate
 from diffusion_runtime.request.prompt_switches import SWITCH_MODES
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
@@ -707,7 +708,7 @@ def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str,
         request = dataclasses.replace(REQUEST, num_frames=81, positions=positions, **others)
         expected = pipeline(request).frames
         PlanningBackend.reserved.clear()
-        pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        pipeline.parts = dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture(), is_probed=False))
         media = pipeline(request)
     finally:
         unregister_backend(PlanningBackend.name)
@@ -720,7 +721,7 @@ def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str,
     # Of the passes that run eagerly, and of each graph: no replay makes another.
     assert len(PlanningBackend.reserved) == 1 + graphs.num_graphs
     # A graph holds the keys of its video, which ends with it.
-    assert pipeline._graphs.num_graphs == 0
+    assert pipeline.parts.graphs.num_graphs == 0
 
 
 def test_graphs_of_the_branch_without_guidance_end_with_the_guided_chunks(folder: Path) -> None:
@@ -729,7 +730,8 @@ def test_graphs_of_the_branch_without_guidance_end_with_the_guided_chunks(folder
         pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
         request = dataclasses.replace(REQUEST, num_frames=81, guidance_scale=3.0, guided_chunks=5)
         expected = pipeline(request).frames
-        graphs = pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        pipeline.parts = dataclasses.replace(pipeline.parts, graphs=graphs)
         with pipeline.stream(request, keeps_frames=True) as stream:
             held = [{form.branch for form in graphs._forms.values() if form.graph} for _ in stream]
         frames = stream.media().frames
@@ -752,7 +754,7 @@ def test_guidance_of_a_new_prompt_is_not_replayed(folder: Path) -> None:
             prompt_switches=((69, "a star"), (93, "a ring")),
         )
         expected = pipeline(request).frames
-        pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        pipeline.parts = dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture(), is_probed=False))
         media = pipeline(request)
     finally:
         unregister_backend(PlanningBackend.name)
@@ -799,7 +801,7 @@ def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> No
         with pytest.raises(RequestError, match=message):
             pipeline.resolve(dataclasses.replace(REQUEST, **values))
     with pytest.raises(ConfigError, match="calibrate: this model makes a video chunk by chunk"):
-        pipeline.calibrate([REQUEST])
+        calibrate(pipeline, [REQUEST])
     with pytest.raises(BackendUnavailableError, match="vmoba_attn: cannot do cached_keys"):
         load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "vmoba_attn"}})
     plain = load_pipeline("shapes", device="cpu")

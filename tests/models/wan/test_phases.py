@@ -121,7 +121,7 @@ def test_fp8_keys_and_values(folder: Path) -> None:
         (line,) = (line for line in remarks_of([found.attention_report.to_dict()]) if "key-value" in line)
         assert line == str(rows[1])
         assert f"stored in fp8_e4m3 ({rows[1].num_saturated} numbers saturated)" in line
-    pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+    pipeline.parts = dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture(), is_probed=False))
     replayed = pipeline(dataclasses.replace(request, kv_cache_dtype="fp8_e4m3"))
     assert replayed.attention_report.graphs.num_replayed > 0
     (eager,) = (frames for positions, frames in made if positions == "absolute")

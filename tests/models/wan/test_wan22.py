@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def assert_frames(found: numpy.ndarray, expected: numpy.ndarray) -> None:
 @pytest.mark.parametrize("scales", [(4.0, 2.5), (3.0, None)])
 def test_two_experts(experts_folder: Path, guidance_mode: str, scales: tuple[float, float | None]) -> None:
     ours = load_pipeline(str(experts_folder), device="cpu")
-    ours.decoder = decoder = RecordingDecoder(ours.decoder)
+    decoder = RecordingDecoder(ours.decoder)
+    ours.parts = dataclasses.replace(ours.parts, decoder=decoder)
     request = GenerationRequest(
         PROMPTS[0],
         NEGATIVE,
@@ -204,7 +206,8 @@ def test_a_video_from_an_image(image_folder: Path, image_path: str, guidance_sca
         image_request(prompt=prompt, seed=seed, image_path=image_path, guidance_scale=guidance_scale)
         for prompt, seed in zip(PROMPTS, (5, 6), strict=True)
     ]
-    ours.decoder = decoder = RecordingDecoder(ours.decoder)
+    decoder = RecordingDecoder(ours.decoder)
+    ours.parts = dataclasses.replace(ours.parts, decoder=decoder)
     media = ours.generate(requests)
     plain = theirs(image_folder)
     parts = {name: plain.components[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")}

@@ -1,0 +1,153 @@
+"""Participants: subsystems that take part in a generation beside its mathematics, each called at its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
+from diffusion_runtime.layers.fp8_linear import ProductCounter
+from diffusion_runtime.memory.device_memory import shortage_remark
+from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.report.attention_report import AttentionRecorder
+
+Timings = Mapping[str, float]
+
+
+class Participant:
+    """A subsystem that is told how far a generation is; each method does nothing unless a subclass overrides it.
+
+    Methods that take the recorder may add to the generation's report; those that return timings add seconds by name.
+    """
+
+    def begin(self, recorder: AttentionRecorder) -> None:
+        """Handle the start of a generation."""
+
+    def after_text(self) -> None:
+        """Handle the end of the text encoders."""
+
+    def before_image_encoder(self) -> None:
+        """Make room for the image encoder, which is about to run."""
+
+    def after_denoising(self, recorder: AttentionRecorder) -> Timings:
+        """Handle the end of the forward passes, before decoding. Return seconds by name."""
+        return {}
+
+    def before_decoding(self) -> None:
+        """Handle the start of decoding."""
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        """Handle the end of a generation. Return seconds by name."""
+        return {}
+
+    def abandon(self) -> None:
+        """Release what a generation that failed has left on the device."""
+
+
+class CountedProducts(Participant):
+    """Count of the products of quantised linear layers."""
+
+    def __init__(self, counter: ProductCounter) -> None:
+        self._counter = counter
+
+    def begin(self, recorder: AttentionRecorder) -> None:
+        self._counter.start(recorder.record_product)
+
+    def after_denoising(self, recorder: AttentionRecorder) -> Timings:
+        self._counter.stop()
+        return {}
+
+
+class OffloadedParts(Participant):
+    """Parts of the model that wait in the machine's memory."""
+
+    def __init__(self, offloading: Offloading) -> None:
+        self._offloading = offloading
+
+    def after_text(self) -> None:
+        self._offloading.leave_text_encoders()
+
+    def before_image_encoder(self) -> None:
+        # The text encoders, which are done, have its room.
+        self._offloading.leave()
+
+    def after_denoising(self, recorder: AttentionRecorder) -> Timings:
+        return self._offloading.report(recorder.note)
+
+    def abandon(self) -> None:
+        self._offloading.leave()
+
+
+class ShortageRemark(Participant):
+    """Remark about a device whose memory was nearly full."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        if (remark := shortage_remark(self._device)) is not None:
+            recorder.note(remark)
+        return {}
+
+
+class CompileTime(Participant):
+    """Seconds spent on compiling blocks, and kernels at their first use."""
+
+    def __init__(self, compiled: CompiledBlocks | None) -> None:
+        self._compiled = compiled
+        self._cost = CompileCost(compiled)
+
+    def begin(self, recorder: AttentionRecorder) -> None:
+        self._cost = CompileCost(self._compiled)
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        return self._cost.report(recorder)
+
+
+class ReplayedDecoder(Participant):
+    """CUDA graphs of the decoder."""
+
+    def __init__(self, graphs: DecoderGraphs) -> None:
+        self._graphs = graphs
+
+    def before_decoding(self) -> None:
+        self._graphs.start()
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        recorder.record_decoder_graphs(self._graphs.report())
+        return {}
+
+
+class Participants(Participant):
+    """Several participants as one, called in their order."""
+
+    def __init__(self, several: Iterable[Participant]) -> None:
+        self._several = tuple(several)
+
+    def begin(self, recorder: AttentionRecorder) -> None:
+        for each in self._several:
+            each.begin(recorder)
+
+    def after_text(self) -> None:
+        for each in self._several:
+            each.after_text()
+
+    def before_image_encoder(self) -> None:
+        for each in self._several:
+            each.before_image_encoder()
+
+    def after_denoising(self, recorder: AttentionRecorder) -> Timings:
+        return {name: seconds for each in self._several for name, seconds in each.after_denoising(recorder).items()}
+
+    def before_decoding(self) -> None:
+        for each in self._several:
+            each.before_decoding()
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        return {name: seconds for each in self._several for name, seconds in each.finish(recorder).items()}
+
+    def abandon(self) -> None:
+        for each in self._several:
+            each.abandon()

@@ -1,0 +1,137 @@
+"""Rules of a native model for requests, from its family, its folder's json and what is published of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.denoising.step_cache.calibration import model_identity
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
+from diffusion_runtime.models.latent_spectrum import read_spectrum
+from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
+from diffusion_runtime.models.shift_choice import shift_choice
+from diffusion_runtime.models.teacache import read_polynomials
+from diffusion_runtime.request.generation_request import layered
+from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.lora.binding import Lora
+
+# The request fields of models that make videos chunk by chunk.
+_OF_CHUNKS = (
+    "chunk_frames",
+    "first_chunk_frames",
+    "first_chunk_steps",
+    "first_chunk_flow_shift",
+    "first_chunk_sampler",
+    "guided_chunks",
+    "guided_switch_chunks",
+    "chunk_schedule",
+    "kv_window",
+    "kv_sink",
+    "commit_noise",
+    "positions",
+    "kv_cache_dtype",
+    "page_size",
+    "prompt_switches",
+    "seed_switches",
+    "switch_mode",
+)
+
+
+def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
+    """Return the rules of a model without LoRA files. Defaults, first to last: what is documented of a model chosen by
+    name, generation.json, the sampling preset that recognises it, the scheduler's settings, the family's.
+
+    Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
+    named, family = model_of_name(config.model_path), model.family.name
+    documented = [] if named is None else [named.request]
+    distilled = recognise(family, model.folder, config.model_path)
+    preset = {} if distilled is None else distilled.presets[0].request
+    sampling_presets = presets_of(family, config.model_path)
+    check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
+    defaults, scheduler = dict(model.defaults), model.scheduler
+    if scheduler.sampler is None:
+        # Another scheduler would give other images: only a request or generation.json may replace it.
+        del defaults["sampler"]
+    second: dict[str, Any] = {}
+    stage = model.family.second_stage
+    if config.upsampler_path is not None and stage is not None:
+        levels = stage.sigmas if distilled is None else stage.distilled_sigmas
+        second = {"second_stage_sigmas": levels, "adain_factor": 0.0, "tone_map_compression_ratio": 0.0}
+    return RequestRules(
+        defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
+        presets={
+            **{each.name: each.request for each in sampling_presets},
+            **model.generation.presets,
+            **({} if named is None else named.presets),
+        },
+        geometry=model.geometry,
+        scheduler=scheduler,
+        schedule=model.schedule,
+        embeds_guidance=model.embeds_guidance,
+        takes_guidance=model.takes_guidance,
+        guidance_offset=model.family.guidance_offset,
+        guides_parts="modality_scale" in model.family.request_fields,
+        model_fields=_model_fields(model) | second.keys(),
+        needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
+        references=model.references,
+        control=model.control,
+        is_causal=model.is_causal,
+        history=model.history,
+        attention_layers=(),
+        sampling_presets=sampling_presets,
+        spectrum=read_spectrum(model.folder),
+        teacache=read_polynomials(model.folder),
+        size_of_image=model.size_of_image,
+        shift_choice=shift_choice(
+            scheduler.defaults,
+            () if distilled is None else distilled.presets,
+            model.generation.defaults,
+            None if named is None else named.request,
+            config.model_path,
+        ),
+    )
+
+
+def rules_with_loras(
+    model: Model[Any, Any],
+    config: RuntimeConfig,
+    config_sha256: str,
+    rules: RequestRules,
+    configs: Sequence[LoraConfig],
+    loras: tuple[Lora, ...],
+) -> RequestRules:
+    """Return the rules of a model with these LoRA files: what it was distilled to, and what says which model it is.
+    config: what the model is loaded with, except its LoRA files. config_sha256: of its folder's json. loras: `configs`,
+    read."""
+    family, paths = model.family.name, [file.path for file in model.transformer_files]
+    return dataclasses.replace(
+        rules,
+        loras=loras,
+        few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in configs]),
+        identity=lambda: model_identity(
+            family,
+            config_sha256,
+            configs,
+            config.quantization,
+            config.quantization_ignored_layers,
+            [*paths, *filter(None, [config.controlnet_path])],
+        ),
+    )
+
+
+def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
+    """Return the request fields that not every model uses and this one does."""
+    facts = {
+        "true_cfg_scale": model.embeds_guidance,
+        "guidance_scale_2": len(model.transformer_components) > 1,
+        "conditioning_scale": model.control is not None,
+        "decode_timestep": model.decodes_with_noise,
+        "decode_noise_scale": model.decodes_with_noise,
+        **dict.fromkeys(_OF_CHUNKS, model.is_causal),
+    }
+    own = (*model.family.request_fields, *model.request_fields, *model.images)
+    return frozenset((*own, *(name for name, holds in facts.items() if holds)))
