@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,22 @@ import torch
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.progress import Cancellations, OnProgress, Progress, StageClock
-from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.frame_decoding import decode_clip
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
-from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
-from diffusion_runtime.generation.participants import Participants
 from diffusion_runtime.generation.parts import PipelineParts
-from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.generation.remarks import note_remarks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
-from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
-from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
+from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.weight_fingerprint import with_loras
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
@@ -76,7 +73,6 @@ class Pipeline:
         self.presets = rules.presets
         self.hooks = Hooks()
         self._remarks = tuple(remarks)
-        self._image_conditioner: ImageConditioner | None = None
         self._one_generation = OneGeneration()
         self._load_timings: dict[str, float] = {}
 
@@ -146,20 +142,16 @@ class Pipeline:
                 return self._generate_apart(batch, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
-    @torch.inference_mode()
     def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
         """Denoise one request without decoding it. Return clean latents, float32 [1, *sample_shape].
 
         Raises what `generate` raises.
         """
         with self._one_generation.held():
-            batch, settings = self._opened([request])
-            participants = self.parts.participants(self.device)
-            recorder = self._recorder(batch, settings, participants)
-            with device_guard(self.device), self._explained_shortage(settings, participants):
-                clock = StageClock(self.device, on_progress)
-                latents, _ = self._denoised(batch, settings, participants, recorder, clock)
-                participants.after_denoising(recorder)
+            run = self._begun(*self._opened([request]))
+            with run.guarded():
+                latents, _ = run.denoise(StageClock(self.device, on_progress))
+                run.participants.after_denoising(run.recorder)
         return latents
 
     def stream(
@@ -186,20 +178,37 @@ class Pipeline:
             resources.enter_context(self._one_generation.held())
             is_streamable = functools.partial(check_streamable, self.rules, endless=endless)
             (request,), settings = self._opened([request], is_streamable)
-            participants = self.parts.participants(self.device)
-            recorder = self._recorder([request], settings, participants)
+            run = self._begun([request], settings)
             resources.callback(self.parts.products.stop)
-            source = self._source(request, settings, participants, resources, decodes_beside, endless=endless)
+            if decodes_beside is None:
+                # Decoder and transformer share the cores of a CPU, and must both be on the device.
+                decodes_beside = self.device.type == "cuda" and self.parts.offloading is None
+            thread = DecodingThread(self.device, run.guarded) if decodes_beside else None
+            if thread is not None:
+                resources.callback(thread.close)
+            source = StreamSource(
+                decoder=self.decoder.for_request(request),
+                device=self.device,
+                fps=settings.size.fps,
+                plan=settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None),
+                temporal_factor=self.rules.geometry.temporal_factor,
+                encoder=lambda recorder: lambda prompt: run.encode(prompt, recorder),
+                count_products=lambda recorder: self.parts.products.start(recorder.record_product),
+                recipe={**self.recipe, **_preset_recipe(self.rules, settings)},
+                guard=run.guarded,
+                thread=thread,
+                generation=SharedGeneration(resources),
+            )
             load_timings, self._load_timings = self._load_timings, {}
             started = time.perf_counter()
-            with source.guard():
-                prompts = source.encoder(recorder)(None)
-                denoiser = ChunkedDenoiser(self._denoiser(settings, recorder, participants))
+            with run.guarded():
+                prompts = run.encode()
+                denoiser = ChunkedDenoiser(run.denoiser())
                 chunks = denoiser.stream(source.plan, prompts.conditions, [request.seed])
             return GenerationStream(
                 source,
                 chunks,
-                recorder,
+                run.recorder,
                 StreamPlace.start(request, prompts.notes[0], keeps_frames=keeps_frames),
                 text_seconds=time.perf_counter() - started,
                 load_timings=load_timings,
@@ -207,43 +216,6 @@ class Pipeline:
         except BaseException:
             resources.close()
             raise
-
-    def _source(
-        self,
-        request: GenerationRequest,
-        settings: BatchSettings,
-        participants: Participants,
-        resources: contextlib.ExitStack,
-        decodes_beside: bool | None,
-        *,
-        endless: bool,
-    ) -> StreamSource:
-        """Build what a stream and its forks share. resources: closed with the last of them."""
-
-        @contextlib.contextmanager
-        def guard() -> Iterator[None]:
-            with torch.inference_mode(), device_guard(self.device), self._explained_shortage(settings, participants):
-                yield
-
-        if decodes_beside is None:
-            # Decoder and transformer share the cores of a CPU, and must both be on the device.
-            decodes_beside = self.device.type == "cuda" and self.parts.offloading is None
-        thread = DecodingThread(self.device, guard) if decodes_beside else None
-        if thread is not None:
-            resources.callback(thread.close)
-        return StreamSource(
-            decoder=self.decoder.for_request(request),
-            device=self.device,
-            fps=settings.size.fps,
-            plan=settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None),
-            temporal_factor=self.rules.geometry.temporal_factor,
-            encoder=functools.partial(self._encoder, [request], settings),
-            count_products=lambda recorder: self.parts.products.start(recorder.record_product),
-            recipe={**self.recipe, **_preset_recipe(self.rules, settings)},
-            guard=guard,
-            thread=thread,
-            generation=SharedGeneration(resources),
-        )
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -287,7 +259,7 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             offloading = self.parts.offloading
-            del self.parts, self._image_conditioner
+            del self.parts
             if offloading is not None:
                 offloading.close()
             release_device_memory(self.device)
@@ -302,18 +274,26 @@ class Pipeline:
         self.parts.memory.make_room(batch)
         return batch, settings
 
-    def _recorder(
-        self,
-        batch: Sequence[GenerationRequest],
-        settings: BatchSettings,
-        participants: Participants,
-        remarks: Sequence[str] = (),
-    ) -> AttentionRecorder:
-        """Begin the report of a batch, with what is known before it runs."""
+    def _begun(
+        self, batch: Sequence[GenerationRequest], settings: BatchSettings, remarks: Sequence[str] = ()
+    ) -> BatchRun:
+        """Begin the run and the report of a resolved batch, with what is known before it is computed."""
+        participants = self.parts.participants(self.device)
         recorder = AttentionRecorder(counts_density=self.hooks.counts_density)
         note_remarks((*self._remarks, *remarks), batch, settings, self.rules, self.mesh, recorder)
         participants.begin(recorder)
-        return recorder
+        return BatchRun(
+            parts=self.parts,
+            rules=self.rules,
+            batch=batch,
+            settings=settings,
+            device=self.device,
+            dtype=self.dtype,
+            mesh=self.mesh,
+            hooks=self.hooks,
+            participants=participants,
+            recorder=recorder,
+        )
 
     def _generate_apart(
         self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None, open_sink: OpenSink | None
@@ -344,7 +324,6 @@ class Pipeline:
                     made += media
         return made
 
-    @torch.inference_mode()
     def _generate(
         self,
         batch: Sequence[GenerationRequest],
@@ -357,10 +336,10 @@ class Pipeline:
         cancellations = Cancellations(len(batch), on_progress)
         clock = StageClock(self.device, None if on_progress is None else cancellations.watch)
         digests = input_digests(settings.shared)
-        participants = self.parts.participants(self.device)
-        recorder = self._recorder(batch, settings, participants, remarks)
-        with device_guard(self.device), self._explained_shortage(settings, participants):
-            latents, prompts = self._denoised(batch, settings, participants, recorder, clock)
+        run = self._begun(batch, settings, remarks)
+        participants, recorder = run.participants, run.recorder
+        with run.guarded():
+            latents, prompts = run.denoise(clock)
             moved = participants.after_denoising(recorder)
             made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
             recipes = [
@@ -393,90 +372,6 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
-
-    def _denoised(
-        self,
-        batch: Sequence[GenerationRequest],
-        settings: BatchSettings,
-        participants: Participants,
-        recorder: AttentionRecorder,
-        clock: StageClock,
-    ) -> tuple[torch.Tensor, EncodedPrompts]:
-        """Encode the prompts of a batch and denoise it. Return clean latents, float32 [batch, *sample_shape]."""
-        encode = self._encoder(batch, settings, recorder)
-        with clock.stage("text", 1) as done:
-            prompts = encode(None)
-            done(1)
-        participants.after_text()
-        with clock.stage("denoise", settings.num_steps_of_video) as done:
-
-            def on_step(step: StepInfo, at: torch.Tensor) -> None:
-                self.hooks.notify_step(step, at)
-                done(settings.num_done(step))
-
-            denoiser = self._denoiser(settings, recorder, participants)
-            seeds = [request.seed for request in batch]
-            if settings.rules.is_causal:
-                latents = ChunkedDenoiser(denoiser).denoise(
-                    prompts.conditions, seeds, on_step, lambda prompt: encode(prompt).conditions
-                )
-            else:
-                latents = denoiser.denoise(prompts.conditions, seeds, on_step)
-            if self.hooks.on_latents is not None:
-                self.hooks.on_latents(latents)
-        return latents, prompts
-
-    def _denoiser(
-        self, settings: BatchSettings, recorder: AttentionRecorder, participants: Participants
-    ) -> LatentDenoiser:
-        return LatentDenoiser(
-            transformer=self.transformer,
-            image_conditioner=functools.partial(self._loaded_image_conditioner, participants),
-            settings=settings,
-            mesh=self.mesh,
-            device=self.device,
-            dtype=self.dtype,
-            model=self.rules.identity(),
-            recorder=recorder,
-            is_compiled=self.parts.compiled is not None,
-            graphs=self.parts.graphs,
-            published=self.rules.teacache,
-            upsampler=self.parts.upsampler,
-            hooks=self.hooks,
-        )
-
-    def _encoder(
-        self, batch: Sequence[GenerationRequest], settings: BatchSettings, recorder: AttentionRecorder
-    ) -> Callable[[str | None], EncodedPrompts]:
-        """Return a function that encodes the prompts of a batch (None), or another prompt for all of it."""
-
-        def encode(prompt: str | None) -> EncodedPrompts:
-            requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
-            return encode_prompts(
-                self.text_encoder, requests, recorder, self.device, self.dtype, is_guided=settings.is_guided
-            )
-
-        return encode
-
-    @contextlib.contextmanager
-    def _explained_shortage(self, settings: BatchSettings, participants: Participants) -> Iterator[None]:
-        """Context manager: explain a lack of memory by what would fit. A failure leaves no offloaded part on the
-        device."""
-        try:
-            with explain_memory_shortage(
-                "generating", lambda: f"{self.parts.memory.fitting(settings.shared)}{settings.advice(self.dtype)}"
-            ):
-                yield
-        except BaseException:
-            participants.abandon()
-            raise
-
-    def _loaded_image_conditioner(self, participants: Participants) -> ImageConditioner:
-        """Return the image conditioner, loaded when the first request has an image."""
-        participants.before_image_encoder()
-        if self._image_conditioner is None:
-            self._image_conditioner = self.parts.load_image_conditioner()
-        return self._image_conditioner
 
 
 def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -93,6 +94,11 @@ class PipelineParts:
     loras: LoraSwitch | None = None
     rules_with_loras: RulesWithLoras = _same_rules
     memory: MemoryAdviser = _NO_ADVICE
+
+    @functools.cached_property
+    def image_conditioner(self) -> ImageConditioner:
+        """The image conditioner, loaded when it is first asked for."""
+        return self.load_image_conditioner()
 
     def participants(self, device: torch.device) -> Participants:
         """Return the subsystems of these parts that take part in a generation."""

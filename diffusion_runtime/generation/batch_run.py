@@ -1,0 +1,116 @@
+"""BatchRun: one batch of requests on the parts of a model, from texts to clean latents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.progress import StageClock
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.generation.hooks import Hooks
+from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.participants import Participants
+from diffusion_runtime.generation.parts import PipelineParts
+from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
+from diffusion_runtime.models.interface import ImageConditioner
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.request_rules import RequestRules
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchRun:
+    """One batch while it is made.
+
+    batch: resolved requests. mesh: the processes that run the model together. participants: those of this generation,
+    which have begun. recorder: of its report.
+    """
+
+    parts: PipelineParts
+    rules: RequestRules
+    batch: Sequence[GenerationRequest]
+    settings: BatchSettings
+    device: torch.device
+    dtype: torch.dtype
+    mesh: ProcessMesh
+    hooks: Hooks
+    participants: Participants
+    recorder: AttentionRecorder
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Context manager: compute on the device, and explain a lack of memory by what would fit. A failure leaves no
+        offloaded part on the device."""
+
+        def remedy() -> str:
+            return f"{self.parts.memory.fitting(self.settings.shared)}{self.settings.advice(self.dtype)}"
+
+        with torch.inference_mode(), device_guard(self.device):
+            try:
+                with explain_memory_shortage("generating", remedy):
+                    yield
+            except BaseException:
+                self.participants.abandon()
+                raise
+
+    def encode(self, prompt: str | None = None, recorder: AttentionRecorder | None = None) -> EncodedPrompts:
+        """Encode the prompts of the batch, or another prompt for all of it. recorder: counts, None for the run's."""
+        batch = self.batch
+        requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
+        recorder = self.recorder if recorder is None else recorder
+        encoder, is_guided = self.parts.text_encoder, self.settings.is_guided
+        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, is_guided=is_guided)
+
+    def denoiser(self) -> LatentDenoiser:
+        """Return the denoiser of this batch."""
+        return LatentDenoiser(
+            transformer=self.parts.transformer,
+            image_conditioner=self._loaded_image_conditioner,
+            settings=self.settings,
+            mesh=self.mesh,
+            device=self.device,
+            dtype=self.dtype,
+            model=self.rules.identity(),
+            recorder=self.recorder,
+            is_compiled=self.parts.compiled is not None,
+            graphs=self.parts.graphs,
+            published=self.rules.teacache,
+            upsampler=self.parts.upsampler,
+            hooks=self.hooks,
+        )
+
+    def denoise(self, clock: StageClock) -> tuple[torch.Tensor, EncodedPrompts]:
+        """Encode the prompts and denoise the batch. Return clean latents, float32 [batch, *sample_shape]."""
+        with clock.stage("text", 1) as done:
+            prompts = self.encode()
+            done(1)
+        self.participants.after_text()
+        with clock.stage("denoise", self.settings.num_steps_of_video) as done:
+
+            def on_step(step: StepInfo, at: torch.Tensor) -> None:
+                self.hooks.notify_step(step, at)
+                done(self.settings.num_done(step))
+
+            denoiser, seeds = self.denoiser(), [request.seed for request in self.batch]
+            if self.settings.rules.is_causal:
+                latents = ChunkedDenoiser(denoiser).denoise(
+                    prompts.conditions, seeds, on_step, lambda prompt: self.encode(prompt).conditions
+                )
+            else:
+                latents = denoiser.denoise(prompts.conditions, seeds, on_step)
+            if self.hooks.on_latents is not None:
+                self.hooks.on_latents(latents)
+        return latents, prompts
+
+    def _loaded_image_conditioner(self) -> ImageConditioner:
+        self.participants.before_image_encoder()
+        return self.parts.image_conditioner
