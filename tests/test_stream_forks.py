@@ -244,7 +244,8 @@ def test_what_cannot_be_forked(pipeline: Pipeline, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RequestError, match="expected chunk_schedule 'sequential', got 'rolling'; use"):
             stream.fork()
         assert len(list(stream)) == 4
-    monkeypatch.setattr(pipeline, "_graphs", ForwardGraphs(RecordedCapture(), is_probed=False))
+    graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=graphs))
     with pipeline.stream(REQUEST) as stream:
         next(stream)
         with pytest.raises(ConfigError, match=r"expected cuda_graphs='off', got graphs; load .*\(--cuda-graphs off\)"):
