@@ -245,7 +245,7 @@ def test_what_cannot_be_forked(pipeline: Pipeline, monkeypatch: pytest.MonkeyPat
             stream.fork()
         assert len(list(stream)) == 4
     graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
-        monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=graphs))
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=graphs))
     with pipeline.stream(REQUEST) as stream:
         next(stream)
         with pytest.raises(ConfigError, match=r"expected cuda_graphs='off', got graphs; load .*\(--cuda-graphs off\)"):

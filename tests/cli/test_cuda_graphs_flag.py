@@ -89,7 +89,7 @@ def test_a_pipeline_replays_across_prompts_seeds_and_loras_and_says_so(monkeypat
     sizes = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 5}
     requests = [GenerationRequest("a red circle", seed=1, **sizes), GenerationRequest("a blue square", seed=2, **sizes)]
     expected = [pipeline(request) for request in requests]
-    monkeypatch.setattr(pipeline, "_graphs", ForwardGraphs(RecordedCapture()))
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture())))
     found = [pipeline(request) for request in requests]
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.frames == theirs.frames).all()
@@ -100,7 +100,7 @@ def test_a_pipeline_replays_across_prompts_seeds_and_loras_and_says_so(monkeypat
     assert "cuda graphs: 4 of 5 forward passes replayed" in str(found[1].attention_report)
     pipeline.set_loras(["shapes-fast"])
     switched = pipeline(requests[0])
-    monkeypatch.setattr(pipeline, "_graphs", None)
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=None))
     plain = pipeline(requests[0])
     assert (switched.frames == plain.frames).all()
     assert (switched.frames != expected[0].frames).any()

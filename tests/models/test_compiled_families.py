@@ -82,7 +82,7 @@ def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
     expected = [pipeline(request) for request in requests]
     blocks = CompiledBlocks("aot_eager")
     blocks.compile(pipeline.transformer)
-    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, compiled=blocks))
     found = [pipeline(requests[0])]
     assert 1 <= blocks.num_graphs <= NUM_KINDS[family]
     before = blocks.num_graphs, dict(torch._dynamo.utils.counters["frames"])
@@ -116,7 +116,7 @@ def test_caches_and_progressive_resolution_run_around_compiled_blocks(
     expected = pipeline(request)
     blocks = CompiledBlocks("eager")
     blocks.compile(pipeline.transformer)
-    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, compiled=blocks))
     found = pipeline(request)
     # A batch of both guidance branches and one branch by itself.
     assert blocks.num_graphs <= 2
@@ -130,7 +130,7 @@ def test_loras_are_switched_under_compiled_blocks(monkeypatch: pytest.MonkeyPatc
     assert isinstance(pipeline, Pipeline)
     blocks = CompiledBlocks("eager")
     blocks.compile(pipeline.transformer)
-    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, compiled=blocks))
     request = GenerationRequest("a red circle", height=64, width=64, num_frames=1, num_inference_steps=2, seed=1)
     plain = pipeline(request)
     pipeline.set_loras(["shapes-fast"])
@@ -151,7 +151,7 @@ def test_quantised_layers_are_operators_of_the_graphs_and_counted(
     expected = pipeline(request)
     blocks = CompiledBlocks("eager")
     blocks.compile(pipeline.transformer)
-    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, compiled=blocks))
     found = [pipeline(request)]
     # The first and the last block stay as they are, and are kinds of their own.
     num_graphs = blocks.num_graphs

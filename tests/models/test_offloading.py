@@ -289,7 +289,9 @@ def test_a_device_that_lost_memory_since_the_plan_is_said_with_what_it_has(monke
 
 def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_pipeline(device="cpu")
-    monkeypatch.setattr(pipeline, "_fitting", lambda _: "--offload layers fits: it takes 2.00 GB of 8.00 GB. ")
+    monkeypatch.setattr(
+        pipeline.parts.memory, "fitting", lambda _: "--offload layers fits: it takes 2.00 GB of 8.00 GB. "
+    )
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

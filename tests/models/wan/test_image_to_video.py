@@ -272,7 +272,7 @@ def test_compiled_quantised_and_cached_steps_run_on_image_tokens(
     assert numpy.isfinite(plain(growing).frames).all()
     blocks = CompiledBlocks("eager")
     blocks.compile(plain.transformer)
-    monkeypatch.setattr(plain, "_compiled", blocks)
+    monkeypatch.setattr(plain, "parts", dataclasses.replace(plain.parts, compiled=blocks))
     compiled = plain(asked)
     assert blocks.num_graphs == 1
     assert numpy.abs(compiled.frames.astype(int) - expected.frames.astype(int)).max() <= 1

@@ -254,7 +254,7 @@ def test_control_blocks_attend_in_roles_of_their_own(
         assert numpy.array_equal(ours(dataclasses.replace(asked, step_cache=cache)).frames, media.frames)
     blocks = CompiledBlocks("eager")
     blocks.compile(ours.transformer)
-    monkeypatch.setattr(ours, "_compiled", blocks)
+    monkeypatch.setattr(ours, "parts", dataclasses.replace(ours.parts, compiled=blocks))
     compiled = ours(asked)
     assert blocks.num_graphs == 2
     assert numpy.abs(compiled.frames.astype(int) - media.frames.astype(int)).max() <= 1
