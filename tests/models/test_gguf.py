@@ -157,7 +157,7 @@ HUGE = 2**62
         (head(tensors=tensor(sizes=(HUGE, HUGE))), "bytes at .* and the file has"),
         (head(tensors=tensor(offset=HUGE)), "and the file has"),
         (head(tensors=tensor(sizes=(33, 1)) + bytes(200)), r"Q8_0 \[1, 33\]"),
-        (head(tensors=tensor(kind=16)), "stored as IQ2_XXS; this runtime reads F32, F16, Q4_0, .*Q6_K, BF16"),
+        (head(tensors=tensor(kind=34)), "stored as TQ1_0; this runtime reads F32, F16, Q4_0, .*Q6_K, .*IQ1_M, BF16"),
         (head(tensors=tensor(kind=4)), "stored as type 4"),
         (head(num_tensors=2, tensors=tensor() * 2), "is there twice"),
     ],
