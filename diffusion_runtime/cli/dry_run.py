@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.config import WEIGHT_PATHS
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.session.batch import Item
@@ -97,7 +98,8 @@ def _folder_row(description: PipelineDescription) -> str:
     download = description.model_folder.download_gb
     if download is None:
         return str(description.folder)
-    return f"none yet: planned from the configs inside the package; a run downloads {download:.0f} GB from the hub"
+    what = f"downloads {size_text(round(download * 10**9))} from the hub" if download else "downloads no weights"
+    return f"none yet: planned from the configs inside the package; a run {what}"
 
 
 def _shown(value: Any) -> Any:

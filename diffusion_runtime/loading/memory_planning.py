@@ -35,10 +35,11 @@ from diffusion_runtime.memory.plan import (
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
-from diffusion_runtime.weights.weight_files import GGUF
+from diffusion_runtime.weights.checkpoint import WeightChange
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024
@@ -98,10 +99,13 @@ def largest_demand(
     dtype: torch.dtype,
     degrees: Degrees,
     device: torch.device,
+    *,
+    quantization: Quantization | None = None,
+    changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
     """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none, of
-    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes.
-    None where it cannot be computed."""
+    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes;
+    quantization, changes: as of memory_demand. None where it cannot be computed."""
     notes: list[str] = []
     if requests:
         every = [planned_batch(rules, [request]) for request in requests]
@@ -115,7 +119,18 @@ def largest_demand(
         except DiffusionRuntimeError:
             # A model that only a request tells what is to be made.
             return None
-    return demand_of(config, model, transformer, planned, dtype, degrees, device, notes)
+    return demand_of(
+        config,
+        model,
+        transformer,
+        planned,
+        dtype,
+        degrees,
+        device,
+        notes,
+        quantization=quantization,
+        changes=changes,
+    )
 
 
 def demand_of(
@@ -127,9 +142,12 @@ def demand_of(
     degrees: Degrees,
     device: torch.device,
     notes: Sequence[str] = (),
+    *,
+    quantization: Quantization | None = None,
+    changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
     """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
-    device: that computes; notes: to go with it."""
+    device: that computes; notes: to go with it; quantization, changes: as of memory_demand."""
     in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
     sharers = degrees.ulysses * degrees.ring
     try:
@@ -138,6 +156,8 @@ def demand_of(
             transformer,
             dtype,
             planned,
+            changes=changes,
+            quantization=quantization,
             num_sharers=sharers,
             in_tiles=in_tiles,
             copies_layout=device.type == "cuda",
@@ -219,8 +239,7 @@ def _kind_of(device: torch.device) -> DeviceKind:
 
 def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
     """What a config and its device leave of OFFLOADS, with --offload left open."""
-    files = (config.transformer_path, config.transformer_2_path)
-    if device.type == "mps" or any(file is not None and file.lower().endswith(GGUF) for file in files):
+    if device.type == "mps":
         return ("none",)
     if device.type == "cpu":
         # A transformer waits in its files by blocks, or not at all.

@@ -27,7 +27,7 @@ from diffusion_runtime.loading.native_model import PreparedModel, build_transfor
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
-from diffusion_runtime.models.part_files import part_files, with_parts
+from diffusion_runtime.models.part_files import named_components, part_files, with_parts
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
@@ -54,9 +54,9 @@ def prepare_native(
     check_components(folder)
     files = transformer_files(config)
     parts = part_files(config)
-    elsewhere = [*(file.component for file in files), *(part.component for part in parts)]
+    elsewhere = named_components(config)
     refuse_quantised_components(folder, elsewhere)
-    folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere)
+    folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
     folder = with_controlnet(folder, config.controlnet_path, family.controlnet_class, family.name)
     family.check_decode_mode(config.vae_decode)
     family.check_tiling(config.vae_tiling)

@@ -18,6 +18,7 @@ from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
+from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -154,13 +155,14 @@ def prepare(
             resolve_model_folder(
                 config.model_path,
                 weights=config.variant is not None,
+                elsewhere=named_components(config),
                 revision=config.revision,
                 offline=config.offline,
                 variant=config.variant,
             )
         )
     )
-    folder = ModelFolder(found.path, found.download_gb)
+    folder = ModelFolder(found.path, found.downloads_gb)
     if _is_passthrough(config.backend, folder):
         # Imported here: its graph breaks import torch's compiler, 1.5 s that a native model does not wait for.
         check_diffusers_import()

@@ -57,6 +57,7 @@ TYPES: Mapping[int, tuple[str, int, int]] = {
     29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
 }
+_SIZES = {name: (numbers, num_bytes) for name, numbers, num_bytes in TYPES.values()}
 # Of types that are not read, for messages.
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
@@ -64,6 +65,12 @@ _OTHER_TYPES = {
 }  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+
+
+def num_bytes_of(kind: str, numbers: int) -> int:
+    """Count the bytes of whole blocks of a type by name."""
+    block, block_bytes = _SIZES[kind]
+    return numbers // block * block_bytes
 
 
 @dataclass(frozen=True)
