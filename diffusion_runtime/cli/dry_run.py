@@ -42,7 +42,7 @@ def show_plan(
     facts: list[tuple[str, object]] = [
         ("model", f"{description.config.model_path} ({description.family})"),
         ("folder", _folder_row(description)),
-        ("device", description.device),
+        ("device", device_row(description)),
         ("dtype", description.dtype),
     ]
     if description.degrees.num_processes > 1:
@@ -66,6 +66,8 @@ def show_plan(
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
+    if description.planned_on is not None:
+        terminal.say(description.planned_on.note)
     for note in dict.fromkeys(note for request in makeable if (note := description.rules.sampling_note(request))):
         terminal.say(note)
     for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
@@ -92,6 +94,11 @@ def show_plan(
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code
+
+
+def device_row(description: PipelineDescription) -> str:
+    planned_on = description.planned_on
+    return description.device if planned_on is None else f"{planned_on.hardware.device_name}, which is not here"
 
 
 def _folder_row(description: PipelineDescription) -> str:
@@ -168,6 +175,7 @@ def _to_json_object(
         "folder": None if description.model_folder.download_gb is not None else str(description.folder),
         "download_gb": description.model_folder.download_gb,
         "quantization": description.quantization,
+        "planned_on": None if description.planned_on is None else description.planned_on.to_dict(),
         "memory": None if description.memory is None else description.memory.to_dict(),
         "defaults": dict(description.rules.defaults),
         "presets": {name: dict(values) for name, values in description.rules.presets.items()},

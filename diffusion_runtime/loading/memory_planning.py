@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.memory_size import limit_text, size_text
+from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.denoising.chunks import cached_tokens
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
 from diffusion_runtime.loading.description import PipelineDescription
@@ -178,9 +179,14 @@ def demand_of(
     return PlannedDemand(demand, planned)
 
 
-def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
-    """The plan for a demand, None where that is not known. Raises DeviceMemoryError where nothing fits, and ConfigError
-    where a choice needs a plan and there is none."""
+def plan_memory(
+    planned: PlannedDemand | None,
+    config: RuntimeConfig,
+    device: torch.device,
+    planned_on: PlannedDevice | None = None,
+) -> MemoryPlan | None:
+    """The plan for a demand, None where that is not known. planned_on: the device where it is not here. Raises
+    DeviceMemoryError where nothing fits, and ConfigError where a choice needs a plan and there is none."""
     if planned is None:
         if config.memory_limit is not None or config.offload in ("model", "layers"):
             raise ConfigError(
@@ -198,9 +204,9 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
         if limit is None and free is not None and plan.peak > free:
             _logger.warning("%s", _beyond_the_machine(planned, plan, free, possible, kind))
         return plan
-    free = free_on_device(device)
+    free = free_on_device(device) if planned_on is None else planned_on.free
     limit = min((each for each in (limit, free) if each is not None), default=None)
-    host_limit, remedies = free_in_machine(), planned.remedies
+    host_limit, remedies = free_in_machine() if planned_on is None else None, planned.remedies
     return make_plan(planned.demand, choices, limit, host_limit, remedies, possible=possible, kind=kind, free=free)
 
 

@@ -113,7 +113,7 @@ class PreparedModel:
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """See Prepared.planned_for."""
         demand = self._largest_demand(self.transformer, requests)
-        memory = plan_memory(demand, self.description.config, self.device)
+        memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
         planned = None if demand is None else demand.request
         return dataclasses.replace(
             self, description=dataclasses.replace(self.description, memory=memory), planned=planned
@@ -135,6 +135,11 @@ class PreparedModel:
         """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
+        if self.description.planned_on is not None:
+            raise ConfigError(
+                f"plan_for: {self.description.planned_on.hardware.device_name} is not here, and no weights are loaded "
+                "for it: generate --dry-run and explain say what would run there"
+            )
         began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         world, config = self.world, self.description.config

@@ -71,7 +71,8 @@ def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
 
 def named_components(config: RuntimeConfig) -> list[str]:
     """The components whose weights a config names: they are not the model folder's, and need no download."""
-    return [each.component for each in (*transformer_files(config), *part_files(config))]
+    transformers = [file.component for file in transformer_files(config)]
+    return [*transformers, *(part.component for part in part_files(config))]
 
 
 def with_parts(

@@ -86,6 +86,11 @@ def test_flux_in_q4_k_takes_the_bytes_of_its_file(tmp_path: Path, capsys: pytest
     assert size == pytest.approx(6.7e9, rel=0.02)
     # What stands outside of the blocks becomes bfloat16.
     assert size <= weights["transformer"] <= 1.02 * size
+    command = ["generate", "x", "--model-path", "flux.1-dev", "--transformer-path", str(path), "--plan-for", "4090"]
+    assert run([*command, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["memory"]["offload"] == "none"
+    assert planned["memory"]["weights"] == weights
     # CLIP, T5 and the decoder.
     assert plan["download_gb"] == pytest.approx(9.9, abs=0.1)
 
