@@ -74,11 +74,16 @@ def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
     return device.type not in ("cpu", "mps") and free_on_device(device) is not None
 
 
-def may_exceed_the_machine(folder: Path) -> bool:
-    """Whether the weight files of a model are so large that a plan is worth its time though no limit was given: on a
-    device whose memory is the machine's, the system ends a process that takes more."""
+def may_exceed_the_machine(model: Model[Any, Any]) -> bool:
+    """Whether the weight files of a model, those from elsewhere in place of its own, are so large that a plan is worth
+    its time though no limit was given: on a device whose memory is the machine's, the system ends a process that takes
+    more."""
     free = free_in_machine()
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    elsewhere = {file.component for file in model.transformer_files}
+    folder = Path(model.folder / "")
+    files = [path for path in folder.rglob("*.safetensors") if path.relative_to(folder).parts[0] not in elsewhere]
+    files += [path for file in model.transformer_files for path in file.files()]
+    num_bytes = sum(path.stat().st_size for path in files)
     return free is not None and num_bytes * _LARGE_FACTOR > free
 
 

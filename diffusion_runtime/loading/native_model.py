@@ -288,7 +288,7 @@ class PreparedModel:
         if self.description.memory is not None:
             return self
         needed = is_planned(self.description.config, self.device) or (
-            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model.folder / "")
+            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model)
         )
         return self.planned_for(requests) if needed else self
 
