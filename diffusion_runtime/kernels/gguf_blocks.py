@@ -109,7 +109,7 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low = halves(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     numbers = ((low | (high << 4)).to(torch.int8) - 32).view(-1, 16, 16)
     scales = float16_at(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()

@@ -20,14 +20,21 @@ class _Grid(NamedTuple):
     packed: str
 
 
-@functools.cache
 def grid_of(kind: str, device: torch.device) -> torch.Tensor:
-    """Return the vectors of a format, float32 [vectors, numbers of each], on a device."""
+    """Return the vectors of a format, float32 [vectors, numbers of each], on a device. Of at most 64 KiB, copied per
+    call; from pinned memory, which a CUDA graph may read as it is captured."""
+    is_pinned = device.type == "cuda"
+    return _grid(kind, is_pinned).to(device, non_blocking=is_pinned)
+
+
+@functools.cache
+def _grid(kind: str, is_pinned: bool) -> torch.Tensor:
     levels, width, bits, packed = _GRIDS[kind]
     data = torch.frombuffer(bytearray(base64.b85decode(packed)), dtype=torch.uint8)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     indices = ((data[:, None] >> shifts) & (2**bits - 1)).view(-1, width)
-    return torch.tensor(levels, dtype=torch.float32, device="cpu")[indices.long()].to(device)
+    grid = torch.tensor(levels, dtype=torch.float32, device="cpu")[indices.long()]
+    return grid.pin_memory() if is_pinned else grid
 
 
 _GRIDS = {
@@ -168,5 +175,11 @@ _GRIDS = {
         "g`@_h38fIF5~UTT7^NnqDWyWCMWs=tRHap=R;5{`Wu<DRfu)3{g{6k2iKUXIm8F=a1*Q?E7N#1eA*Lm!M5acjN~Th#Ri;*^Sf*g6Vy1?skfx"
         "QUmZq7ep{As!rltU>0;mY63aB8cBB&^+DyUJYRH#;{S*U=hf~bh7il~*Sps1p#sHm!_1*sIN8L1(uC8<HFP^nd^TB%{FW~phZkg1lb0ICA22"
         "&xLIAgUs&D5@%|QL0p`R;qxif~ttBimH{WpsJ#(sH&=}",
+    ),
+    "IQ4_NL": _Grid(
+        (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+        1,
+        4,
+        "5HeJDn7Z8l",
     ),
 }

@@ -12,8 +12,6 @@ import torch
 from diffusion_runtime.kernels.gguf_fields import bit_fields, float16_at, halves, words
 from diffusion_runtime.kernels.gguf_grids import grid_of
 
-# The numbers of IQ4_NL and IQ4_XS.
-_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Of IQ1: what a part adds to every number of its vectors, or takes from them.
 _DELTA = 0.125
 
@@ -110,7 +108,7 @@ def iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(indices: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_LEVELS, dtype=torch.float32, device=indices.device)[indices.long()]
+    return grid_of("IQ4_NL", indices.device)[indices.long()].squeeze(-1)
 
 
 def _shifts(start: int, stop: int, step: int, like: torch.Tensor) -> torch.Tensor:
