@@ -164,13 +164,13 @@ def test_blocks_are_offloaded_whole_or_streamed(offload: str, flux1: Path, tmp_p
     else:
         transfers = StrictTransfers()
         pipeline = load_offloaded(str(flux1), offload, resident, transfers, **given)
-        assert pipeline.offloading is not None
-        for part in pipeline.offloading.parts:
+        assert pipeline.parts.offloading is not None
+        for part in pipeline.parts.offloading.parts:
             transfers.hide(part.arena.bytes)
     assert gguf_layers(pipeline)
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
-    assert pipeline.offloading is not None
-    assert any(part.stream is not None for part in pipeline.offloading.parts) == (offload != "model")
+    assert pipeline.parts.offloading is not None
+    assert any(part.stream is not None for part in pipeline.parts.offloading.parts) == (offload != "model")
     with pytest.raises(ConfigError, match=r"give the LoRA files when the model is loaded, or .* --offload none"):
         pipeline.set_loras([])
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
