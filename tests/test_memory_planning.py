@@ -99,7 +99,7 @@ def test_of_requests_of_one_size_the_one_with_most_images_is_planned_for(monkeyp
     assert isinstance(prepared, PreparedModel)
     request = prepared.rules.resolve(GenerationRequest(prompt="a star", seed=1))
     planned = []
-    monkeypatch.setattr(memory_planning, "demand_of", lambda *arguments: planned.append(arguments[3]))
+    monkeypatch.setattr(memory_planning, "demand_of", lambda *arguments, **_: planned.append(arguments[3]))
     prepared.planned_for([request, dataclasses.replace(request, image_path="first.png")])
     assert [each.request.image_path for each in planned] == ["first.png"]
 

@@ -45,7 +45,6 @@ from diffusion_runtime.attention.opaque import (
 )
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
-from diffusion_runtime.core.hardware import detect_hardware, resolve_device
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
@@ -316,7 +315,7 @@ class AttentionLayer(nn.Module, ABC):
         layout: of the grid, without the text."""
         if self.causal:
             return frozenset({RASTER})
-        device, forced = resolve_device(self.policy.device), current_force()
+        device, forced = self.policy.torch_device, current_force()
         needs = features_used(layout=layout, scale=self.scale, cached_keys=self.cached_keys)
         tiles = set()
         for rules in self.policy.held_rules(self.layer, num_steps):
@@ -326,7 +325,7 @@ class AttentionLayer(nn.Module, ABC):
 
     def resolved_at(self, step: StepInfo, layout: TokenLayout | None) -> Resolved:
         """What serves a call at a step of a request whose keys sit as `layout` says, asked before there is one."""
-        device = resolve_device(self.policy.device)
+        device = self.policy.torch_device
         needs = features_used(layout=layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
         rules = self.policy.rules_now(self.layer, step)
         return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
@@ -336,7 +335,7 @@ class AttentionLayer(nn.Module, ABC):
         error bound, or leaves out keys. Empty for a layer that caches none."""
         if not self.cached_keys:
             return ()
-        device = resolve_device(self.policy.device)
+        device = self.policy.torch_device
         found = []
         for rules in self.policy.held_in_commits(self.layer):
             key = _DecisionKey((), rules, self.policy.dtype, device, self.requirements.needs)
@@ -468,13 +467,13 @@ class AttentionLayer(nn.Module, ABC):
         return backend.expected_warning(known)
 
     def _expected_call(self, step: StepInfo, form: KnownCall) -> tuple[Backend, CallForm]:
-        device = resolve_device(self.policy.device)
+        device = self.policy.torch_device
         features = features_used(layout=form.layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
         rules = self.policy.rules_now(self.layer, step)
         served = self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, features))
         resolved = served.resolved
         known = CallForm(
-            hardware=detect_hardware(str(device)),
+            hardware=self.policy.hardware_of(device),
             dtype=form.dtype,
             q_shape=form.q_shape,
             k_shape=form.k_shape,
@@ -527,7 +526,7 @@ class AttentionLayer(nn.Module, ABC):
     def _check_moments(
         self, held: Iterable[HeldRules], forced: tuple[ForcedChoice, ...], num_steps: int | None
     ) -> None:
-        device = resolve_device(self.policy.device)
+        device = self.policy.torch_device
         for rules in held:
             key = _DecisionKey(forced, rules, self.policy.dtype, device, self.requirements.needs)
             resolved = self._served_at(key).resolved
@@ -549,8 +548,9 @@ class AttentionLayer(nn.Module, ABC):
         return served
 
     def _resolve(self, key: _DecisionKey) -> Resolved:
+        hardware = self.policy.hardware_of(key.device)
         requirements = dataclasses.replace(
-            self.requirements, dtype=dtype_name(key.dtype), hardware=detect_hardware(str(key.device)), needs=key.needs
+            self.requirements, dtype=dtype_name(key.dtype), hardware=hardware, needs=key.needs
         )
         decision = select(requirements, self.policy.levels(key.rules, key.forced))
         self.policy.announce(decision, self.layer.role)

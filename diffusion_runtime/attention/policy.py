@@ -18,7 +18,7 @@ from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
-from diffusion_runtime.core.hardware import Hardware, detect_hardware
+from diffusion_runtime.core.hardware import Hardware, detect_hardware, resolve_device
 from diffusion_runtime.core.step_info import PHASES, LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -52,6 +52,7 @@ class AttentionPolicy:
     self_check: whether a backend whose numbers a self-check found wrong is refused.
     num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
     1 sends all heads before it computes.
+    planned_on: the hardware that `device` stands for where it is not this machine's, of a dry run; None for this one's.
     decision_log: which of its decisions were logged.
     no_grid: as in AttentionRequirements, for a model of which it is not known where its tokens sit.
     has_phases: whether the model commits keys and values to a cache: of a video's chunks, or of a prefix.
@@ -68,6 +69,7 @@ class AttentionPolicy:
     no_grid: str = ""
     has_phases: bool = False
     self_check: bool = True
+    planned_on: Hardware | None = None
     decision_log: DecisionLog = field(default_factory=DecisionLog, compare=False, repr=False)
 
     def requirements(
@@ -88,7 +90,16 @@ class AttentionPolicy:
 
     @property
     def hardware(self) -> Hardware:
-        return detect_hardware(self.device)
+        return detect_hardware(self.device) if self.planned_on is None else self.planned_on
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that calls will come from. Raises ConfigError where it is to be here and is not."""
+        return resolve_device(self.device) if self.planned_on is None else torch.device(self.device)
+
+    def hardware_of(self, device: torch.device) -> Hardware:
+        """What is behind the device of a call."""
+        return detect_hardware(str(device)) if self.planned_on is None else self.planned_on
 
     def rules_now(self, layer: LayerInfo, step: StepInfo) -> HeldRules:
         """The schedule rules that hold for this layer at this step."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.config import WEIGHT_PATHS
+from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.session.batch import Item
@@ -41,7 +42,7 @@ def show_plan(
     facts: list[tuple[str, object]] = [
         ("model", f"{description.config.model_path} ({description.family})"),
         ("folder", _folder_row(description)),
-        ("device", description.device),
+        ("device", device_row(description)),
         ("dtype", description.dtype),
     ]
     if description.degrees.num_processes > 1:
@@ -65,6 +66,8 @@ def show_plan(
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
+    if description.planned_on is not None:
+        terminal.say(description.planned_on.note)
     for note in dict.fromkeys(note for request in makeable if (note := description.rules.sampling_note(request))):
         terminal.say(note)
     for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
@@ -93,11 +96,17 @@ def show_plan(
     return exit_code
 
 
+def device_row(description: PipelineDescription) -> str:
+    planned_on = description.planned_on
+    return description.device if planned_on is None else f"{planned_on.hardware.device_name}, which is not here"
+
+
 def _folder_row(description: PipelineDescription) -> str:
     download = description.model_folder.download_gb
     if download is None:
         return str(description.folder)
-    return f"none yet: planned from the configs inside the package; a run downloads {download:.0f} GB from the hub"
+    what = f"downloads {size_text(round(download * 10**9))} from the hub" if download else "downloads no weights"
+    return f"none yet: planned from the configs inside the package; a run {what}"
 
 
 def _shown(value: Any) -> Any:
@@ -166,6 +175,7 @@ def _to_json_object(
         "folder": None if description.model_folder.download_gb is not None else str(description.folder),
         "download_gb": description.model_folder.download_gb,
         "quantization": description.quantization,
+        "planned_on": None if description.planned_on is None else description.planned_on.to_dict(),
         "memory": None if description.memory is None else description.memory.to_dict(),
         "defaults": dict(description.rules.defaults),
         "presets": {name: dict(values) for name, values in description.rules.presets.items()},

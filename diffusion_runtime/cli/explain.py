@@ -47,7 +47,7 @@ def explain(context: typer.Context, **given: Any) -> None:
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = flags_of({**missing, **given})
     with terminal.log():
-        explanation, others = _explain(flags, terminal)
+        explanation, others = _explain(flags, terminal, given["plan_for"])
     if html is not None:
         from diffusion_runtime.explanation.page import write_page
 
@@ -63,8 +63,8 @@ def explain(context: typer.Context, **given: Any) -> None:
         terminal.say(f"This is the first of {others + 1} requests.")
 
 
-def _explain(flags: Any, terminal: Terminal) -> tuple[Explanation, int]:
-    """Of the first request; and how many others there are."""
+def _explain(flags: Any, terminal: Terminal, plan_for: str | None) -> tuple[Explanation, int]:
+    """Of the first request; and how many others there are. plan_for: as of prepare."""
     import dataclasses
 
     from diffusion_runtime.cli.settings import resolve_settings
@@ -74,7 +74,7 @@ def _explain(flags: Any, terminal: Terminal) -> tuple[Explanation, int]:
     settings = resolve_settings(flags, _ANY_PROMPT)
     for note in settings.notes:
         terminal.warn(note)
-    prepared = prepare(settings.runtime, is_dry_run=True)
+    prepared = prepare(settings.runtime, is_dry_run=True, plan_for=plan_for)
     preset = settings.preset_for(prepared.rules.presets)
     with _needed_images(prepared, settings.requests[0], preset, terminal) as images:
         request = prepared.rules.resolve(dataclasses.replace(settings.requests[0], **images), preset)
@@ -113,7 +113,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     from rich.console import Console
 
     put = terminal.show if terminal.log_format == "json" else Console(highlight=False, file=sys.stdout).print
-    from diffusion_runtime.cli.dry_run import attention_plan
+    from diffusion_runtime.cli.dry_run import attention_plan, device_row
     from diffusion_runtime.explanation.explanation import implementation_rows
     from diffusion_runtime.explanation.page import in_tera
     from diffusion_runtime.explanation.text_map import schedule_map
@@ -123,7 +123,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     text = f" and {explanation.num_text_tokens} of text" if explanation.num_text_tokens else ""
     facts: Sequence[tuple[str, object]] = [
         ("model", f"{description.config.model_path} ({description.family})"),
-        ("device", f"{description.device}, {description.dtype}"),
+        ("device", f"{device_row(description)}, {description.dtype}"),
         ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
         ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
         ("forward passes", explanation.passes_text),
@@ -162,6 +162,8 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
     terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    if description.planned_on is not None:
+        terminal.say(description.planned_on.note)
     if description.memory is not None:
         put(facts_table(description.memory.rows(), "Memory that it would take"))
 
@@ -175,7 +177,7 @@ def _signature() -> inspect.Signature:
     kept = [
         parameter
         for name, parameter in inspect.signature(generate_verb).parameters.items()
-        if name not in options.OUTPUT_FLAGS
+        if name not in options.OUTPUT_FLAGS or name == "plan_for"
     ]
     html = inspect.Parameter(
         "html",

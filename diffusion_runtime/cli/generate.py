@@ -141,6 +141,7 @@ def generate(context: typer.Context, **given: Any) -> None:
         run.stream,
         run.interactive,
         run.attention_plot,
+        run.plan_for,
     )
     num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))

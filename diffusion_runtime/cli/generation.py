@@ -23,6 +23,7 @@ from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.core.hardware import device_of_process
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED
@@ -66,9 +67,13 @@ def run_generate(
         terminal.warn(note)
     check_profile_place(output_flags.profile, dry_run=output_flags.dry_run)
     check_plot_place(output_flags.attention_plot, outputs.file, dry_run=output_flags.dry_run)
+    if output_flags.plan_for is not None and not output_flags.dry_run:
+        raise ConfigError(
+            f"plan_for: {output_flags.plan_for}: no weights are loaded for a GPU that is not here; add --dry-run"
+        )
     if output_flags.dry_run:
         outputs.check_without_writing()
-        prepared, items = prepare_items(settings, outputs, is_dry_run=True)
+        prepared, items = prepare_items(settings, outputs, is_dry_run=True, plan_for=output_flags.plan_for)
         warn_of_changed_files(settings, items, prepared.description, terminal)
         prepared.check_files()
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])

@@ -301,6 +301,15 @@ Json: TypeAlias = Annotated[bool, _flag(OUTPUT, "One JSON object on standard out
 Resume: TypeAlias = Annotated[
     bool, _flag(OUTPUT, "Continue a run that was interrupted: make what is missing.", "--resume")
 ]
+PlanFor: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        OUTPUT,
+        "With --dry-run: plan for a GPU that is not here: h100, 4090, ... See docs/memory.md.",
+        "--plan-for",
+        metavar="NAME",
+    ),
+]
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Show what would run; load no weights, write nothing.", "--dry-run")]
 Profile: TypeAlias = Annotated[
     str | None,
@@ -410,6 +419,7 @@ class RunFlags:
     file_format: Format = None
     as_json: Json = False
     dry_run: DryRun = False
+    plan_for: PlanFor = None
     resume: Resume = False
     profile: Profile = None
     stream: Stream = None
@@ -426,6 +436,7 @@ OUTPUT_FLAGS = (
     "file_format",
     "resume",
     "dry_run",
+    "plan_for",
     "profile",
     "stream",
     "interactive",

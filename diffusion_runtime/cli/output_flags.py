@@ -18,3 +18,4 @@ class OutputFlags:
     stream: str | None = None
     interactive: bool = False
     attention_plot: str | None = None
+    plan_for: str | None = None

@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 
 
 def prepare_items(
-    settings: Settings, outputs: Outputs, world: World | None = None, *, is_dry_run: bool = False
+    settings: Settings,
+    outputs: Outputs,
+    world: World | None = None,
+    *,
+    is_dry_run: bool = False,
+    plan_for: str | None = None,
 ) -> tuple[Prepared, list[Item]]:
-    """The model, opened once, and every item, its request checked against the model."""
+    """The model, opened once, and every item, its request checked against the model. plan_for: as of prepare."""
     from diffusion_runtime.loading import prepare
 
     prepared = prepare(
-        settings.runtime, world, is_guided=lambda rules: are_guided(rules, settings), is_dry_run=is_dry_run
+        settings.runtime,
+        world,
+        is_guided=lambda rules: are_guided(rules, settings),
+        is_dry_run=is_dry_run,
+        plan_for=plan_for,
     )
     return prepared, resolve_all(prepared.rules, settings, outputs)
 

@@ -31,15 +31,18 @@ T = TypeVar("T")
 
 class ModelFolder:
     """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
-    see the same content. `folder / name` is a path inside it. download_gb: of a published model whose json is this
-    package's own and whose weights are still on the hub, in 10 ** 9 bytes; None for a folder of its own. parts: where
-    components are that come from elsewhere."""
+    see the same content. `folder / name` is a path inside it. downloads_gb: of a published model whose json is
+    this package's own and whose weights are still on the hub: of each component, in 10 ** 9 bytes; None for a folder of
+    its own. parts: where components are that come from elsewhere."""
 
     def __init__(
-        self, path: Path, download_gb: float | None = None, parts: Mapping[str, Path] = MappingProxyType({})
+        self,
+        path: Path,
+        downloads_gb: Mapping[str, float] | None = None,
+        parts: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.path = path
-        self.download_gb = download_gb
+        self.downloads_gb = downloads_gb
         self.parts = parts
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
@@ -50,7 +53,19 @@ class ModelFolder:
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
         """The same folder with components from elsewhere."""
-        return ModelFolder(self.path, self.download_gb, {**self.parts, **parts})
+        return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts})
+
+    def without_downloads(self, components: Collection[str]) -> ModelFolder:
+        """The same folder, of which these components need not be downloaded."""
+        if self.downloads_gb is None:
+            return self
+        left = {name: size for name, size in self.downloads_gb.items() if name not in components}
+        return ModelFolder(self.path, left, self.parts)
+
+    @property
+    def download_gb(self) -> float | None:
+        """What a run downloads, in 10 ** 9 bytes; None for a folder of its own."""
+        return None if self.downloads_gb is None else sum(self.downloads_gb.values())
 
     def __str__(self) -> str:
         return str(self.path)

@@ -158,7 +158,7 @@ class Explanation:
         return ", ".join(texts)
 
     def to_dict(self) -> dict[str, Any]:
-        memory = self.description.memory
+        memory, planned_on = self.description.memory, self.description.planned_on
         return {
             "schema": SCHEMA,
             **{key: value for key, value in self.description.to_dict().items() if key != "schema"},
@@ -174,6 +174,7 @@ class Explanation:
             "schedule": [row.to_dict() for row in self.schedule],
             "parts": [asdict(part) for part in self.parts],
             "kept_is_upper_bound": self.is_bound,
+            "planned_on": None if planned_on is None else planned_on.to_dict(),
             "memory": None if memory is None else memory.to_dict(),
             "remarks": list(self.remarks),
         }

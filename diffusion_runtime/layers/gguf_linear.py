@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ class GgufRows(NamedTuple):
     data: torch.Tensor
 
 
-class _Part(NamedTuple):
+class GgufPart(NamedTuple):
+    """Rows of a weight as they lie in its bytes. kind: as of GgufRows."""
+
     kind: str
     num_rows: int
     num_bytes: int
@@ -35,18 +37,36 @@ class GgufLinear(Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8, device=self.weight.device), requires_grad=False)
         self._counter = counter
-        self._parts: tuple[_Part, ...] = ()
+        self._parts: tuple[GgufPart, ...] = ()
 
-    def hold(self, rows: Sequence[GgufRows], device: torch.device) -> torch.Tensor:
-        """Take these as the weight, all of it; the parameter's new bytes."""
-        self._parts = tuple(_Part(each.kind, each.data.shape[0], each.data.numel()) for each in rows)
-        assert sum(part.num_rows for part in self._parts) == self.out_features
-        data = torch.cat([each.data.to(device).flatten() for each in rows])
+    def expect(self, parts: Sequence[GgufPart]) -> None:
+        """Take the bytes that the weight of an empty layer will have, all of it."""
+        self._arrange(parts)
+        data = self.weight.new_empty(sum(part.num_bytes for part in parts))
         self.weight = nn.Parameter(data, requires_grad=False)
+
+    def pack(self, rows: Sequence[GgufRows], make_empty: Callable[[torch.Size], torch.Tensor]) -> torch.Tensor:
+        """Take the kinds of these rows, which are all of the weight, and return their bytes, uint8 [bytes]. The
+        parameter is the caller's to set. make_empty: makes the tensor for them, of uint8."""
+        self._arrange([GgufPart(each.kind, each.data.shape[0], each.data.numel()) for each in rows])
+        data, start = make_empty(torch.Size([sum(part.num_bytes for part in self._parts)])), 0
+        for each in rows:
+            stop = start + each.data.numel()
+            data[start:stop].copy_(each.data.flatten())
+            start = stop
         return data
 
+    def hold(self, rows: Sequence[GgufRows], device: torch.device) -> None:
+        """Take these as the weight, all of it."""
+        data = self.pack(rows, lambda shape: torch.empty(shape, dtype=torch.uint8, device=device))
+        self.weight = nn.Parameter(data, requires_grad=False)
+
+    def _arrange(self, parts: Sequence[GgufPart]) -> None:
+        assert sum(part.num_rows for part in parts) == self.out_features
+        self._parts = tuple(parts)
+
     @property
-    def layout(self) -> tuple[_Part, ...]:
+    def layout(self) -> tuple[GgufPart, ...]:
         """What the bytes of the weight are, from the first on."""
         return self._parts
 

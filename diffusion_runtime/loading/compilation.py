@@ -23,11 +23,12 @@ _COMPILERS = ("c++", "g++", "clang++")
 _logger = logging.getLogger("diffusion_runtime")
 
 
-def check_compilation(config: RuntimeConfig, device: torch.device) -> None:
-    """Raises ConfigError with what to type when the blocks cannot be compiled with such a config on such a device."""
+def check_compilation(config: RuntimeConfig, device: torch.device, planned_on: Hardware | None = None) -> None:
+    """Raises ConfigError with what to type when the blocks cannot be compiled with such a config on such a device.
+    planned_on: what is behind the device where it is not here."""
     if config.compile == "off":
         return
-    reason = _refusal(detect_hardware(str(device)))
+    reason = _refusal(detect_hardware(str(device)) if planned_on is None else planned_on)
     if reason is not None:
         raise ConfigError(f"compile: {config.compile}: {reason}, or leave out --compile")
 

@@ -16,6 +16,7 @@ from diffusion_runtime.attention.select import Decision
 from diffusion_runtime.attention.self_check import SelfCheck
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
@@ -51,7 +52,7 @@ class PipelineDescription:
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
     as they are run or cached. quantization: how many linear layers have 8-bit weights, None for none.
-    memory: what it takes, None where nobody planned it.
+    memory: what it takes, None where nobody planned it. planned_on: the device where it is not in this machine.
     """
 
     config: RuntimeConfig
@@ -66,6 +67,7 @@ class PipelineDescription:
     self_checks: tuple[SelfCheck, ...] = ()
     quantization: str | None = None
     memory: MemoryPlan | None = None
+    planned_on: PlannedDevice | None = None
 
     @property
     def folder(self) -> Path:

@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.memory_size import limit_text, size_text
+from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.denoising.chunks import cached_tokens
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
 from diffusion_runtime.loading.description import PipelineDescription
@@ -35,10 +36,11 @@ from diffusion_runtime.memory.plan import (
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
-from diffusion_runtime.weights.weight_files import GGUF
+from diffusion_runtime.weights.checkpoint import WeightChange
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024
@@ -72,11 +74,16 @@ def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
     return device.type not in ("cpu", "mps") and free_on_device(device) is not None
 
 
-def may_exceed_the_machine(folder: Path) -> bool:
-    """Whether the weight files of a model are so large that a plan is worth its time though no limit was given: on a
-    device whose memory is the machine's, the system ends a process that takes more."""
+def may_exceed_the_machine(model: Model[Any, Any]) -> bool:
+    """Whether the weight files of a model, those from elsewhere in place of its own, are so large that a plan is worth
+    its time though no limit was given: on a device whose memory is the machine's, the system ends a process that takes
+    more."""
     free = free_in_machine()
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    elsewhere = {file.component for file in model.transformer_files}
+    folder = Path(model.folder / "")
+    files = [path for path in folder.rglob("*.safetensors") if path.relative_to(folder).parts[0] not in elsewhere]
+    files += [path for file in model.transformer_files for path in file.files()]
+    num_bytes = sum(path.stat().st_size for path in files)
     return free is not None and num_bytes * _LARGE_FACTOR > free
 
 
@@ -98,10 +105,13 @@ def largest_demand(
     dtype: torch.dtype,
     degrees: Degrees,
     device: torch.device,
+    *,
+    quantization: Quantization | None = None,
+    changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
     """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none, of
-    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes.
-    None where it cannot be computed."""
+    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes;
+    quantization, changes: as of memory_demand. None where it cannot be computed."""
     notes: list[str] = []
     if requests:
         every = [planned_batch(rules, [request]) for request in requests]
@@ -115,7 +125,18 @@ def largest_demand(
         except DiffusionRuntimeError:
             # A model that only a request tells what is to be made.
             return None
-    return demand_of(config, model, transformer, planned, dtype, degrees, device, notes)
+    return demand_of(
+        config,
+        model,
+        transformer,
+        planned,
+        dtype,
+        degrees,
+        device,
+        notes,
+        quantization=quantization,
+        changes=changes,
+    )
 
 
 def demand_of(
@@ -127,9 +148,12 @@ def demand_of(
     degrees: Degrees,
     device: torch.device,
     notes: Sequence[str] = (),
+    *,
+    quantization: Quantization | None = None,
+    changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
     """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
-    device: that computes; notes: to go with it."""
+    device: that computes; notes: to go with it; quantization, changes: as of memory_demand."""
     in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
     sharers = degrees.ulysses * degrees.ring
     try:
@@ -138,6 +162,8 @@ def demand_of(
             transformer,
             dtype,
             planned,
+            changes=changes,
+            quantization=quantization,
             num_sharers=sharers,
             in_tiles=in_tiles,
             copies_layout=device.type == "cuda",
@@ -158,9 +184,14 @@ def demand_of(
     return PlannedDemand(demand, planned)
 
 
-def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
-    """The plan for a demand, None where that is not known. Raises DeviceMemoryError where nothing fits, and ConfigError
-    where a choice needs a plan and there is none."""
+def plan_memory(
+    planned: PlannedDemand | None,
+    config: RuntimeConfig,
+    device: torch.device,
+    planned_on: PlannedDevice | None = None,
+) -> MemoryPlan | None:
+    """The plan for a demand, None where that is not known. planned_on: the device where it is not here. Raises
+    DeviceMemoryError where nothing fits, and ConfigError where a choice needs a plan and there is none."""
     if planned is None:
         if config.memory_limit is not None or config.offload in ("model", "layers"):
             raise ConfigError(
@@ -178,9 +209,9 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
         if limit is None and free is not None and plan.peak > free:
             _logger.warning("%s", _beyond_the_machine(planned, plan, free, possible, kind))
         return plan
-    free = free_on_device(device)
+    free = free_on_device(device) if planned_on is None else planned_on.free
     limit = min((each for each in (limit, free) if each is not None), default=None)
-    host_limit, remedies = free_in_machine(), planned.remedies
+    host_limit, remedies = free_in_machine() if planned_on is None else None, planned.remedies
     return make_plan(planned.demand, choices, limit, host_limit, remedies, possible=possible, kind=kind, free=free)
 
 
@@ -219,8 +250,7 @@ def _kind_of(device: torch.device) -> DeviceKind:
 
 def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
     """What a config and its device leave of OFFLOADS, with --offload left open."""
-    files = (config.transformer_path, config.transformer_2_path)
-    if device.type == "mps" or any(file is not None and file.lower().endswith(GGUF) for file in files):
+    if device.type == "mps":
         return ("none",)
     if device.type == "cpu":
         # A transformer waits in its files by blocks, or not at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
@@ -58,7 +59,7 @@ from diffusion_runtime.models.family import Model, RoomFor, no_room
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.memory_demand import PlannedRequest
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
-from diffusion_runtime.models.part_files import part_files
+from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -73,7 +74,7 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.lora.binding import Lora
 from diffusion_runtime.weights.lora.switching import LoraSwitch, Rewrite
-from diffusion_runtime.weights.weight_files import GGUF, check_component_files
+from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
 
@@ -112,7 +113,7 @@ class PreparedModel:
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """See Prepared.planned_for."""
         demand = self._largest_demand(self.transformer, requests)
-        memory = plan_memory(demand, self.description.config, self.device)
+        memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
         planned = None if demand is None else demand.request
         return dataclasses.replace(
             self, description=dataclasses.replace(self.description, memory=memory), planned=planned
@@ -134,6 +135,11 @@ class PreparedModel:
         """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
+        if self.description.planned_on is not None:
+            raise ConfigError(
+                f"plan_for: {self.description.planned_on.hardware.device_name} is not here, and no weights are loaded "
+                "for it: generate --dry-run and explain say what would run there"
+            )
         began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         world, config = self.world, self.description.config
@@ -151,9 +157,10 @@ class PreparedModel:
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.transformer_files]
-        not_downloaded = [*elsewhere, *(part.component for part in part_files(config))]
         read_began = time.perf_counter()
-        fetch_weights(config.model_path, opened.folder, not_downloaded, offline=config.offline, variant=config.variant)
+        fetch_weights(
+            config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
+        )
         check_component_files(opened.folder, elsewhere)
         if opened.check_weights(checked.transformer):
             refuse_compiling_quantised(config)
@@ -235,7 +242,8 @@ class PreparedModel:
         opened, transformer = self.model, self.transformer
         if offloading is None or not offloading.plan.waits_in_files:
             load_transformer(opened, transformer, self.device, self.dtype, self.loras, offloading, self.quantization)
-            return transformer, functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype)
+            in_place = functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype)
+            return transformer, in_place if offloading is None else keeping_bytes(opened.modules(transformer), in_place)
         homes = opened.keep_in_files(transformer, self.device, self.dtype, self.loras, self.quantization)
         modules = opened.modules(transformer)
         for component, home in homes.items():
@@ -247,7 +255,7 @@ class PreparedModel:
             for home in homes.values():
                 home.change(changes)
 
-        return transformer, rewrite
+        return transformer, keeping_bytes(modules, rewrite)
 
     def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
         """What a dry run could not know: quantised layers of the files."""
@@ -280,7 +288,7 @@ class PreparedModel:
         if self.description.memory is not None:
             return self
         needed = is_planned(self.description.config, self.device) or (
-            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model.folder / "")
+            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model)
         )
         return self.planned_for(requests) if needed else self
 
@@ -303,7 +311,17 @@ class PreparedModel:
         if each.config.quantization not in empty:
             empty[each.config.quantization] = build_transformer(self.model, self.policy, quantization)
         transformer, degrees = empty[each.config.quantization], self.description.degrees
-        found = demand_of(each.config, self.model, transformer, each.planned, each.dtype, degrees, self.device)
+        found = demand_of(
+            each.config,
+            self.model,
+            transformer,
+            each.planned,
+            each.dtype,
+            degrees,
+            self.device,
+            quantization=quantization,
+            changes=self.loras,
+        )
         return self._of_processes(found)
 
     def _with_remedies(self, planned: PlannedDemand | None) -> PlannedDemand | None:
@@ -324,7 +342,18 @@ class PreparedModel:
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
-        found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees, self.device)
+        found = largest_demand(
+            config,
+            self.model,
+            transformer,
+            self.rules,
+            requests,
+            self.dtype,
+            degrees,
+            self.device,
+            quantization=self.quantization,
+            changes=self.loras,
+        )
         return self._with_remedies(self._of_processes(found))
 
     def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
@@ -347,12 +376,6 @@ class PreparedModel:
         plan = self.description.memory
         if plan is None or plan.offload == "none":
             return None
-        blocks = [file.path for file in self.model.transformer_files if file.place.suffix.lower() == GGUF]
-        if blocks:
-            raise ConfigError(
-                f"offload: {plan.offload}: {blocks[0]}: the blocks of a GGUF file stay on the device in this version; "
-                "use a smaller size or a file with fewer bits, with --offload none"
-            )
         return Offloading(plan, transfers_of(self.device) if transfers is None else transfers)
 
     def _shortage_advice(self, advice: str) -> str:
@@ -414,6 +437,26 @@ def load_transformer(
 
     fill_transformer(model, transformer, offloading, load)
     return transformer
+
+
+def keeping_bytes(modules: Mapping[str, nn.Module], rewrite: Rewrite) -> Rewrite:
+    """`rewrite` of offloaded modules, whose weights keep the bytes that they were given room for: it raises ConfigError
+    where rows of GGUF blocks would become numbers, or the other way round. modules: by component."""
+
+    def checked(
+        changed: Mapping[str, Collection[str]],
+        changes: Sequence[WeightChange],
+        kept: Mapping[str, dict[str, torch.Tensor]],
+    ) -> None:
+        for component, module in modules.items():
+            if changed[component] and any(isinstance(layer, GgufLinear) for layer in module.modules()):
+                raise ConfigError(
+                    "lora: the blocks of a GGUF file are offloaded, and rows that a LoRA changes take other bytes: "
+                    "give the LoRA files when the model is loaded, or load it with --offload none"
+                )
+        rewrite(changed, changes, kept)
+
+    return checked
 
 
 def fill_transformer(

@@ -15,6 +15,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
+from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.decoders.latent_upsampler import open_upsampler
 from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.errors import ConfigError, shown
@@ -27,7 +28,7 @@ from diffusion_runtime.loading.native_model import PreparedModel, build_transfor
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
-from diffusion_runtime.models.part_files import part_files, with_parts
+from diffusion_runtime.models.part_files import named_components, part_files, with_parts
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
@@ -47,16 +48,20 @@ _HEAD_GROUPS = 2
 
 
 def prepare_native(
-    config: RuntimeConfig, folder: ModelFolder, world: World | None, is_guided: Callable[[RequestRules], bool] | None
+    config: RuntimeConfig,
+    folder: ModelFolder,
+    world: World | None,
+    is_guided: Callable[[RequestRules], bool] | None,
+    planned_on: PlannedDevice | None = None,
 ) -> PreparedModel:
-    """`prepare` for a folder of a family here."""
+    """`prepare` for a folder of a family here. planned_on: the device where it is not in this machine."""
     family = family_for_folder(folder)
     check_components(folder)
     files = transformer_files(config)
     parts = part_files(config)
-    elsewhere = [*(file.component for file in files), *(part.component for part in parts)]
+    elsewhere = named_components(config)
     refuse_quantised_components(folder, elsewhere)
-    folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere)
+    folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
     folder = with_controlnet(folder, config.controlnet_path, family.controlnet_class, family.name)
     family.check_decode_mode(config.vae_decode)
     family.check_tiling(config.vae_tiling)
@@ -77,9 +82,10 @@ def prepare_native(
     if is_open and is_guided is not None and not is_guided(rules):
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
         degrees = _choose_degrees(config, model, rules)
-    device = resolve_device(_device_name(config, world))
+    hardware = None if planned_on is None else planned_on.hardware
+    device = resolve_device(_device_name(config, world)) if hardware is None else torch.device(hardware.platform)
     dtype = resolve_dtype(config.dtype, device)
-    check_compilation(config, device)
+    check_compilation(config, device, hardware)
     check_offload(config, device)
     # Before the processes meet, so that what cannot be shared is said at once.
     model.shared_by(planned_mesh(1, 1, 1, degrees.tensor).tensor)
@@ -99,6 +105,7 @@ def prepare_native(
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         has_phases=model.is_causal or model.caches_prefix,
         self_check=config.self_check,
+        planned_on=hardware,
     )
     text_attention = choose_encoder_attention(policy, _text_encoder_classes(model, dtype))
     quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
@@ -140,6 +147,7 @@ def prepare_native(
         degrees=degrees,
         self_checks=self_checks,
         quantization=quantization.describe(model.modules(transformer)),
+        planned_on=planned_on,
     )
     return PreparedModel(
         description,

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.core.model_folder import ModelFolder, read_index
+from diffusion_runtime.core.planned_device import NAMED_CARDS, PlannedDevice, any_card, named_device
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation.interface import GenerationPipeline
@@ -18,6 +20,7 @@ from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
+from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -116,13 +119,14 @@ def load_pipeline(
     return pipeline
 
 
-def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
+def inspect_pipeline(config: RuntimeConfig, *, plan_for: str | None = None) -> PipelineDescription:
     """Dry run of `load_pipeline`, from json alone: no weight is read or downloaded, and no self-check is run. A
-    published model needs no network: what the hub's cache lacks of its json, the package knows.
+    published model needs no network: what the hub's cache lacks of its json, the package knows. plan_for: a GPU that is
+    not here, such as `h100`.
 
     Raises what `load_pipeline` raises before it reads weights.
     """
-    return prepare(config, is_dry_run=True).description
+    return prepare(config, is_dry_run=True, plan_for=plan_for).description
 
 
 def prepare(
@@ -131,6 +135,7 @@ def prepare(
     *,
     is_guided: Callable[[RequestRules], bool] | None = None,
     is_dry_run: bool = False,
+    plan_for: str | None = None,
 ) -> Prepared:
     """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
     self-check is made. `load` of the result reads the weights.
@@ -138,7 +143,8 @@ def prepare(
     world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
     every request that will come runs two branches of guidance, asked where processes could share them; None: the
     model's own defaults decide. is_dry_run: nothing will be loaded, so of a published model the json in this package
-    will do (`find_configs`).
+    will do (`find_configs`). plan_for: a device of NAMED_CARDS that is not here, for a dry run; a dry run with
+    `device: cuda` and a memory limit needs no card, too.
 
     Raises what `load_pipeline` raises before it reads weights, self-checks aside.
     """
@@ -154,20 +160,47 @@ def prepare(
             resolve_model_folder(
                 config.model_path,
                 weights=config.variant is not None,
+                elsewhere=named_components(config),
                 revision=config.revision,
                 offline=config.offline,
                 variant=config.variant,
             )
         )
     )
-    folder = ModelFolder(found.path, found.download_gb)
+    folder = ModelFolder(found.path, found.downloads_gb)
+    planned_on = _planned_device(config, plan_for) if is_dry_run else None
     if _is_passthrough(config.backend, folder):
+        if planned_on is not None:
+            raise ConfigError(
+                "plan_for: diffusers' own pipeline runs this model, and is planned for this machine's devices alone"
+            )
         # Imported here: its graph breaks import torch's compiler, 1.5 s that a native model does not wait for.
         check_diffusers_import()
         from diffusion_runtime.loading.passthrough import prepare_passthrough
 
         return prepare_passthrough(config, folder)
-    return prepare_native(config, folder, world, is_guided)
+    return prepare_native(config, folder, world, is_guided, planned_on)
+
+
+def _planned_device(config: RuntimeConfig, plan_for: str | None) -> PlannedDevice | None:
+    """The device that a dry run plans for where it is not this machine's. Raises ConfigError for a device beside
+    `plan_for`, and for a GPU that is not here and of which nothing is known."""
+    if plan_for is not None:
+        if config.device not in ("auto", "cuda"):
+            raise ConfigError(f"plan_for: {plan_for}: and device: {config.device} beside it; leave one of them out")
+        return named_device(plan_for)
+    try:
+        resolve_device(config.device)
+        return None
+    except ConfigError as error:
+        if config.device != "cuda":
+            raise
+        if config.memory_limit is None:
+            raise ConfigError(
+                f"{error}. A card that is not here is planned for by --plan-for {' or '.join(NAMED_CARDS)}, or by "
+                "--device cuda --memory-limit 24GB"
+            ) from error
+    return any_card()
 
 
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:

@@ -49,6 +49,7 @@ from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
     check_names,
+    expect_blocks,
     load_weights,
     rewrite_weights,
     stored_weight,
@@ -218,6 +219,23 @@ class Model(Generic[C, G]):
                 reads_files = False
         return reads_files
 
+    def expect_stored(
+        self,
+        transformer: DiffusionTransformer,
+        dtype: torch.dtype,
+        changes: Sequence[WeightChange] = (),
+        quantization: Quantization | None = None,
+    ) -> None:
+        """Make an empty transformer what loading makes of it, but for the numbers, so that its bytes count: with the
+        parts, the quantised layers and the dtypes that the heads of its files tell of; by its config alone where there
+        are no files yet, or none that can be read. The arguments are load_transformer's."""
+        for component, module in self.modules(transformer).items():
+            try:
+                with self._checkpoint(component, changes) as checkpoint:
+                    self._ready_module(transformer, component, checkpoint, dtype, quantization)
+            except ModelLoadError:
+                self.set_loaded_dtypes(module, dtype)
+
     def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
         """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights
         are looked at, None for all. Reads the heads of files; raises ModelLoadError for those that cannot be read or do
@@ -316,7 +334,7 @@ class Model(Generic[C, G]):
         """As load_transformer, but the weights stay in their files; where each component's wait, by its name."""
         kept = {}
         for component in self.modules(transformer):
-            with self._checkpoint(component) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 module, pieces = self._ready_module(transformer, component, checkpoint, dtype, quantization)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
             conversions = Conversions(
@@ -353,6 +371,7 @@ class Model(Generic[C, G]):
         pieces = shared_pieces(module, self.pieces(component))
         if quantization is not None:
             quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
+            expect_blocks(module, source, pieces, dtype)
         self.set_loaded_dtypes(module, dtype)
         return module, pieces
 

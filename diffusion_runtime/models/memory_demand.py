@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,12 @@ from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, why_whole
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tensor_sizes_of
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.weight_files import find_weight_files, stored_shapes
 
 _META = torch.device("meta")
@@ -71,17 +73,17 @@ def memory_demand(
     dtype: torch.dtype,
     planned: PlannedRequest,
     *,
+    changes: Sequence[WeightChange] = (),
+    quantization: Quantization | None = None,
     num_sharers: int = 1,
     in_tiles: bool = False,
     copies_layout: bool = False,
 ) -> MemoryDemand:
-    """transformer: on the meta device, with quantised layers where there will be some. num_sharers: processes that
-    share the tokens. in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of
-    diffusers'."""
-    model.make_room(transformer)
+    """transformer: on the meta device, with the layers that `quantization` quantises; it gets those that its files have
+    quantised (Model.expect_stored). changes: such as LoRA files. num_sharers: processes that share the tokens.
+    in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'."""
+    model.expect_stored(transformer, dtype, changes, quantization)
     modules = model.modules(transformer)
-    for module in modules.values():
-        model.set_loaded_dtypes(module, dtype)
     shapes = model.family.text_shapes(model.folder, model.config)
     notes: list[str] = []
     text, whole_text = _text_size(model, shapes, dtype, notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +81,10 @@ def resolve_model_folder(
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """A folder with the json of a model. download_gb: of the published model whose json is the package's own, in
-    10 ** 9 bytes; None for the model's own folder."""
+    """A folder with the json of a model. downloads_gb: as of ModelFolder."""
 
     path: Path
-    download_gb: float | None = None
+    downloads_gb: Mapping[str, float] | None = None
 
 
 def find_configs(model_path: str, *, revision: str | None = None, offline: bool = False) -> ConfigFolder:
@@ -98,7 +97,7 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
     cached = None if published is None or packaged is None else _cached(published.model_path, revision)
     if published is None or packaged is None or (cached is None and revision is not None):
         return ConfigFolder(resolve_model_folder(model_path, weights=False, revision=revision, offline=offline))
-    return ConfigFolder(packaged, published.download_gb) if cached is None else ConfigFolder(cached)
+    return ConfigFolder(packaged, published.downloads_gb) if cached is None else ConfigFolder(cached)
 
 
 def _cached(hub_id: str, revision: str | None) -> Path | None:

@@ -21,6 +21,7 @@ from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import (
     GGUF,
     LINKS,
@@ -66,6 +67,12 @@ def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
         for key, component in PART_KEYS.items()
         if (path := getattr(config, key)) is not None
     )
+
+
+def named_components(config: RuntimeConfig) -> list[str]:
+    """The components whose weights a config names: they are not the model folder's, and need no download."""
+    transformers = [file.component for file in transformer_files(config)]
+    return [*transformers, *(part.component for part in part_files(config))]
 
 
 def with_parts(

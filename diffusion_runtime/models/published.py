@@ -53,7 +53,12 @@ class PublishedModel:
     @property
     def download_gb(self) -> float:
         """10 ** 9 bytes that the hub sends; 0 for an embedded one."""
-        return self.total_billions * self.stored_bytes if self.is_download else 0.0
+        return sum(self.downloads_gb.values())
+
+    @property
+    def downloads_gb(self) -> Mapping[str, float]:
+        """The same by component."""
+        return {name: billions * self.stored_bytes for name, billions in self.parameters} if self.is_download else {}
 
     def memory_gb(self, dtype: str) -> float:
         """10 ** 9 bytes that the weights of all components take; what a generation adds depends on its size."""

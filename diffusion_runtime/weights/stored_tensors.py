@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,8 +13,9 @@ import torch
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, dequantize
 from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS, block_scales, dequantize_blocks
-from diffusion_runtime.layers.gguf_linear import GgufRows
+from diffusion_runtime.layers.gguf_linear import GgufPart, GgufRows
 from diffusion_runtime.layers.weight_range import unusable_numbers
+from diffusion_runtime.untrusted.gguf_header import num_bytes_of
 from diffusion_runtime.weights.fp8_scales import Scale, find_scales
 from diffusion_runtime.weights.parallel_reads import StoredBytes
 from diffusion_runtime.weights.tensor_files import TensorFile
@@ -107,6 +109,10 @@ class StoredRows:
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
         return QuantizedRows(values, self.scales(values.shape[0]))
+
+    def blocks_head(self) -> GgufPart:
+        """Describe `blocks` from the file's head."""
+        return GgufPart(self.kind, self.shape[0], num_bytes_of(self.kind, math.prod(self.shape)))
 
     def blocks(self) -> GgufRows:
         """Blocks of a GGUF file as they are stored. Raises ModelLoadError for scales that make no numbers."""

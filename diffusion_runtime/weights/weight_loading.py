@@ -13,7 +13,7 @@ from torch import nn
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
 from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
-from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
+from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufPart, GgufRows
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, TensorSource
 from diffusion_runtime.weights.parallel_reads import Finish
 from diffusion_runtime.weights.stored_tensors import StoredRows, some_rows
@@ -41,6 +41,22 @@ def stored_weight(
     several = [checkpoint.quantized(piece.name) for piece in pieces[name] if piece.name in checkpoint.shapes]
     whole = len(several) == len(pieces[name]) and all(several)
     return tuple(row for rows in several for row in rows) if whole else ()
+
+
+def expect_blocks(
+    module: nn.Module, checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], dtype: torch.dtype
+) -> None:
+    """Give the GGUF layers of an empty module the bytes that loading gives them. dtype: of rows that a change adds
+    to."""
+    for name, layer in _gguf_layers(module).items():
+        parts: list[GgufPart] = []
+        for piece in pieces[name]:
+            if checkpoint.is_changed(piece.name):
+                num_bytes = math.prod(piece.shape) * dtype.itemsize
+                parts.append(GgufPart(_GGUF_NAMES[dtype], piece.shape[0], num_bytes))
+            else:
+                parts += [row.blocks_head() for row in checkpoint.quantized(piece.name)]
+        layer.expect(parts)
 
 
 def load_weights(
@@ -104,8 +120,9 @@ def read_weights(
                 )
             continue
         if name in of_gguf:
-            assert make_empty is None, "GGUF blocks are not offloaded (loading/native_model.py)"
-            state[name] = _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], device, dtype, arrange)
+            layer = of_gguf[name]
+            rows_of_blocks = _block_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange)
+            state[name] = layer.pack(rows_of_blocks, functools.partial(make_empty or on_device, dtype=torch.uint8))
             continue
         floating = torch.float32 if stays_float32(name) else dtype
         stored_dtype = floating if parameter.is_floating_point() else parameter.dtype
@@ -144,7 +161,8 @@ def rewrite_weights(
             parameters[scale_of[name]].copy_(rows.scales)
             continue
         if name in of_gguf:
-            _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], parameter.device, dtype, arrange)
+            layer = of_gguf[name]
+            layer.hold(_block_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange), parameter.device)
             continue
         target = torch.empty_like(parameter)
         _fill(target, name, checkpoint, pieces[name])
@@ -191,17 +209,16 @@ def _gguf_layers(module: nn.Module) -> dict[str, GgufLinear]:
     return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, GgufLinear)}
 
 
-def _hold_blocks(
+def _block_rows(
     layer: GgufLinear,
     module: nn.Module,
     name: str,
     checkpoint: TensorSource,
     pieces: Sequence[Piece],
-    device: torch.device,
     dtype: torch.dtype,
     arrange: Arrange | None,
-) -> torch.Tensor:
-    """Fill a layer with its rows as they are stored; those that a change adds to in the model's dtype, as there is no
+) -> list[GgufRows]:
+    """Read the rows of a layer as they are stored; those that a change adds to in the model's dtype, as there is no
     way back to blocks."""
     parts: list[GgufRows] = []
     for piece in pieces:
@@ -213,7 +230,7 @@ def _hold_blocks(
         else:
             parts += [row.blocks() for row in checkpoint.quantized(piece.name)]
     order = _row_order(module, name, layer.out_features, arrange)
-    return layer.hold(parts if order is None else _in_order(parts, order), device)
+    return parts if order is None else _in_order(parts, order)
 
 
 def _in_order(parts: Sequence[GgufRows], order: torch.Tensor) -> list[GgufRows]:

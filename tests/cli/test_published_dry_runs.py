@@ -146,7 +146,7 @@ def test_the_folder_in_the_hubs_cache_comes_first(tmp_path: Path) -> None:
     # A part of the folder is none.
     (snapshot / "model_index.json").write_text("{}")
     assert find_configs("flux.1-dev") == find_configs(hub_id)
-    assert find_configs(hub_id).download_gb == MODELS["flux.1-dev"].download_gb
+    assert find_configs(hub_id).downloads_gb == MODELS["flux.1-dev"].downloads_gb
     write_published(snapshot, "FLUX.1-dev")
     assert find_configs("flux.1-dev").path.samefile(snapshot)
-    assert find_configs(hub_id).download_gb is None
+    assert find_configs(hub_id).downloads_gb is None

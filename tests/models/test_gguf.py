@@ -5,23 +5,30 @@ from __future__ import annotations
 import itertools
 import struct
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from gguf_files import head, tensor, text, write_gguf
+from offloaded_pipelines import StrictTransfers, load_offloaded, planned
 from original_names import flux1_as_authors
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
 
-from diffusion_runtime import Pipeline, load_pipeline
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime import Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.kernels.fp8_rows.reference import quantize_rows
 from diffusion_runtime.kernels.gguf_blocks import KINDS, dequantize_blocks
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter
 from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
 from diffusion_runtime.untrusted import gguf_header
 from diffusion_runtime.untrusted.gguf_header import TYPES, read_gguf_header
 
@@ -129,6 +136,68 @@ def test_a_layer_multiplies_with_its_numbers_and_counts(kind: str, dtype: torch.
     assert counted == [f"weights dequantised per call: GGUF {' and '.join(dict.fromkeys([kind, 'BF16']))}"]
 
 
+def changing_lora(folder: Path) -> str:
+    """A LoRA of one projection, in a file."""
+    changed = "transformer.transformer_blocks.0.attn.to_k"
+    tensors = {f"{changed}.lora_A.weight": torch.ones(2, 32) / 32, f"{changed}.lora_B.weight": torch.ones(32, 2) / 32}
+    save_file(tensors, folder / "offloaded.safetensors")
+    return str(folder / "offloaded.safetensors")
+
+
+@pytest.mark.parametrize("offload", ["model", "layers", "files"])
+def test_blocks_are_offloaded_whole_or_streamed(offload: str, flux1: Path, tmp_path: Path) -> None:
+    """From the machine's memory, or from their files, with rows that a LoRA gives other bytes."""
+    kinds = itertools.cycle(["Q8_0", "Q4_0", "Q5_1"])
+    tensors = load_file(flux1 / WEIGHTS)
+    write_gguf(tmp_path / "a.gguf", tensors, lambda _: next(kinds))
+    given: dict[str, Any] = {
+        "transformer_path": str(tmp_path / "a.gguf"),
+        "lora": (LoraConfig(changing_lora(tmp_path)),),
+    }
+    resident = {"transformer": 1} if offload != "model" else {}
+    whole = prepare(RuntimeConfig(str(flux1), device="cpu", **given)).load()
+    request = small_request(whole, 2)
+    if offload == "files":
+        prepared = prepare(RuntimeConfig(str(flux1), device="cpu", **given))
+        assert isinstance(prepared, PreparedModel)
+        pipeline = planned(prepared, "layers", resident, waits_in_files=True).load()
+    else:
+        transfers = StrictTransfers()
+        pipeline = load_offloaded(str(flux1), offload, resident, transfers, **given)
+        assert pipeline.parts.offloading is not None
+        for part in pipeline.parts.offloading.parts:
+            transfers.hide(part.arena.bytes)
+    assert gguf_layers(pipeline)
+    assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+    assert pipeline.parts.offloading is not None
+    assert any(part.stream is not None for part in pipeline.parts.offloading.parts) == (offload != "model")
+    with pytest.raises(ConfigError, match=r"give the LoRA files when the model is loaded, or .* --offload none"):
+        pipeline.set_loras([])
+    assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+    pipeline.close()
+
+
+@table("lora", [False, True])
+@table("quantization", ["none", "fp8"])
+def test_the_bytes_that_are_planned_are_those_that_are_loaded(
+    quantization: str, lora: bool, flux1: Path, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "a.gguf", load_file(flux1 / WEIGHTS), lambda _: "Q4_0")
+    values: dict[str, Any] = {
+        "quantization": quantization,
+        "lora": (LoraConfig(changing_lora(tmp_path)),) if lora else (),
+    }
+    config = RuntimeConfig(str(flux1), device="cpu", transformer_path=str(tmp_path / "a.gguf"), **values)
+    prepared = prepare(config)
+    memory = prepared.planned_for(()).description.memory
+    assert memory is not None
+    (part,) = memory.demand.transformers
+    loaded: Any = prepared.load()
+    loaded = loaded.transformer
+    assert part.total == num_bytes_of(loaded)
+    assert part.blocks == tuple(streamed_bytes(block)[0] for block in blocks_of(loaded))
+
+
 HUGE = 2**62
 
 
@@ -157,7 +226,7 @@ HUGE = 2**62
         (head(tensors=tensor(sizes=(HUGE, HUGE))), "bytes at .* and the file has"),
         (head(tensors=tensor(offset=HUGE)), "and the file has"),
         (head(tensors=tensor(sizes=(33, 1)) + bytes(200)), r"Q8_0 \[1, 33\]"),
-        (head(tensors=tensor(kind=16)), "stored as IQ2_XXS; this runtime reads F32, F16, Q4_0, .*Q6_K, BF16"),
+        (head(tensors=tensor(kind=34)), "stored as TQ1_0; this runtime reads F32, F16, Q4_0, .*Q6_K, .*IQ1_M, BF16"),
         (head(tensors=tensor(kind=4)), "stored as type 4"),
         (head(num_tensors=2, tensors=tensor() * 2), "is there twice"),
     ],

@@ -19,7 +19,7 @@ import huggingface_hub.constants
 import pytest
 from cli_support import tiny_arguments
 
-from diffusion_runtime import RuntimeConfig
+from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError
@@ -185,6 +185,17 @@ def test_a_revision_that_cannot_be(hub: SimpleNamespace, tiny_wan_folder: Path) 
     shutil.copytree(tiny_wan_folder, "mine@home")
     assert RuntimeConfig("mine@home").model_path == "mine@home"
     assert RuntimeConfig("wan2.1-1.3b@refs/pr/3").revision == "refs/pr/3"
+
+
+def test_a_load_downloads_what_is_not_given(hub: SimpleNamespace, tiny_wan_folder: Path) -> None:
+    """Of a variant too, whose files are sought before anything is opened."""
+    name = "diffusion_pytorch_model.safetensors"
+    transformer, vae = tiny_wan_folder / "transformer" / name, hub.root / "owner" / "tiny" / "vae" / name
+    shutil.copy(vae, vae.with_suffix(".fp16.safetensors"))
+    for variant in (None, "fp16"):
+        load_pipeline("owner/tiny", device="cpu", transformer_path=str(transformer), variant=variant)
+        assert any("vae/" in name for name in map(str, hub.requests))
+        assert not any("transformer/diffusion_pytorch_model" in name for name in map(str, hub.requests)), variant
 
 
 def test_one_variant_of_each_component_is_read() -> None:
