@@ -195,8 +195,8 @@ def free(device: torch.device) -> None:
 
 def copy_speed(loaded: Loaded, device: torch.device) -> float:
     """GB per second from the arena to the device."""
-    assert loaded.offloading is not None
-    source = loaded.offloading.parts[0].arena.bytes[:COPY_BYTES]
+    assert loaded.parts.offloading is not None
+    source = loaded.parts.offloading.parts[0].arena.bytes[:COPY_BYTES]
     target = torch.empty_like(source, device=device)
     target.copy_(source, non_blocking=True)
     synchronize(device)
@@ -226,8 +226,8 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
     free(device)
     for limit in case.limits or (0,):
         loaded = build(case, device, limit, transfers)
-        assert loaded.offloading is not None
-        (part,) = loaded.offloading.parts
+        assert loaded.parts.offloading is not None
+        (part,) = loaded.parts.offloading.parts
         speed = copy_speed(loaded, device)
         free(device)
         if device.type == "cuda":
@@ -260,7 +260,7 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
         finally:
             if device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
-            loaded.offloading.close()
+            loaded.parts.offloading.close()
         del loaded, part
         free(device)
 

@@ -228,7 +228,7 @@ def run_generation(name: str, row: Generation, device: torch.device) -> Iterator
             if device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
         is_identical = frames is None or numpy.array_equal(frames, media.frames)
-        parts = () if pipeline.offloading is None else pipeline.offloading.parts
+        parts = () if pipeline.parts.offloading is None else pipeline.parts.offloading.parts
         yield {
             "case": name,
             "model": row.name,

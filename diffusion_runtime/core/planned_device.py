@@ -12,7 +12,7 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
 _MIB = 2**20
-# What the driver and a process's CUDA context take of a card before a tensor is there: about 0.5 GB on an H200.
+# An assumption, which no run measured: what the driver and a process's CUDA context take before a tensor is there.
 _CONTEXT_BYTES = 600 * 10**6
 # Of torch's builds for CUDA 12 and 13 since torch 2.9; a CPU build has none.
 _CUDNN = (9, 10)

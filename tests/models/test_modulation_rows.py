@@ -209,9 +209,9 @@ def test_steps_of_several_sizes_are_known_before_they_run() -> None:
 def test_streamed_blocks_leave_their_modulation_where_it_waits_but_once_a_request(tiny_folder_of: FolderOf) -> None:
     folder, transfers = str(tiny_folder_of("flux1")), StrictTransfers()
     pipeline = load_offloaded(folder, "layers", {"transformer": 0}, transfers)
-    assert pipeline.offloading is not None
-    (part,) = (each for each in pipeline.offloading.parts if each.name == "transformer")
-    for each in pipeline.offloading.parts:
+    assert pipeline.parts.offloading is not None
+    (part,) = (each for each in pipeline.parts.offloading.parts if each.name == "transformer")
+    for each in pipeline.parts.offloading.parts:
         transfers.hide(each.arena.bytes)
     modulations = [each for each in pipeline.transformer.modules() if isinstance(each, BlockModulation)]
     assert part.stream is not None
@@ -222,7 +222,7 @@ def test_streamed_blocks_leave_their_modulation_where_it_waits_but_once_a_reques
         pipeline(small_request(pipeline, num_steps))
         total, streamed = transfers.num_copies - before[0], part.stream.num_copies - before[1]
         # Beside the blocks: the text encoders, what is no block, and each modulation.
-        assert total - streamed == len(modulations) + len(pipeline.offloading.parts)
+        assert total - streamed == len(modulations) + len(pipeline.parts.offloading.parts)
     pipeline.close()
 
 

@@ -52,8 +52,8 @@ def offloaded(folder: str, offload: str, resident: Mapping[str, int] = STREAMED,
 
 
 def offloading_of(pipeline: Pipeline) -> Offloading:
-    assert pipeline.offloading is not None
-    return pipeline.offloading
+    assert pipeline.parts.offloading is not None
+    return pipeline.parts.offloading
 
 
 def aligned(pipeline: Pipeline) -> Pipeline:

@@ -44,10 +44,10 @@ def test_streamed_and_resident_make_the_same_bits(family: str, tiny_folder_of: F
     expected = whole(request).frames
     for offload, num_resident in (("model", 0), ("layers", 0), ("layers", 1)):
         pipeline = load(folder, offload, num_resident)
-        assert pipeline.offloading is not None
+        assert pipeline.parts.offloading is not None
         for _ in range(2):
             assert numpy.array_equal(pipeline(request).frames, expected), (offload, num_resident)
-        assert all(part.arena.is_pinned for part in pipeline.offloading.parts)
+        assert all(part.arena.is_pinned for part in pipeline.parts.offloading.parts)
         pipeline.close()
 
 
@@ -95,8 +95,8 @@ def test_closing_unpins_and_frees() -> None:
     # The first generation makes workspaces that libraries keep.
     for _ in range(2):
         pipeline = load("shapes", "layers", 0)
-        assert pipeline.offloading is not None
-        arenas = [part.arena for part in pipeline.offloading.parts]
+        assert pipeline.parts.offloading is not None
+        arenas = [part.arena for part in pipeline.parts.offloading.parts]
         assert all(arena.is_pinned for arena in arenas)
         pipeline(GenerationRequest(prompt="a star", num_inference_steps=2, seed=1))
         pipeline.close()

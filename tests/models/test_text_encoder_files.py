@@ -118,10 +118,10 @@ def test_the_same_bits_in_no_more_memory_than_planned(family: str, dtype: str, t
         tensors = [parameter for module in modules for parameter in module.parameters()]
         rounding = sum(aligned(each.nbytes) - each.nbytes for each in tensors)
         assert held < max(seen) <= plan.parts["text"]["text_encoder"] + rounding, (limit, max(seen))
-        assert pipeline.offloading is not None
-        streamed = [part.stream.num_blocks for part in pipeline.offloading.parts if part.stream is not None]
+        assert pipeline.parts.offloading is not None
+        streamed = [part.stream.num_blocks for part in pipeline.parts.offloading.parts if part.stream is not None]
         assert streamed[:1] == [len(demand.text.blocks) - plan.resident["text_encoder"]]
-        pipeline.offloading.leave()
+        pipeline.parts.offloading.leave()
         assert live_bytes(modules) < 1024 * len(modules) * len(demand.text.blocks)
         pipeline.close()
 
@@ -156,7 +156,7 @@ def test_an_encoder_that_cannot_be_read_by_blocks_is_whole_and_the_plan_says_why
     pipeline = loaded(prepared, make_plan(demand, ["layers"], 10**9, kind=MACHINE))
     assert isinstance(pipeline.text_encoder, ReloadedTextEncoder)
     expected = pipeline.text_encoder.encode(PROMPTS)
-    offloading = pipeline.offloading
+    offloading = pipeline.parts.offloading
     assert offloading is not None
     offloading.leave()
     assert same(pipeline.text_encoder.encode(PROMPTS), expected)
