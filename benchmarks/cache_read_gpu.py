@@ -27,7 +27,7 @@ from diffusion_runtime.attention.cache.quantised import Fp8Store
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
-from diffusion_runtime.kernels.fp8_cache.api import dequantise
+from diffusion_runtime.kernels.fp8_cache import dequantise
 
 WINDOW, CHUNK, LAYERS, STEPS = 21, 3, 30, 4
 

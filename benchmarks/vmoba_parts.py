@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention import LayerInfo, SparsePlan, TokenLayout
-from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind, chunk_shape
-from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
+from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind, chunk_shape, chunks_of
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import gc
 import itertools
 import os
 import sys
@@ -23,7 +21,6 @@ from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
-from diffusion_runtime.startup.bytecode import keep_bytecode
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -34,36 +31,15 @@ _MAX_PARSER_CHARACTERS = 400
 def main() -> None:
     """The `diffusion-runtime` command."""
     has_output = prepare_standard_streams()
-    keep_bytecode()
     if is_rank(os.environ):
         interruptions.install_in_starting_rank(is_launched=LAUNCHED_VARIABLE in os.environ)
     else:
         interruptions.install()
-    is_short = sys.argv[1:2] == ["explain"]
-    if is_short:
-        # It makes modules and meta tensors and ends. Looking for cyclic garbage among them takes a tenth of the time:
-        # 2.24 s without, 2.51 s with it (Wan 14B, medians of 7 pairs, two cores of a Xeon); with `_end_at_once` a
-        # quarter, 2.04 and 2.80 s (9 pairs).
-        gc.disable()
     code = run(sys.argv[1:], has_output=has_output)
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
-    if is_short:
-        _end_at_once(code)
     sys.exit(code)
-
-
-def _end_at_once(code: int) -> None:
-    """End the process without freeing what it made object by object (figures: `main`). Returns where what was
-    written cannot be flushed, as the interpreter knows how to say that."""
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        return
-    os._exit(code)
 
 
 def run(arguments: Sequence[str], *, has_output: bool = True) -> int:

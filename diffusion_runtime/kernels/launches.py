@@ -38,7 +38,7 @@ class CompiledLaunch(NamedTuple):
 
     def run(self, pointers: tuple[torch.Tensor, ...]) -> None:
         # As addresses: of a tensor, Triton asks the driver whether its address is one of a GPU, ten times per norm.
-        self.launch(*[tensor.data_ptr() for tensor in pointers], *self.others)
+        self.launch(*map(torch.Tensor.data_ptr, pointers), *self.others)
 
 
 class LaunchCache:

@@ -1,1 +1,1 @@
-"""What is done for the first seconds of a process."""
+"""Measures for the first seconds of a process, which switch.py turns off together, and their counts."""

@@ -15,6 +15,7 @@ from typing import Any
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.startup.first_use import watch_triton
 from diffusion_runtime.startup.remembered_imports import forget
+from diffusion_runtime.startup.switch import startup_is_on
 
 # Seconds of an import from which on it is told.
 _LONG = 1.0
@@ -31,14 +32,16 @@ def import_failure(module: str, *functions: str) -> str | None:
     """
     import torch
 
+    is_flash_attention_4 = module.split(".")[:2] == ["flash_attn", "cute"] and startup_is_on()
     try:
-        if module.split(".")[:2] == ["flash_attn", "cute"]:
+        if is_flash_attention_4:
             from diffusion_runtime.startup.kept_kernels import keep_flash_attention_kernels
 
             keep_flash_attention_kernels()
+        compiler_left_out = _compiler_left_out("quack") if is_flash_attention_4 else contextlib.nullcontext()
         # Backends are chosen where transformers are built, on the meta device; a package's own import must not run on
         # it. A deprecation inside a package is no failure of it, even where warnings are errors.
-        with torch.device("cpu"), warnings.catch_warnings(), _compiler_left_out():
+        with torch.device("cpu"), warnings.catch_warnings(), compiler_left_out:
             warnings.simplefilter("ignore")
             found = importlib.import_module(module)
         if module.split(".")[0] == "triton":
@@ -50,20 +53,23 @@ def import_failure(module: str, *functions: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _compiler_left_out() -> Iterator[None]:
-    """While it holds, `torch.compiler.disable` makes a function that asks torch's compiler when it is called.
+def _compiler_left_out(package: str) -> Iterator[None]:
+    """Context manager: `torch.compiler.disable` on a function of `package` asks torch's compiler at the first call.
 
-    torch's own imports the compiler and sympy for every use as a decorator: 3.8 of the 6.5 s that the import of
-    FlashAttention-4 took on one H200, for functions of a package below it (quack's autotuner) that it never calls.
+    torch's own imports the compiler and sympy where it decorates: 3.8 of the 6.5 s that the import of FlashAttention-4
+    took on one H200, half of it without a GPU (1.3 instead of 2.6 s of CPU time), for functions of quack's autotuner
+    that are never called. Other packages, and other threads meanwhile, get torch's own.
     """
     import torch
 
-    disable: Any = torch.compiler.disable
+    # What another thread put there while it imports is not to stay.
+    disable: Any = inspect.unwrap(torch.compiler.disable)
 
+    @functools.wraps(disable)
     def disable_when_called(fn: Any = None, recursive: bool = True, **keywords: Any) -> Any:
         if fn is None:
             return lambda function: disable_when_called(function, recursive, **keywords)
-        if not inspect.isfunction(fn):
+        if not inspect.isfunction(fn) or fn.__module__.partition(".")[0] != package:
             return disable(fn, recursive, **keywords)
 
         @functools.wraps(fn)

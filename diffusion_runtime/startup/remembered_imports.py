@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.cache_folder import cache_root, complete_file
+from diffusion_runtime.startup.switch import startup_is_on
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 SCHEMA = "diffusion_runtime.import/1"
@@ -86,8 +87,9 @@ def forget(module: str) -> None:
 
 
 def _facts(check: ImportCheck) -> dict[str, Any] | None:
-    """All that the outcome depends on, as it comes back from a file; None where the module's file is not found."""
-    file = _file_of(check.module)
+    """All that the outcome depends on, as it comes back from a file; None where the module's file is not found, or
+    nothing is to be remembered."""
+    file = _file_of(check.module) if startup_is_on() else None
     if file is None:
         return None
     stat = file.stat()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.startup.switch import startup_is_on
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 
@@ -118,9 +119,9 @@ class EncodingAhead(TextEncoder):
 
 @contextlib.contextmanager
 def encoding_ahead(encoder: TextEncoder, texts: Sequence[str], device: torch.device) -> Iterator[TextEncoder]:
-    """The encoder, which encodes `texts` while the block runs; without any, and on devices of one thread, the encoder
-    alone. A block that raises, Ctrl-C included, ends the encoding."""
-    if not texts or device.type not in DEVICES:
+    """The encoder, which encodes `texts` while the block runs; without any, on devices of one thread, and where
+    start-time measures are off, the encoder alone. A block that raises, Ctrl-C included, ends the encoding."""
+    if not texts or device.type not in DEVICES or not startup_is_on():
         yield encoder
         return
     ahead = EncodingAhead(encoder, texts, device)

@@ -135,14 +135,14 @@ def further_calls() -> Iterator[Callable[[], object]]:
     for kind in ("small tiles", "row mask"):
         yield partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
     names = ("block_means", "block_packing.triton", "highest_blocks", "int8_attention.triton", "kmeans.triton")
-    cache = importlib.import_module(f"{KERNELS}.fp8_cache.triton")
+    cache = importlib.import_module(f"{KERNELS}.fp8_cache")
     codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)
     yield partial(cache.dequantise, *codes, scale, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16))
     # CPU tensors take other branches where these are called.
     division, numbers = importlib.import_module("exact_division_cases"), torch.zeros(64, 64, dtype=torch.bfloat16)
     yield partial(division.silu, numbers)
     yield partial(division.divide, numbers, torch.ones(64))
-    split = importlib.import_module(f"{KERNELS}.split_kv.triton")
+    split = importlib.import_module(f"{KERNELS}.split_kv")
     parts = torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16)
     yield partial(split.merge_parts, parts, torch.zeros(6, 2, 16), parts[:2])
     means, packing, highest, int8, kmeans = (importlib.import_module(f"{KERNELS}.{name}") for name in names)

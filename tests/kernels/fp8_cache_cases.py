@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from diffusion_runtime.kernels.fp8_cache.api import dequantise
+from diffusion_runtime.kernels.fp8_cache import dequantise
 
 # (batch, tokens of the cache, those in sight, heads, head_dim): within a tile, over its end, over several columns.
 SHAPES = ((1, 6, slice(0, 6), 2, 16), (2, 19, slice(3, 19), 3, 24), (1, 9, slice(1, 9), 12, 128))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from diffusion_runtime.kernels.norm_silu import reference, triton
+from diffusion_runtime.kernels.norm_silu import api, triton
 
 # Channels, frames, height, width: fewer pixels than a tile and more, channels that no tile divides, several parts.
 SHAPES = ((4, 1, 3, 5), (20, 2, 7, 11), (8, 3, 40, 60))
@@ -33,17 +33,17 @@ def pairs(dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor, 
             suffix = "exact" if exact else "fast"
             yield (
                 f"rms, {suffix}",
-                reference.rms_norm_silu(x, weight, scale),
+                api.rms_norm_silu_reference(x, weight, scale),
                 triton.rms_norm_silu(x, weight, scale, exact),
             )
             yield (
                 f"pixel, {suffix}",
-                reference.pixel_norm_silu(x, pixel_eps),
+                api.pixel_norm_silu_reference(x, pixel_eps),
                 triton.pixel_norm_silu(x, pixel_eps, exact),
             )
         for shift in (0.0, 300.0) if dtype == torch.float32 else (0.0,):
             moved = x + shift
-            expected = reference.group_norm_silu(moved.double(), weight.double(), bias.double(), 4, 1e-6)
+            expected = api.group_norm_silu_reference(moved.double(), weight.double(), bias.double(), 4, 1e-6)
             yield "group", expected.to(dtype), triton.group_norm_silu(moved, weight, bias, 4, 1e-6)
 
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from diffusion_runtime.kernels.split_kv.api import merge_parts
+from diffusion_runtime.kernels.split_kv import merge_parts
 
 # (batch, parts, queries, heads, head_dim): one tile and over its end, head sizes that are no power of two.
 SHAPES = ((1, 2, 5, 2, 16), (2, 3, 19, 3, 24), (1, 8, 33, 2, 128))

@@ -10,7 +10,7 @@ from kernels import fp8_cache_cases
 from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.fp8_cache.api import dequantise
+from diffusion_runtime.kernels.fp8_cache import dequantise
 
 CASES = Path(__file__).with_name("fp8_cache_cases.py")
 

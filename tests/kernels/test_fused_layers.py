@@ -24,8 +24,10 @@ from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm, modulated_norm_fp8
+from diffusion_runtime.kernels.modulated_norm.reference import NormCall
 from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
+from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 from diffusion_runtime.layers.linear import Linear
 
 LAYER = Norm("layer", 1e-6)
@@ -285,30 +287,32 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
 def test_what_triton_cannot_compute_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(1, 2, 16), torch.ones(16)
     packed, product = torch.randn(1, 2, 3, 2, 8), torch.randn(1, 2, 3, 3, 8)[..., :2, :].transpose(2, 3)
-    assert norm_triton.refusal(x, LAYER, None, None, None, None) == "needs a CUDA GPU"
+    assert norm_triton.refusal(NormCall(x, LAYER)) == "needs a CUDA GPU"
     with pytest.raises(ConfigError, match="implementation 'triton' cannot run here: needs a CUDA GPU; use auto"):
         modulated_norm(x, LAYER, implementation="triton")
     with pytest.raises(ConfigError, match="expected auto, reference, triton, got 'cuda'"):
         silu_mul(x, x, implementation="cuda")
     monkeypatch.setattr(implementation, "is_interpreted", True)
-    assert norm_triton.refusal(x, LAYER, None, None, None, None) is None
+    assert norm_triton.refusal(NormCall(x, LAYER)) is None
     refused = {
-        "rows of up to 8192, not 8200": norm_triton.refusal(torch.empty(1, 1, 8200), LAYER, None, None, None, None),
-        "side by side": norm_triton.refusal(x, LAYER, None, None, Branch(x.mT.contiguous().mT), None),
-        "not torch.float64": norm_triton.refusal(x, Norm("rms", 1e-6, weight.double()), None, None, None, None),
-        "computes no gradients": rope_triton.refusal(packed, [weight[:8].requires_grad_()], None, None),
-        "heads side by side": rope_triton.refusal(product, [torch.ones(8)], None, None),
+        "rows of up to 8192, not 8200": norm_triton.refusal(NormCall(torch.empty(1, 1, 8200), LAYER)),
+        "side by side": norm_triton.refusal(NormCall(x, LAYER, branch=Branch(x.mT.contiguous().mT))),
+        "not torch.float64": norm_triton.refusal(NormCall(x, Norm("rms", 1e-6, weight.double()))),
+        "computes no gradients": rope_triton.refusal(NormRopeCall(packed, [weight[:8].requires_grad_()], 1e-6, None)),
+        "heads side by side": rope_triton.refusal(NormRopeCall(product, [torch.ones(8)], 1e-6, None)),
         "16384 numbers per token, not 70 heads of 256": rope_triton.refusal(
-            torch.empty(1, 1, 1, 70, 256), [torch.ones(256)], None, None
+            NormRopeCall(torch.empty(1, 1, 1, 70, 256), [torch.ones(256)], 1e-6, None)
         ),
-        "complex64": rope_triton.refusal(packed, [torch.ones(8)], torch.ones(2, 4, dtype=torch.complex128), None),
+        "complex64": rope_triton.refusal(
+            NormRopeCall(packed, [torch.ones(8)], 1e-6, torch.ones(2, 4, dtype=torch.complex128))
+        ),
         "evenly apart": activations_triton.refusal(torch.randn(2, 5, 16)[:, :3], torch.randn(2, 3, 16)),
     }
     for expected, found in refused.items():
         assert found is not None, expected
         assert expected in found
     with torch.no_grad():
-        assert rope_triton.refusal(packed, [torch.ones(8, requires_grad=True)], None, None) is None
+        assert rope_triton.refusal(NormRopeCall(packed, [torch.ones(8, requires_grad=True)], 1e-6, None)) is None
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -11,7 +11,7 @@ from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.split_kv.api import merge_parts
+from diffusion_runtime.kernels.split_kv import merge_parts
 
 CASES = Path(__file__).with_name("split_kv_cases.py")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_runtime.kernels.split_kv.api import merge_parts
+from diffusion_runtime.kernels.split_kv import merge_parts
 
 # (q, k, v) -> (out, lse). Attention to all keys of dense tensors; out [batch, seq, heads, head_dim] and lse float32,
 # [batch, heads, seq].

@@ -14,7 +14,7 @@ from diffusion_runtime.attention.cache.pages import PagedStore, best_page_size
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
 from diffusion_runtime.attention.cache.stored import CodeScales, KeyParts, PageFormat, StoredForm, StoredKeys
-from diffusion_runtime.kernels.fp8_cache.api import dequantise
+from diffusion_runtime.kernels.fp8_cache import dequantise
 
 # The largest number of float8_e4m3fn.
 LARGEST = 448.0

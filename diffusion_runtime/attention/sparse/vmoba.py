@@ -17,21 +17,32 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
-from diffusion_runtime.attention.sparse.tiles import text_lengths_of, without_lengths
-from diffusion_runtime.attention.sparse.vmoba_chunks import Chunks, ChunkShape, chunk_count, chunks_of
+from diffusion_runtime.attention.sparse.tiles import (
+    order_geometry,
+    text_lengths_of,
+    tile_counts,
+    tile_order,
+    without_lengths,
+)
 from diffusion_runtime.core.step_info import LayerInfo
-from diffusion_runtime.core.token_layout import TokenLayout
+from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
 from diffusion_runtime.kernels.block_sparse.triton import refusal_of_size
 from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
 
 ChunkKind = Literal["temporal", "spatial", "st"]
+# So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.
+ChunkShape = int | Extent
+
+# Queries of a block share the list of the chunks that any of them selected, so a block is a kernel's tile of rows.
+NUM_QUERIES_IN_BLOCK = 128
 
 # Options that may be 0.
 _COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer")
@@ -230,3 +241,46 @@ def chunk_shape(options: VMobaOptions, layout: TokenLayout, kind: ChunkKind) -> 
     if kind == "temporal":
         return max(1, int(options.temporal_chunk_size * height * width))
     return (frames, *options.spatial_chunk_size) if kind == "spatial" else options.st_chunk_size
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """S grid tokens in the order of the chunks.
+
+    kv: the chunks; q: the same order in blocks of at most NUM_QUERIES_IN_BLOCK tokens, each inside one chunk.
+    chunk_of_row: int64 [S], the chunk of each position of the order.
+    """
+
+    kv: BlockGeometry
+    q: BlockGeometry
+    chunk_of_row: torch.Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.kv.num_blocks
+
+
+def chunk_count(grid: Extent, shape: ChunkShape) -> int:
+    """How many chunks a grid has."""
+    return -(-math.prod(grid) // shape) if isinstance(shape, int) else math.prod(tile_counts(grid, shape))
+
+
+def chunks_of(layout: TokenLayout, shape: ChunkShape, device: torch.device) -> Chunks:
+    """The chunks of a layout's grid."""
+    if isinstance(shape, int):
+        total = layout.num_grid_tokens
+        order = torch.arange(total, device="cpu")
+        sizes_of_chunks = torch.tensor([min(shape, total - start) for start in range(0, total, shape)], device="cpu")
+    else:
+        order, sizes_of_chunks = tile_order(layout.grid, shape)
+    kv = order_geometry(layout, order, sizes_of_chunks)
+    sizes = []
+    for size in kv.sizes[0].tolist():
+        whole, rest = divmod(size, NUM_QUERIES_IN_BLOCK)
+        sizes += [NUM_QUERIES_IN_BLOCK] * whole + [rest] * (rest > 0)
+    q = order_geometry(layout, order, torch.tensor(sizes, device="cpu"))
+    return Chunks(
+        kv=kv.to(device),
+        q=q.to(device),
+        chunk_of_row=torch.repeat_interleave(kv.sizes[0].long()).to(device),
+    )

@@ -17,6 +17,7 @@ from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_tr
 from diffusion_runtime.kernels.modulated_norm import reference, triton
 from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
 from diffusion_runtime.kernels.modulated_norm.reference import Norm as Norm
+from diffusion_runtime.kernels.modulated_norm.reference import NormCall
 
 
 def modulated_norm(
@@ -37,16 +38,7 @@ def modulated_norm(
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
-    if implementation == "auto":
-        made = triton.repeat(x, norm, shift, scale, branch, out)
-        if made is not None:
-            return made
-    _check(x, norm, shift, scale, branch, out)
-    if has_shape_alone(x):
-        return torch.empty_like(x) if out is None else out
-    if runs_in_triton(implementation, triton.refusal(x, norm, shift, scale, branch, out)):
-        return triton.modulated_norm(x, norm, shift, scale, branch, out)
-    return reference.modulated_norm(x, norm, shift, scale, branch, out)
+    return _computed(NormCall(x, norm, shift, scale, branch, out), implementation)
 
 
 def modulated_norm_fp8(
@@ -63,20 +55,20 @@ def modulated_norm_fp8(
 
     Raises ConfigError as modulated_norm does.
     """
+    call = NormCall(x, norm, shift, scale, branch, None)
     if implementation == "auto":
-        made = triton.repeat_fp8(x, norm, shift, scale, branch)
+        made = triton.repeat_fp8(call)
         if made is not None:
             return made
-    _check(x, norm, shift, scale, branch, None)
+    _check(call)
     if has_shape_alone(x):
         return empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
-    refusal = triton.refusal(x, norm, shift, scale, branch, None) or triton.fp8_refusal(x.device)
-    if runs_in_triton(implementation, refusal):
-        return triton.modulated_norm_fp8(x, norm, shift, scale, branch)
+    if runs_in_triton(implementation, triton.refusal(call) or triton.fp8_refusal(x.device)):
+        return triton.modulated_norm_fp8(call)
     if implementation == "reference":
-        return reference.modulated_norm_fp8(x, norm, shift, scale, branch)
+        return reference.modulated_norm_fp8(call)
     # Of the two passes each may still run in Triton.
-    return quantize_rows(modulated_norm(x, norm, shift=shift, scale=scale, branch=branch))
+    return quantize_rows(_computed(call, "auto"))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto") -> torch.Tensor:
@@ -84,24 +76,24 @@ def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto"
 
     Raises ConfigError as modulated_norm does.
     """
-    if implementation == "auto" and triton.repeat(x, None, None, None, branch, x) is not None:
-        return x
-    _check(x, None, None, None, branch, None)
-    if has_shape_alone(x):
-        return x
-    if runs_in_triton(implementation, triton.refusal(x, None, None, None, branch, None)):
-        return triton.add_branch_(x, branch)
-    return reference.add_branch_(x, branch)
+    return _computed(NormCall(x, None, None, None, branch, x), implementation)
 
 
-def _check(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-) -> None:
+def _computed(call: NormCall, implementation: str) -> torch.Tensor:
+    if implementation == "auto":
+        made = triton.repeat(call)
+        if made is not None:
+            return made
+    _check(call)
+    if has_shape_alone(call.x):
+        return torch.empty_like(call.x) if call.out is None else call.out
+    if runs_in_triton(implementation, triton.refusal(call)):
+        return triton.modulated_norm(call)
+    return reference.modulated_norm(call)
+
+
+def _check(call: NormCall) -> None:
+    x, norm, shift, scale, branch, out = call
     batch, _, dim = x.shape
     for row in (shift, scale, None if branch is None else branch.gate):
         if row is not None and row.shape != (batch, dim):

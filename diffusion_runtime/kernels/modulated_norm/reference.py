@@ -31,30 +31,31 @@ class Branch(NamedTuple):
     norm: Norm | None = None
 
 
-def modulated_norm(
-    x: torch.Tensor,
-    norm: Norm,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+class NormCall(NamedTuple):
+    """The arguments of one call, whose shapes are in api.py. norm: None for the sum alone, whose `out` is x."""
+
+    x: torch.Tensor
+    norm: Norm | None
+    shift: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    branch: Branch | None = None
+    out: torch.Tensor | None = None
+
+
+def modulated_norm(call: NormCall) -> torch.Tensor:
     """As in api.py."""
+    x, norm, shift, scale, branch, out = call
     if branch is not None:
         add_branch_(x, branch)
+    if norm is None:
+        return x
     result = _layer_norm(x, norm, shift, scale) if norm.kind == "layer" else _rms_norm(x, norm, shift, scale)
     return result if out is None else out.copy_(result)
 
 
-def modulated_norm_fp8(
-    x: torch.Tensor,
-    norm: Norm,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-) -> QuantizedRows:
+def modulated_norm_fp8(call: NormCall) -> QuantizedRows:
     """As in api.py: what two passes compute, the norm rounded to x's dtype in between."""
-    return quantize_rows(modulated_norm(x, norm, shift, scale, branch, None).flatten(0, 1))
+    return quantize_rows(modulated_norm(call).flatten(0, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:

@@ -10,22 +10,16 @@ from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.fp8_rows.triton import empty_rows
 from diffusion_runtime.kernels.implementation import NEEDS_CUDA, may_run_on, refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
-from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
+from diffusion_runtime.kernels.modulated_norm.reference import NormCall
 
 # Numbers of a row that one program holds in registers.
 MAX_DIM = 8192
 _launches = LaunchCache()
 
 
-def refusal(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-) -> str | None:
+def refusal(call: NormCall) -> str | None:
     """Why this implementation cannot compute such a call; None when it can."""
+    x, norm, shift, scale, branch, out = call
     if not may_run_on(x.device):
         # First, since a CPU asks at every call.
         return NEEDS_CUDA
@@ -51,40 +45,19 @@ def fp8_refusal(device: torch.device) -> str | None:
     return None
 
 
-def modulated_norm(
-    x: torch.Tensor,
-    norm: Norm,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """As in api.py."""
-    key = _key(x, norm, shift, scale, branch, out, "")
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, norm, shift, scale, branch, out, None, key)
+def modulated_norm(call: NormCall) -> torch.Tensor:
+    """As in api.py, and add_branch_ where the call has no norm."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format) if call.out is None else call.out
+    _launch(call, out, None, "")
     return out
 
 
-def modulated_norm_fp8(
-    x: torch.Tensor,
-    norm: Norm,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-) -> QuantizedRows:
+def modulated_norm_fp8(call: NormCall) -> QuantizedRows:
     """As in api.py."""
+    x = call.x
     rows = empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
-    values = rows.values.view(x.shape)
-    _launch(x, norm, shift, scale, branch, values, rows.scales, _key(x, norm, shift, scale, branch, None, "fp8"))
+    _launch(call, rows.values.view(x.shape), rows.scales, "fp8")
     return rows
-
-
-def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """As in api.py."""
-    _launch(x, None, None, None, branch, x, None, _key(x, None, None, None, branch, x, ""))
-    return x
 
 
 def launch_shape(dim: int) -> tuple[int, int, int]:
@@ -94,51 +67,32 @@ def launch_shape(dim: int) -> tuple[int, int, int]:
     return block, rows, max(1, min(16, block * rows // 1024))
 
 
-def repeat(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind. norm: None for
-    add_branch_, whose `out` is x."""
-    found = _launches.repeat(x.device, _key, x, norm, shift, scale, branch, out, "")
+def repeat(call: NormCall) -> torch.Tensor | None:
+    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    x, _, _, _, _, out = call
+    found = _launches.repeat(x.device, _key, call, "")
     if found is None:
         return None
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    found.run(_pointers(x, norm, shift, scale, branch, out, None))
+    found.run(_pointers(call, out, None))
     return out
 
 
-def repeat_fp8(
-    x: torch.Tensor,
-    norm: Norm,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-) -> QuantizedRows | None:
+def repeat_fp8(call: NormCall) -> QuantizedRows | None:
     """As repeat, for modulated_norm_fp8."""
-    found = _launches.repeat(x.device, _key, x, norm, shift, scale, branch, None, "fp8")
+    x = call.x
+    found = _launches.repeat(x.device, _key, call, "fp8")
     if found is None:
         return None
     rows = empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
-    found.run(_pointers(x, norm, shift, scale, branch, rows.values, rows.scales))
+    found.run(_pointers(call, rows.values, rows.scales))
     return rows
 
 
-def _key(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor | None,
-    form: str,
-) -> Hashable:
-    """All that checks and launch depend on. out: None for a new tensor; form: of its numbers."""
+def _key(call: NormCall, form: str) -> Hashable:
+    """All that checks and launch depend on. form: of the result's numbers."""
+    x, norm, shift, scale, branch, out = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     return (
         form,
@@ -153,16 +107,9 @@ def _key(
     )
 
 
-def _pointers(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+def _pointers(call: NormCall, out: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """In the order of the kernel's arguments; one that it does not read is x."""
+    x, norm, shift, scale, branch, _ = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     return (
@@ -179,16 +126,8 @@ def _pointers(
     )
 
 
-def _launch(
-    x: torch.Tensor,
-    norm: Norm | None,
-    shift: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    branch: Branch | None,
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-    key: Hashable,
-) -> None:
+def _launch(call: NormCall, out: torch.Tensor, scales: torch.Tensor | None, form: str) -> None:
+    x, norm, shift, scale, branch, _ = call
     if x.numel() == 0:
         return
     values, gate, branch_norm = (None, None, None) if branch is None else branch
@@ -219,4 +158,4 @@ def _launch(
         grid = (-(-num_tokens // rows), batch, 1)
         return Launch(kernels.modulated_norm, grid, (*numbers, eps, branch_eps), constants, num_warps)
 
-    _launches.run(key, _pointers(x, norm, shift, scale, branch, out, scales), prepare)
+    _launches.run(_key(call, form), _pointers(call, out, scales), prepare)

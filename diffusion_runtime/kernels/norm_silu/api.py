@@ -6,9 +6,12 @@ x is [1, channels, frames, height, width], contiguous, everywhere; the result ha
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.norm_silu import reference, triton
+from diffusion_runtime.kernels.norm_silu import triton
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def rms_norm_silu(x: torch.Tensor, gamma: torch.Tensor, scale: float, *, is_exact: bool) -> torch.Tensor:
@@ -20,7 +23,7 @@ def rms_norm_silu(x: torch.Tensor, gamma: torch.Tensor, scale: float, *, is_exac
     _check(x, gamma)
     if triton.refusal(x) is None:
         return triton.rms_norm_silu(x, gamma, scale, is_exact)
-    return reference.rms_norm_silu(x, gamma, scale)
+    return rms_norm_silu_reference(x, gamma, scale)
 
 
 def pixel_norm_silu(x: torch.Tensor, eps: float, *, is_exact: bool) -> torch.Tensor:
@@ -28,7 +31,7 @@ def pixel_norm_silu(x: torch.Tensor, eps: float, *, is_exact: bool) -> torch.Ten
     dtype; else the mean is summed in the same pass and nothing is rounded before the end."""
     if triton.refusal(x) is None:
         return triton.pixel_norm_silu(x, eps, is_exact)
-    return reference.pixel_norm_silu(x, eps)
+    return pixel_norm_silu_reference(x, eps)
 
 
 def group_norm_silu(
@@ -44,9 +47,28 @@ def group_norm_silu(
         raise ConfigError(f"group norm: {x.shape[1]} channels do not make {num_groups} groups")
     if triton.refusal(x) is None:
         return triton.group_norm_silu(x, weight, bias, num_groups, eps)
-    return reference.group_norm_silu(x, weight, bias, num_groups, eps)
+    return group_norm_silu_reference(x, weight, bias, num_groups, eps)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if weight.numel() != x.shape[1]:
         raise ConfigError(f"norm and SiLU: expected {x.shape[1]} norm weights, got {weight.numel()}")
+
+
+def rms_norm_silu_reference(x: torch.Tensor, gamma: torch.Tensor, scale: float) -> torch.Tensor:
+    """rms_norm_silu in torch, as diffusers' module computes it."""
+    normalized = F.normalize(x.float() if x.dtype in _HALF else x, dim=1).to(x.dtype)
+    # The sum turns -0 into 0, as the norm's absent bias does in diffusers.
+    return F.silu(normalized * scale * gamma.view(-1, 1, 1, 1) + 0.0)
+
+
+def pixel_norm_silu_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """pixel_norm_silu in torch, as diffusers' module computes it."""
+    return F.silu(x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + eps))
+
+
+def group_norm_silu_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float
+) -> torch.Tensor:
+    """group_norm_silu in torch, as diffusers' module computes it."""
+    return F.silu(F.group_norm(x, num_groups, weight, bias, eps))

@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import reference, triton
+from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 
 
 def norm_rope(
@@ -39,26 +40,22 @@ def norm_rope(
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
+    call = NormRopeCall(packed, weights, eps, rotations, mean_squares, out)
     if implementation == "auto":
-        made = triton.repeat(packed, weights, eps, rotations, mean_squares, out)
+        made = triton.repeat(call)
         if made is not None:
             return made
-    check_norm_rope(packed, weights, rotations, mean_squares, out)
+    check_norm_rope(call)
     if has_shape_alone(packed):
         return (packed if out is None else out).unbind(2)
-    if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out, mean_squares)):
-        return triton.norm_rope(packed, weights, eps, rotations, mean_squares, out)
-    return reference.norm_rope(packed, weights, eps, rotations, mean_squares, out)
+    if runs_in_triton(implementation, triton.refusal(call)):
+        return triton.norm_rope(call)
+    return reference.norm_rope(call)
 
 
-def check_norm_rope(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
+def check_norm_rope(call: NormRopeCall) -> None:
     """Raises ConfigError for shapes that do not fit each other."""
+    packed, weights, _, rotations, mean_squares, out = call
     batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
     if not 1 <= len(weights) <= min(2, num_parts):
         raise ConfigError(f"QK norm: expected 1 or 2 weights for {num_parts} parts, got {len(weights)}")

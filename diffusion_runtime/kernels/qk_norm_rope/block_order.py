@@ -19,6 +19,8 @@ from diffusion_runtime.kernels.implementation import runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import block_order_triton as triton
 from diffusion_runtime.kernels.qk_norm_rope import reference
 from diffusion_runtime.kernels.qk_norm_rope.api import check_norm_rope
+from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
+from diffusion_runtime.kernels.qk_norm_rope.triton import refusal
 
 
 def norm_rope_into_blocks(
@@ -38,7 +40,8 @@ def norm_rope_into_blocks(
     Raises ConfigError for shapes that do not fit, tokens in another order, and when the implementation that was asked
     for cannot run.
     """
-    check_norm_rope(product, weights, rotations, None, None)
+    call = NormRopeCall(product, weights, eps, rotations)
+    check_norm_rope(call)
     geometry = blocks.geometry
     if product.shape[2] != 3 or len(weights) != 2:
         raise ConfigError(
@@ -51,9 +54,9 @@ def norm_rope_into_blocks(
             f"norm into blocks: expected {product.shape[1]} tokens that stand in the order of the blocks, got a "
             f"geometry of {geometry.num_tokens} {'in' if geometry.is_identity else 'not in'} that order"
         )
-    if runs_in_triton(implementation, triton.refusal(product, weights, rotations)):
-        return triton.norm_rope_into_blocks(product, weights, eps, rotations, blocks)
-    q, k, v = reference.norm_rope(product, weights, eps, rotations, None, None)
+    if runs_in_triton(implementation, refusal(call)):
+        return triton.norm_rope_into_blocks(call, blocks)
+    q, k, v = reference.norm_rope(call)
     # Packing may run in Triton where the norm does not.
     pack = pack_tokens_reference if implementation == "reference" else pack_tokens
     return pack(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 
 from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedTokens, TokenBlocks, row_width
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.qk_norm_rope import triton
+from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 
 # Numbers that a program holds at once, of several tokens: enough bytes under way, with a few programs per
 # multiprocessor.
 STEP_NUMBERS = 8192
 _NUM_AVERAGED = {"none": 0, "qk": 2, "qkv": 3}
 _launches = LaunchCache()
-
-
-def refusal(product: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None) -> str | None:
-    """Why this implementation cannot compute such a call; None when it can."""
-    return triton.refusal(product, weights, rotations, None)
 
 
 def launch_shape(num_heads: int, head_dim: int) -> tuple[int, int]:
@@ -29,14 +25,9 @@ def launch_shape(num_heads: int, head_dim: int) -> tuple[int, int]:
     return step, max(4, min(16, step * token // 1024))
 
 
-def norm_rope_into_blocks(
-    product: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    blocks: TokenBlocks,
-) -> PackedTokens:
+def norm_rope_into_blocks(call: NormRopeCall, blocks: TokenBlocks) -> PackedTokens:
     """As in block_order.py."""
+    product, weights, eps, rotations, _, _ = call
     batch, num_tokens, _, num_heads, head_dim = product.shape
     geometry, width, num_averaged = blocks.geometry, row_width(head_dim), _NUM_AVERAGED[blocks.averaged]
     out = product.new_empty((3, batch * num_heads * num_tokens + TAIL_ROWS, width))
@@ -72,19 +63,14 @@ def norm_rope_into_blocks(
     turns = product if rotations is None else torch.view_as_real(rotations)
     lengths = geometry.offsets if blocks.text_lengths is None else blocks.text_lengths
     pointers = (product, out, means if num_averaged else product, *weights, turns, geometry.offsets, lengths)
-    _launches.run(_key(product, weights, eps, rotations, blocks), pointers, prepare)
+    _launches.run(_key(call, blocks), pointers, prepare)
     q, k, v = out
     return PackedTokens(q, k, v, geometry, geometry, *means)
 
 
-def _key(
-    product: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    blocks: TokenBlocks,
-) -> Hashable:
+def _key(call: NormRopeCall, blocks: TokenBlocks) -> Hashable:
     """All that the launch depends on."""
+    product, weights, eps, rotations, _, _ = call
     offsets, lengths = kind_of(blocks.geometry.offsets), kind_of(blocks.text_lengths)
     kinds = kind_of(product), tuple(map(kind_of, weights)), kind_of(rotations), offsets, lengths
     return *kinds, eps, blocks.num_grid_tokens, blocks.averaged

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from diffusion_runtime.kernels.modulated_norm.reference import rms_norm
 
 
-def norm_rope(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+class NormRopeCall(NamedTuple):
+    """The arguments of one call, whose shapes are in api.py."""
+
+    packed: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    eps: float
+    rotations: torch.Tensor | None
+    mean_squares: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
     """As in api.py."""
+    packed, weights, eps, rotations, mean_squares, out = call
     parts = _parts(packed)
     for index, weight in enumerate(weights):
         x = parts[index]

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 
 from diffusion_runtime.kernels.implementation import refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 
 # Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
 MAX_BLOCK = 16384
 _launches = LaunchCache()
 
 
-def refusal(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    rotations: torch.Tensor | None,
-    out: torch.Tensor | None,
-    mean_squares: torch.Tensor | None = None,
-) -> str | None:
+def refusal(call: NormRopeCall) -> str | None:
     """Why this implementation cannot compute such a call; None when it can."""
+    packed, weights, _, rotations, mean_squares, out = call
     reason = refusal_of(packed, out, *weights, mean_squares)
     if reason is not None:
         return reason
@@ -52,32 +48,19 @@ def num_warps_for(block: int, over_heads: bool) -> int:
     return max(1, min(16, block // 2048)) if over_heads else max(4, min(16, block // 512))
 
 
-def repeat(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...] | None:
+def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
     """The result of a call like an earlier one, without its checks; None for the first of its kind."""
-    found = _launches.repeat(packed.device, _key, packed, weights, eps, rotations, mean_squares, out)
+    found = _launches.repeat(call.packed.device, _key, call)
     if found is None:
         return None
-    target = packed if out is None else out
-    found.run(_pointers(packed, weights, rotations, mean_squares, target))
+    target = call.packed if call.out is None else call.out
+    found.run(_pointers(call, target))
     return target.unbind(2)
 
 
-def norm_rope(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
     """As in api.py."""
+    packed, weights, eps, rotations, mean_squares, out = call
     target = packed if out is None else out
     if packed.numel() == 0:
         return target.unbind(2)
@@ -109,33 +92,18 @@ def norm_rope(
             num_warps_for(heads_block * dim_block, over_heads),
         )
 
-    _launches.run(
-        _key(packed, weights, eps, rotations, mean_squares, out),
-        _pointers(packed, weights, rotations, mean_squares, target),
-        prepare,
-    )
+    _launches.run(_key(call), _pointers(call, target), prepare)
     return target.unbind(2)
 
 
-def _key(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    eps: float,
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> Hashable:
+def _key(call: NormRopeCall) -> Hashable:
     """All that checks and launch depend on."""
+    packed, weights, eps, rotations, mean_squares, out = call
     return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(mean_squares), kind_of(out)
 
 
-def _pointers(
-    packed: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    rotations: torch.Tensor | None,
-    mean_squares: torch.Tensor | None,
-    target: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _pointers(call: NormRopeCall, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    packed, weights, _, rotations, mean_squares, _ = call
     turns = packed if rotations is None else torch.view_as_real(rotations)
     return packed, target, weights[0], weights[-1], turns, packed if mean_squares is None else mean_squares
 

@@ -23,7 +23,7 @@ from diffusion_runtime.attention import (
     plan_attention,
 )
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
-from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
+from diffusion_runtime.attention.sparse.vmoba import chunks_of
 from diffusion_runtime.kernels.block_sparse.api import refusal
 
 pytestmark = pytest.mark.gpu

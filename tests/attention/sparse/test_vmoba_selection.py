@@ -13,8 +13,7 @@ from tables import table
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
 from diffusion_runtime.attention.sparse import vmoba
-from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind
-from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
+from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind, chunks_of
 from diffusion_runtime.kernels.block_sparse import gathered, row_masks
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan

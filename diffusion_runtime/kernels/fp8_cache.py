@@ -1,4 +1,4 @@
-"""Reading keys and values in 8 bits in Triton: every code is read once, every number written once."""
+"""Cached keys and values in 8 bits, read back: in Triton, which reads every code once, or in torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.implementation import refusal_of, runs_in_triton
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 # Tokens and numbers of a token that one program reads: 32 numbers per thread.
@@ -16,8 +16,28 @@ NUM_WARPS = 4
 _launches = LaunchCache()
 
 
-def refusal(keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor) -> str | None:
-    """Why this implementation cannot compute with such tensors; None when it can."""
+def dequantise(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    *,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """keys * scale[0] + mean and values * scale[1], each rounded once, in the dtype of `scale`.
+
+    keys, values: codes of float8_e4m3fn as bytes (uint8), [batch, seq, heads, head_dim], none of them NaN. scale:
+    [2, batch, 1, heads, 1]; mean: of the keys, [batch, 1, heads, head_dim]. Raises ConfigError for an implementation
+    that cannot run.
+    """
+    if runs_in_triton(implementation, _refusal(keys, values, scale, mean)):
+        return _dequantise_in_triton(keys, values, scale, mean)
+    k, v = (codes.view(torch.float8_e4m3fn).to(scale.dtype) for codes in (keys, values))
+    return torch.addcmul(mean, k, scale[0]), v.mul_(scale[1])
+
+
+def _refusal(keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor) -> str | None:
+    """Why Triton cannot compute with such tensors; None when it can."""
     reason = refusal_of(scale, mean)
     if reason is not None:
         return reason
@@ -30,16 +50,15 @@ def refusal(keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mean:
     return None
 
 
-def dequantise(
+def _dequantise_in_triton(
     keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in api.py."""
     out = scale.new_empty((2, *keys.shape))
     pointers = (keys, values, scale, mean, out)
     key: Hashable = tuple(kind_of(each) for each in pointers)
 
     def prepare() -> Launch:
-        from diffusion_runtime.kernels.fp8_cache import triton_kernels as kernels
+        from diffusion_runtime.kernels import fp8_cache_triton as kernels
 
         batch, num_tokens, num_heads, head_dim = keys.shape
         width = num_heads * head_dim

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.kernels import first_use
+from diffusion_runtime.startup import first_use
 
 
 @pytest.fixture

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from cli_support import process_environment
 from warm_python import run_python
 
 SCRIPT = """
@@ -99,39 +96,3 @@ def test_an_import_that_fails_after_all_is_an_error_and_forgotten(tmp_path: Path
     (refused, imported) = ask(tmp_path, "fa4")["fa4"]
     assert "cannot be imported: ModuleNotFoundError: No module named 'gone'" in refused
     assert not imported
-
-
-DECORATED = """
-import torch
-class Tuner:
-    @torch.compiler.disable
-    def add(self, a, b=1): return a + b
-@torch.compiler.disable(recursive=False)
-def add(a, b=1): return a + b
-"""
-LEFT_OUT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from diffusion_runtime.startup.importing import import_failure
-theirs = torch.compiler.disable
-assert import_failure("decorated", "add") is None
-assert "torch._dynamo" not in sys.modules
-assert torch.compiler.disable is theirs
-import decorated
-assert decorated.add.__name__ == "add"
-assert (decorated.add(1, b=2), decorated.Tuner().add(2)) == (3, 3)
-# The compiler does not look into what is marked so.
-import torch._dynamo.testing
-counted = torch._dynamo.testing.CompileCounter()
-torch.compile(lambda x: decorated.add(x.sin(), x), backend=counted)(torch.ones(2))
-assert (counted.frame_count, counted.op_count) == (1, 1), (counted.frame_count, counted.op_count)
-"""
-
-
-def test_decorators_of_a_package_import_no_compiler(tmp_path: Path) -> None:
-    (tmp_path / "decorated.py").write_text(DECORATED)
-    # A process of its own: the warm interpreter has the compiler.
-    command = [sys.executable, "-c", LEFT_OUT, str(tmp_path)]
-    done = subprocess.run(command, env=process_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

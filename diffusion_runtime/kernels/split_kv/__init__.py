@@ -1,1 +1,0 @@
-"""Attention to parts of the keys, merged by the log-sum-exp of each part."""
