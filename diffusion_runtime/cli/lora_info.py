@@ -63,18 +63,16 @@ def _bound(file: LoraFile, model_path: str) -> Lora:
 
 def _values(file: LoraFile, families: tuple[str, ...], lora: Lora | None) -> dict[str, Any]:
     hint = file.few_step_hint
-    seconds = {module.second for module in file.modules}
     return {
         "path": str(file.path),
         "format": [names.value for names in file.names],
         "kinds": list(file.kinds),
         "families": list(families),
         "ranks": list(file.ranks),
-        "components": [name for second, name in ((False, "transformer"), (True, "transformer_2")) if second in seconds],
+        "components": sorted({module.component or "transformer" for module in file.modules}),
         "num_modules": len(file.modules),
         "num_keys": file.num_keys,
         "unknown_keys": list(file.unknown),
-        "text_encoder_keys": list(file.text_encoder_keys),
         "few_steps": None if hint is None else {"num_steps": hint.num_steps, "source": hint.source},
         "num_applied": None if lora is None else lora.num_applied,
         "remarks": [] if lora is None else list(lora.remarks),
@@ -103,9 +101,8 @@ def _show(file: LoraFile, values: dict[str, Any]) -> None:
         steps = "a few steps" if hint.num_steps is None else f"{hint.num_steps} steps"
         facts.append(("distilled", f"probably, for {steps} without guidance: {hint.source}"))
     console.print(facts_table(facts, "LoRA"))
-    for title, keys in (("Unknown keys", file.unknown), ("Keys of text encoders", file.text_encoder_keys)):
-        if keys:
-            more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
-            console.print(Text(printable(f"{title}: {', '.join(keys[:_NUM_SHOWN])}{more}")))
+    if keys := file.unknown:
+        more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
+        console.print(Text(printable(f"Unknown keys: {', '.join(keys[:_NUM_SHOWN])}{more}")))
     for remark in values["remarks"]:
         console.print(Text(printable(remark)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.weights.autoencoder_names import by_diffusers_names
-from diffusion_runtime.weights.checkpoint import Checkpoint
+from diffusion_runtime.weights.checkpoint import Checkpoint, WeightChange
 from diffusion_runtime.weights.weight_loading import check_names, load_weights, own_pieces
 
 COMPONENT = "vae"
@@ -173,11 +173,13 @@ class DiffusersComponent:
         with self.checkpoint(module, folder) as checkpoint:
             check_names(module, checkpoint, own_pieces(module), _starts_with(encoder))
 
-    def checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
-        """The files that hold a module of `build`, with its names."""
+    def checkpoint(self, module: nn.Module, folder: AnyFolder, changes: Sequence[WeightChange] = ()) -> Checkpoint:
+        """The files that hold a module of `build`, with its names. changes: as of a Checkpoint."""
         expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         return Checkpoint(
-            folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name)
+            folder / self.name,
+            changes=changes,
+            renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name),
         )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:

@@ -29,6 +29,7 @@ _DENOISERS = ("transformer", "unet")
 # Where the name of a module ends in a key of diffusers' or peft's.
 _ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.alpha$|\.processor\.(?=to_)).*")
 _DOWN = re.compile(r"\.lora_(?:A|down)\.")
+_TEXT_LEVEL = "text_model"
 # Parts of text encoders in diffusers' older files, and transformers' names for them.
 _TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
@@ -141,7 +142,7 @@ def _refuse_unread_settings(
     would change by that."""
     if METADATA_KEY in metadata:
         return
-    settings = read_settings(path, metadata, in_folder=in_folder)[False]
+    settings = read_settings(path, metadata, in_folder=in_folder).of("")
     ranks = [tensor.shape[0] for key, tensor in tensors.items() if _DOWN.search(key) and tensor.dim()]
     wrong = [rank for rank in ranks if rank and settings.scale(settings.alpha or rank, rank) != 1]
     if wrong:
@@ -169,9 +170,39 @@ def _destinations(config: LoraConfig, path: Path, models: Mapping[str, torch.nn.
 
 def _load(pipeline: Any, lora: PlannedLora, name: str, into_second: bool) -> None:
     where = {"load_into_transformer_2": True} if into_second else {}
-    pipeline.load_lora_weights(str(lora.path), adapter_name=name, local_files_only=True, use_safetensors=True, **where)
-    there = {component: _changed(model, name) for component, model in models_of(pipeline).items()}
-    _refuse_missing(lora.path, type(pipeline).__name__, lora.modules, there, into_second)
+    models, convert = models_of(pipeline), type(pipeline).lora_state_dict
+    # What `load_lora_weights` calls.
+    pipeline.lora_state_dict = lambda *args, **kwargs: _converted(convert(*args, **kwargs), models)
+    try:
+        pipeline.load_lora_weights(
+            str(lora.path), adapter_name=name, local_files_only=True, use_safetensors=True, **where
+        )
+    finally:
+        del pipeline.lora_state_dict
+    there = {component: _changed(model, name) for component, model in models.items()}
+    modules = {
+        component: frozenset(_in_transformers_names(f"{component}.{each}", models).partition(".")[2] for each in names)
+        for component, names in lora.modules.items()
+    }
+    _refuse_missing(lora.path, type(pipeline).__name__, modules, there, into_second)
+
+
+def _converted(found: Any, models: Mapping[str, torch.nn.Module]) -> Any:
+    """What `lora_state_dict` returns, with the installed transformers' names of text encoders: version 5 has CLIP's
+    layers without `text_model.`, which files and diffusers' conversions have."""
+    if isinstance(found, tuple):
+        return tuple(_converted(each, models) for each in found)
+    if not isinstance(found, Mapping):
+        return found
+    return {_in_transformers_names(key, models): value for key, value in found.items()}
+
+
+def _in_transformers_names(key: str, models: Mapping[str, torch.nn.Module]) -> str:
+    component, _, rest = key.partition(".")
+    model = models.get(component)
+    if model is None or hasattr(model, _TEXT_LEVEL):
+        return key
+    return f"{component}.{rest.removeprefix(f'{_TEXT_LEVEL}.')}"
 
 
 def _refuse_missing(

@@ -167,7 +167,8 @@ class PreparedModel:
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             with ReadProgress(say, "text encoder"):
-                loader = TextEncoderLoader(opened, self.device, self.dtype, self.text_attention)
+                changes = opened.text_changes(self.loras)
+                loader = TextEncoderLoader(opened, self.device, self.dtype, self.text_attention, changes)
                 encoder = loader.load(world, offloading)
             texts = () if offloading is not None else self._texts_ahead(encoder, requests)
             with encoding_ahead(encoder, texts, self.device) as text_encoder:
@@ -205,7 +206,8 @@ class PreparedModel:
                 rewrite,
                 opened.lora_target(lora_names_of_families),
                 self.loras,
-                *(() if world is None else (world.run_alike,)),
+                **({} if world is None else {"run_alike": world.run_alike}),
+                rewrite_text=functools.partial(loader.rewrite, text_encoder),
             ),
         )
         pipeline = Pipeline(

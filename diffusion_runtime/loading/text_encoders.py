@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,25 +17,33 @@ from diffusion_runtime.memory.offloaded_part import into_arena
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.weight_unit import WeightHome
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.text_encoder_files import TextChanges
 from diffusion_runtime.models.text_encoder_scales import apply_scales
 from diffusion_runtime.parallel.world import World
+from diffusion_runtime.text_encoders.ahead import EncodingAhead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
 from diffusion_runtime.text_encoders.encoder_size import layers_of
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, ReloadedTextEncoder, modules_of
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
+from diffusion_runtime.weights.checkpoint import WeightChange
+from diffusion_runtime.weights.stored_weights import StoredWeights
 
 _logger = logging.getLogger("diffusion_runtime")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextEncoderLoader:
-    """attention: what was chosen for the text encoders, None for transformers' own choice."""
+    """Loads text encoders, and gives them other LoRA files later. attention: what was chosen for the text encoders,
+    None for transformers' own choice. changes: made to their weights, such as a LoRA."""
 
     model: Model[Any, Any]
     device: torch.device
     dtype: torch.dtype
     attention: EncoderAttention | None
+    changes: TextChanges
+    _loaded: TextEncoder | None = field(default=None, init=False)
+    _homes: Mapping[nn.Module, StoredWeights] | None = field(default=None, init=False)
 
     def load(self, world: World | None, offloading: Offloading | None) -> TextEncoder:
         """The encoder, which the first of several processes has for all."""
@@ -43,12 +51,26 @@ class TextEncoderLoader:
             return self._of_this_process(offloading)
         return SharedTextEncoder(self._of_this_process(offloading) if world.is_first else None, world)
 
+    def rewrite(self, encoder: TextEncoder, changes: Sequence[WeightChange]) -> None:
+        """Give what `load` returned other changes. encoder: the same, or what encodes ahead with it.
+
+        Raises what loading with them raises; it may leave some weights changed then.
+        """
+        if isinstance(encoder, EncodingAhead):
+            encoder.forget()
+        before, self.changes = self.changes.changes, self.model.text_changes(changes)
+        if self._homes is not None:
+            self.changes.waiting(self._homes)
+        elif self._loaded is not None:
+            self.changes.apply(self._loaded, before)
+
     def _of_this_process(self, offloading: Offloading | None) -> TextEncoder:
         if offloading is None:
-            return self._read(self.device)
+            self._loaded = self._read(self.device)
+            return self._loaded
         if offloading.plan.waits_in_files:
             return self._in_files(offloading)
-        encoder = self._read(torch.device("cpu"))
+        encoder = self._loaded = self._read(torch.device("cpu"))
         _add_to(offloading, {module: into_arena(module) for module in modules_of(encoder)})
         return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
@@ -59,12 +81,16 @@ class TextEncoderLoader:
         if not plan.whole_text:
             encoder = self._read(torch.device("meta"))
             try:
-                _add_to(offloading, self.model.keep_text_in_files(encoder, self.device, self.dtype))
+                homes = self.model.keep_text_in_files(encoder, self.device, self.dtype)
+                _add_to(offloading, homes)
             except ModelLoadError as error:
                 if plan.demand.text.name in plan.resident:
                     raise
                 _logger.warning("the text encoder is read whole: %s", first_line(error))
             else:
+                if self.changes.changes:
+                    self.changes.waiting(homes)
+                self._homes = homes
                 return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
         reloaded = ReloadedTextEncoder(functools.partial(self._read, self.device), offloading.use_text_encoders)
         offloading.add_reloaded_text_encoder(reloaded)
@@ -75,6 +101,8 @@ class TextEncoderLoader:
         if self.attention is not None:
             encoder = use_attention(encoder, self.attention)
         apply_scales(encoder, self.model.folder)
+        if device.type != "meta":
+            self.changes.apply(encoder)
         return encoder
 
 

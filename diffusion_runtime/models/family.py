@@ -33,7 +33,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer, ImageCondit
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
-from diffusion_runtime.models.text_encoder_files import CONNECTORS, keep_text_in_files
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges, keep_text_in_files
 from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -353,8 +353,7 @@ class Model(Generic[C, G]):
     ) -> dict[nn.Module, StoredWeights]:
         """Where the weights of each module of a text encoder wait that was loaded for the meta device. Raises
         ModelLoadError where its parameters cannot be told from each other in the files, or are not there."""
-        others = [component for component in self.family.diffusers_components if component.name == CONNECTORS]
-        return keep_text_in_files(encoder, self.folder, others, device, dtype)
+        return keep_text_in_files(encoder, self.folder, self._text_parts, device, dtype)
 
     def _ready_module(
         self,
@@ -390,7 +389,16 @@ class Model(Generic[C, G]):
             component: {piece.name: piece.shape for several in of.values() for piece in several}
             for component, of in pieces.items()
         }
-        return LoraTarget(self.family.lora_names, shapes, known)
+        return LoraTarget(self.family.lora_names, shapes, known, lambda: self.text_changes().shapes())
+
+    def text_changes(self, changes: Sequence[WeightChange] = ()) -> TextChanges:
+        """What gives these changes to the model's text encoders."""
+        return TextChanges(self.folder, self._text_parts, changes)
+
+    @property
+    def _text_parts(self) -> list[DiffusersComponent]:
+        """The components of diffusers' between text encoder and transformer."""
+        return [component for component in self.family.diffusers_components if component.name == CONNECTORS]
 
     def rewrite_transformer(
         self,

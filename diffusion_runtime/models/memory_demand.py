@@ -34,12 +34,11 @@ from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.quantization import Quantization
-from diffusion_runtime.models.text_encoder_files import CONNECTORS, why_whole
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, encoder_shapes, why_whole
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
-from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tensor_sizes_of
+from diffusion_runtime.text_encoders.encoder_size import tensor_sizes_of
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.weights.checkpoint import WeightChange
-from diffusion_runtime.weights.weight_files import find_weight_files, stored_shapes
 
 _META = torch.device("meta")
 # Some transformers take the timestep that a step leads to.
@@ -358,12 +357,8 @@ def _text_size(
 
 def _shapes_of(model: Model[Any, Any], component: str, class_name: str) -> Mapping[str, int]:
     """Numbers of each tensor: of the weight files where they are here, of the config where not."""
-    folder = model.folder / component
-    try:
-        files = find_weight_files(folder, "model")
-    except ModelLoadError:
-        return shapes_by_config(folder, class_name)
-    return {name: math.prod(shape) for file in files for name, shape in stored_shapes(file).items()}
+    shapes = encoder_shapes(model.folder / component, class_name)
+    return {name: math.prod(shape) for name, shape in shapes.items()}
 
 
 def _components(model: Model[Any, Any]) -> Iterator[tuple[str, tuple[str, str]]]:

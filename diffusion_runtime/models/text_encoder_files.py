@@ -7,6 +7,7 @@ name ends most alike.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +20,16 @@ from diffusion_runtime.core.model_folder import AnyFolder, read_index
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
+from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
+from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
-from diffusion_runtime.weights.weight_files import listed
+from diffusion_runtime.weights.weight_files import find_weight_files, listed, stored_shapes
 from diffusion_runtime.weights.weight_loading import own_pieces
+
+_logger = logging.getLogger("diffusion_runtime")
 
 # What transformers calls a file of weights.
 STEM = "model"
@@ -44,6 +49,16 @@ def text_components(folder: AnyFolder) -> list[str]:
         for name, entry in read_index(folder).items()
         if name.startswith("text_encoder") and isinstance(entry, list) and entry[:1] == ["transformers"]
     ]
+
+
+def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each tensor of an encoder of transformers', by name: of the weight files where they are here, of the
+    config where not. class_name: as model_index.json says. Raises ModelLoadError."""
+    try:
+        files = find_weight_files(folder, STEM)
+    except ModelLoadError:
+        return shapes_by_config(folder, class_name)
+    return {name: shape for file in files for name, shape in stored_shapes(file).items()}
 
 
 def why_whole(dtype: torch.dtype) -> str:
@@ -68,19 +83,119 @@ def keep_text_in_files(
     kept = {}
     for module in modules_of(encoder):
         assert is_waiting(module), f"{type(module).__name__} was read"
-        opens, pieces = _source_of(module, folder, others)
+        _, opens, pieces = _source_of(module, folder, others)
         conversions = Conversions(opens, pieces, device, dtype, lambda _: False, None)
         kept[module] = StoredWeights(module, conversions, ())
     return kept
 
 
+class TextChanges:
+    """Changes of text encoders, such as a LoRA, and where the weights that they change are.
+
+    folder: of the model; others: components of diffusers' that take part in its text. changes: those that are made, by
+    modules' names without the levels that loaders put around them (lora/text_encoder_names.py).
+    """
+
+    def __init__(
+        self, folder: AnyFolder, others: Sequence[DiffusersComponent], changes: Sequence[WeightChange] = ()
+    ) -> None:
+        self.changes = tuple(changes)
+        self._folder = folder
+        self._others = others
+        self._components = [*text_components(folder), *(component.name for component in others)]
+
+    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """By component, of the tensors that may be changed. Raises ModelLoadError."""
+        index = read_index(self._folder)
+        found: dict[str, dict[str, tuple[int, ...]]] = {
+            name: {
+                text_module(tensor): shape
+                for tensor, shape in encoder_shapes(self._folder / name, str(index[name][1])).items()
+            }
+            for name in text_components(self._folder)
+        }
+        for component in self._others:
+            module = component.build(self._folder)
+            found[component.name] = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        return found
+
+    def apply(self, encoder: TextEncoder, before: Sequence[WeightChange] = ()) -> None:
+        """Give a loaded encoder these changes of the weights in its files. before: changes that it has, of which those
+        that are not made again are taken back.
+
+        Raises ModelLoadError for files that do not hold its weights, and for changes that do not fit them.
+        """
+        if not any(self._changed(component, before) for component in self._components):
+            return
+        for module in modules_of(encoder):
+            component, opens, pieces = _source_of(module, self._folder, self._others, "--lora")
+            if not (changed := self._changed(component, before)):
+                continue
+            renamed = self._renamed(component, pieces)
+            own = {piece.name: name for name, (piece,) in pieces.items()}
+            state = module.state_dict(keep_vars=True)
+            with opens(renamed) as checkpoint, torch.no_grad():
+                for tensor in own:
+                    if _name_in(component, tensor) in changed:
+                        checkpoint.copy_into(tensor, state[own[tensor]].data)
+
+    def waiting(self, homes: Mapping[nn.Module, StoredWeights]) -> None:
+        """As `apply`, for weights that wait in their files and are changed when they are read."""
+        for module, home in homes.items():
+            component, _, pieces = _source_of(module, self._folder, self._others, "--lora")
+            home.change(self._renamed(component, pieces))
+
+    def _changed(self, component: str, before: Sequence[WeightChange]) -> frozenset[str]:
+        return frozenset().union(*(change.changed(component) for change in (*self.changes, *before)))
+
+    def _renamed(self, component: str, pieces: Mapping[str, tuple[Piece, ...]]) -> list[WeightChange]:
+        names = {piece.name: _name_in(component, piece.name) for several in pieces.values() for piece in several}
+        for change in self.changes:
+            unread = sorted(change.changed(component) - set(names.values()))
+            if unread:
+                _logger.warning(
+                    "%s: %d weights that a LoRA changes are not used by this model, and stay out: %s",
+                    component,
+                    len(unread),
+                    listed(unread),
+                )
+        return [_Renamed(change, names) for change in self.changes if change.changed(component)]
+
+
+def _name_in(component: str, tensor: str) -> str:
+    return text_module(tensor) if is_text_encoder(component) else tensor
+
+
+class _Renamed(WeightChange):
+    """A change of tensors that files have by other names. names: the change's, by the files'."""
+
+    def __init__(self, change: WeightChange, names: Mapping[str, str]) -> None:
+        self._change = change
+        self._names = names
+
+    def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See WeightChange.check."""
+        # By the names that all of a file's tensors have there, those that this module does not read among them.
+        self._change.check(component, {_name_in(component, name): shape for name, shape in shapes.items()})
+
+    def changed(self, component: str) -> frozenset[str]:
+        """See WeightChange.changed."""
+        changed = self._change.changed(component)
+        return frozenset(name for name, own in self._names.items() if own in changed)
+
+    def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        """See WeightChange.delta."""
+        return self._change.delta(component, self._names[name], weight)
+
+
 def _source_of(
-    module: nn.Module, folder: AnyFolder, others: Sequence[DiffusersComponent]
-) -> tuple[_Open, Mapping[str, tuple[Piece, ...]]]:
+    module: nn.Module, folder: AnyFolder, others: Sequence[DiffusersComponent], needed_by: str = "--memory-limit"
+) -> tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]:
+    """(component, what opens its files, what of them fills each parameter). needed_by: the flag that asks for it."""
     for component in others:
         if component.class_name == type(module).__name__:
-            return functools.partial(_open_component, component, module, folder), own_pieces(module)
-    found: list[tuple[_Open, Mapping[str, tuple[Piece, ...]]]] = []
+            return component.name, functools.partial(_open_component, component, module, folder), own_pieces(module)
+    found: list[tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]] = []
     unmatched: dict[str, list[str]] = {}
     for name in text_components(folder):
         opens = functools.partial(_open_text, folder / name)
@@ -89,14 +204,14 @@ def _source_of(
             pieces = {own: (Piece(tensor, checkpoint.shapes[tensor]),) for own, tensor in tensors.items()}
         unmatched[name] = missing
         if not missing:
-            found.append((opens, pieces))
+            found.append((name, opens, pieces))
     if len(found) != 1:
         # Of the component that has the most of them.
         name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
         what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
         raise ModelLoadError(
-            f"{folder / name}: the weights of {type(module).__name__} cannot be read by blocks: {what}. Copy or "
-            "download the folder again, or leave out --memory-limit"
+            f"{folder / name}: the weights of {type(module).__name__} cannot be read one by one: {what}. Copy or "
+            f"download the folder again, or leave out {needed_by}"
         )
     return found[0]
 
@@ -108,8 +223,7 @@ def _open_text(folder: Path, changes: Sequence[WeightChange]) -> Checkpoint:
 def _open_component(
     component: DiffusersComponent, module: nn.Module, folder: AnyFolder, changes: Sequence[WeightChange]
 ) -> Checkpoint:
-    assert not changes, "nothing changes what stands between encoder and transformer"
-    return component.checkpoint(module, folder)
+    return component.checkpoint(module, folder, changes)
 
 
 def matched_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:

@@ -69,6 +69,11 @@ class EncodingAhead(TextEncoder):
             # An encoder may find while it encodes that its kernels are not to be used here.
             self._describe()
 
+    def forget(self) -> None:
+        """Drop what was found: the encoder's weights are about to change."""
+        self._wait()
+        self._found = self._failure = None
+
     def stop(self) -> None:
         """End the thread at the next module that the encoder calls, and wait until it has ended."""
         self._is_stopped.set()

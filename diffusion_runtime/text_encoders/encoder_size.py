@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.(\d+)\.")
 _ONE_LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.\d+$")
 
 # By class and config.json: see shapes_by_config.
-_found: dict[tuple[str, str], Mapping[str, int]] = {}
+_found: dict[tuple[str, str], Mapping[str, tuple[int, ...]]] = {}
 
 
 def tensor_sizes_of(
@@ -59,8 +59,8 @@ def layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     )
 
 
-def shapes_by_config(folder: Path, class_name: str) -> Mapping[str, int]:
-    """Numbers of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
+def shapes_by_config(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
     transformers, as model_index.json says. Imports transformers, which takes seconds, but for a UMT5 of known settings.
 
     What was found is kept for the process: a plan of memory asks at every size that it tries.
@@ -76,11 +76,11 @@ def shapes_by_config(folder: Path, class_name: str) -> Mapping[str, int]:
     return _found[key]
 
 
-def _shapes_of(values: dict[str, Any], class_name: str, config_file: Path) -> dict[str, int]:
+def _shapes_of(values: dict[str, Any], class_name: str, config_file: Path) -> dict[str, tuple[int, ...]]:
     known = umt5_model.sizes_of(values) if class_name == "UMT5EncoderModel" else None
     if known is not None:
         with empty_modules():
-            return sizes_of(umt5_model.UMT5Encoder(known).named_parameters())
+            return _shapes(umt5_model.UMT5Encoder(known).named_parameters())
     import transformers
 
     model_class: Any = getattr(transformers, class_name, None)
@@ -89,11 +89,10 @@ def _shapes_of(values: dict[str, Any], class_name: str, config_file: Path) -> di
     try:
         with quiet_transformers(), empty_modules():
             config_class: Any = model_class.config_class
-            return sizes_of(model_class(config_class.from_dict(values)).named_parameters())
+            return _shapes(model_class(config_class.from_dict(values)).named_parameters())
     except Exception as error:  # any exception: settings of another version make it raise several kinds
         raise ModelLoadError(f"{config_file}: {class_name} cannot be built of it: {error}") from error
 
 
-def sizes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Numbers of each tensor, by name."""
-    return {name: tensor.numel() for name, tensor in tensors}
+def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}

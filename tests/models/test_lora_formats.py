@@ -354,6 +354,64 @@ def test_lokr_of_lycoris_whole_decomposed_and_fused(tmp_path: Path) -> None:
     assert_merged("FLUX.1", lora, {name: weights[name] + part for name, part in zip(names, parts, strict=True)})
 
 
+def test_loha_of_lycoris_plain_fused_and_of_a_convolution(tmp_path: Path) -> None:
+    """(w1_a w1_b) * (w2_a w2_b) * alpha / rank, in float64; a convolution's halves may meet in a core (Tucker)."""
+    key, weights = "lycoris_transformer_blocks_0_attn_to_q", WEIGHTS["FLUX.1"]
+    name = "transformer_blocks.0.attn.to_q.weight"
+
+    def loha(key: str, rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+        halves = [random(rows, RANK), random(RANK, columns), random(rows, RANK) + 0.1, random(RANK, columns) - 0.2]
+        a, b, c, d = (half.double() for half in halves)
+        ends = ("w1_a", "w1_b", "w2_a", "w2_b")
+        return {f"{key}.hada_{end}": half for end, half in zip(ends, halves, strict=True)}, (a @ b) * (c @ d)
+
+    tensors, product = loha(key, 32, 32)
+    for alpha, factor in (({}, 1.0), ({f"{key}.alpha": torch.tensor(1.5)}, 1.5 / RANK)):
+        file = file_of(tmp_path, tensors | alpha)
+        assert (file.names, file.kinds, file.ranks) == ((Names.LYCORIS,), ("LoHa",), ())
+        lora = bind(file, LoraConfig("a", STRENGTH), target("FLUX.1"))
+        assert lora.num_applied == len(tensors | alpha)
+        assert_merged("FLUX.1", lora, {name: weights[name] + STRENGTH * factor * product})
+    tensors, product = loha("diffusion_model.double_blocks.0.img_attn.qkv", 96, 32)
+    names = [f"transformer_blocks.0.attn.to_{part}.weight" for part in "qkv"]
+    expected = {name: weights[name] + part for name, part in zip(names, product.chunk(3), strict=True)}
+    assert_merged("FLUX.1", bind(file_of(tmp_path, tensors), LoraConfig("a"), target("FLUX.1")), expected)
+    weight = WEIGHTS["Wan"]["patch_embedding.weight"]
+    halves = {f"w{index}_{end}": random(RANK, weight.shape["ab".index(end)]) for index in (1, 2) for end in "ab"}
+    cores = {f"t{index}": random(RANK, RANK, *weight.shape[2:]) + index for index in (1, 2)}
+    first, second = (
+        torch.einsum(
+            "ijxyz,ip,jc->pcxyz",
+            *(part.double() for part in (cores[f"t{index}"], halves[f"w{index}_a"], halves[f"w{index}_b"])),
+        )
+        for index in (1, 2)
+    )
+    tensors = {f"diffusion_model.patch_embedding.hada_{end}": value for end, value in (halves | cores).items()}
+    lora = bind(file_of(tmp_path, tensors), LoraConfig("a"), target("Wan"))
+    assert_merged("Wan", lora, {"patch_embedding.weight": weight + first * second})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loha_of_peft_is_what_peft_merges(tmp_path: Path) -> None:
+    from peft import LoHaConfig, get_peft_model
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.ModuleDict({"attn1": nn.ModuleDict({"to_q": nn.Linear(16, 16)})})])
+
+    model = Model()
+    weight = WEIGHTS["Wan"][f"{Q}.weight"]
+    with torch.no_grad():
+        model.get_submodule(Q).weight.copy_(weight)
+    adapted = get_peft_model(model, LoHaConfig(r=4, alpha=6, target_modules=["to_q"], init_weights=False))
+    adapted.save_pretrained(str(tmp_path))
+    lora = bind(read_lora_file(str(tmp_path)), LoraConfig("a"), target("Wan"))
+    merged = adapted.merge_and_unload().get_submodule(Q).weight.detach()
+    assert float((merged - weight).abs().max()) > 1e-2
+    assert_merged("Wan", lora, {f"{Q}.weight": merged})
+
+
 def test_alphas_of_the_metadata(tmp_path: Path) -> None:
     tensors = low_rank("blocks.0.self_attn.q", 16, 16)
     down, up = tensors.values()
@@ -493,11 +551,33 @@ BAD: Mapping[str, tuple[str, Tensors, str]] = {
     "half a LoKr": ("Wan", {f"{Q_KEY}.lokr_w1": random(4, 4)}, "neither lokr_w2 nor both of"),
     "an alpha alone": ("Wan", {f"{Q_KEY}.alpha": torch.tensor(1.0)}, "only alpha, which changes nothing"),
     "a magnitude alone": ("Wan", {f"{Q_KEY}.dora_scale": random(16)}, "a DoRA magnitude without"),
-    "a key of no format": ("Wan", {f"{Q_KEY}.hada_w1_a": random(4, 4)}, "1 of 1 keys are others: .*hada_w1_a"),
+    "a key of no format": (
+        "Wan",
+        {f"{Q_KEY}.strange_w1": random(4, 4), f"{Q_KEY}.alpha": torch.tensor(1.0)},
+        "2 of 2 keys are others: .*strange_w1",
+    ),
+    "half a LoHa": ("Wan", {f"{Q_KEY}.hada_w1_a": random(16, 4)}, "has no hada_w1_b; the file is incomplete"),
+    "a LoHa whose factors differ": (
+        "Wan",
+        {
+            f"{Q_KEY}.hada_w{i}_{end}": random(*(s, 2) if end == "a" else (2, s))
+            for i, s in ((1, 16), (2, 8))
+            for end in "ab"
+        },
+        "two LoHa factors that do not fit",
+    ),
+    **{
+        method: (
+            "Wan",
+            {f"{Q_KEY}.{end}": random(4, 4), f"{Q_KEY}.alpha": torch.tensor(1.0)},
+            f"1 of its keys are of {method}, which this runtime does not apply: .*merge_and_unload",
+        )
+        for end, method in (("oft_blocks", "OFT"), ("oft_R.weight", "OFT"), ("boft_R", "BOFT"), ("ia3_l", "IA3"))
+    },
     "a text encoder": (
         "Wan",
         {**low_rank(Q_KEY, 16, 16), **low_rank("lora_te1_text_model", 4, 4)},
-        "2 of its 4 keys change a text encoder: .*--backend diffusers",
+        "2 of its 4 keys change a text encoder, and none of this Wan model's",
     ),
     "twice": ("Wan", {**low_rank(Q_KEY, 16, 16), **low_rank(f"transformer.{Q}", 16, 16)}, "are both for .*to_q.weight"),
     "twice, by prefix": (

@@ -18,6 +18,30 @@ _EMBEDDERS = {
 }
 _LAYERS = ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
 
+# Of diffusers' LTX2TextConnectors, between the text encoder and the transformer.
+_CONNECTORS = LoraNames(
+    title="LTX-2",
+    originals={
+        "text_embedding_projection.aggregate_embed": "text_proj_in",
+        **{
+            f"text_embedding_projection.{stream}_aggregate_embed": f"{stream}_text_proj_in"
+            for stream in ("video", "audio")
+        },
+        **{
+            name: target
+            for stream in ("video", "audio")
+            for name, target in block_names(
+                f"{stream}_embeddings_connector.transformer_1d_blocks.{{}}",
+                f"{stream}_connector.transformer_blocks.{{}}",
+                {
+                    **{f"attn1.{part}": f"attn1.{part}" for part in _PARTS},
+                    **{f"ff.{part}": f"ff.{part}" for part in ("net.0.proj", "net.2")},
+                },
+            ).items()
+        },
+    },
+)
+
 LORA_NAMES = LoraNames(
     title="LTX-2",
     same=(
@@ -50,6 +74,7 @@ LORA_NAMES = LoraNames(
         "audio_patchify_proj": "audio_proj_in",
         **{f"{name}.{layer}": f"{target}.{layer}" for name, target in _EMBEDDERS.items() for layer in _LAYERS},
     },
+    components={"connectors": _CONNECTORS},
     widths=frozenset({2048, 4096}),
     num_blocks=frozenset({48}),
 )

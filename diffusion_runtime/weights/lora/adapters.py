@@ -1,9 +1,10 @@
-"""LoRA adapters, added to a weight: low rank, a whole difference, Kronecker products, and DoRA around any of them."""
+"""LoRA adapters, added to a weight: low rank, a whole difference, Kronecker and Hadamard products, and DoRA around any
+of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -62,8 +63,8 @@ class Difference(Adapter):
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a Kronecker product: left [rows, columns], or the product of left [rows, rank] and right [rank,
-    columns], which may be far larger than both and is computed when it is used."""
+    """One factor of a Kronecker or a Hadamard product: left [rows, columns], or the product of left [rows, rank] and
+    right [rank, columns], which may be far larger than both and is computed when it is used."""
 
     left: torch.Tensor
     right: torch.Tensor | None = None
@@ -85,6 +86,56 @@ class Factor:
         """Those rows of the factor, float32."""
         left = self.left[rows].float()
         return left if self.right is None else left @ self.right.float()
+
+
+@dataclass(frozen=True)
+class TuckerFactor(Factor):
+    """The kernel of a convolution by a Tucker decomposition: core [rank, rank, *kernel], left [rank, rows], right
+    [rank, channels] (LyCORIS, arXiv:2309.14859). Its columns are the channels with the numbers of the kernel behind
+    each."""
+
+    core: torch.Tensor = field(kw_only=True)
+
+    @property
+    def rows(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def columns(self) -> int:
+        assert self.right is not None
+        return self.right.shape[1] * self.core[0, 0].numel()
+
+    @property
+    def rank(self) -> int | None:
+        return self.core.shape[0]
+
+    def matrix(self, rows: slice) -> torch.Tensor:
+        """See Factor.matrix."""
+        assert self.right is not None
+        core = self.core.float().flatten(2)
+        product = torch.einsum("ijk,ip,jc->pck", core, self.left[:, rows].float(), self.right.float())
+        return product.flatten(1)
+
+
+@dataclass(frozen=True)
+class Hadamard(Adapter):
+    """LoHa: factor * first * second, number by number (Hyeon-Woo et al., FedPara, arXiv:2108.06098; Yeh et al.,
+    LyCORIS, arXiv:2309.14859)."""
+
+    first: Factor
+    second: Factor
+    factor: float
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.first.rows
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.first.columns
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        return self.first.matrix(rows) * self.second.matrix(rows) * self.factor
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ModelLoadError, shown_name
@@ -14,6 +15,7 @@ from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.lora.adapters import Adapter, Decomposed
 from diffusion_runtime.weights.lora.detection import families_of
 from diffusion_runtime.weights.lora.few_step import FewStepHint
+from diffusion_runtime.weights.lora.keys import SECOND, TEXT_ENCODER
 from diffusion_runtime.weights.lora.names import LoraNames, Rows
 from diffusion_runtime.weights.lora.reading import LoraFile, ModuleChange
 from diffusion_runtime.weights.weight_files import listed
@@ -24,12 +26,14 @@ _NOISE_OF_NAME = re.compile(r"(high|low)[-_ ]?noise", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A model, as far as LoRA files are concerned. names: how files name its modules. shapes: by component, of the
-    checkpoint's tensors. known: the names of all families."""
+    """A model, as far as LoRA files are concerned. names: how files name its modules. shapes: by transformer, of the
+    checkpoint's tensors. known: the names of all families. beside: as shapes, of the text encoders
+    (text_encoder_names.py) and of what else takes part in them; asked where a file has keys that no transformer has."""
 
     names: LoraNames
     shapes: Mapping[str, Shapes]
     known: Callable[[], Sequence[LoraNames]]
+    beside: Callable[[], Mapping[str, Shapes]] = dict
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class _Binding:
         self.changes: dict[str, dict[str, list[Placed]]] = {}
         self.owners: dict[tuple[str, str, int], str] = {}
         self.own_names: dict[tuple[str, bool], dict[str, str]] = {}
+        # Of the transformers, and of what is beside them once it is asked for.
+        self.shapes: dict[str, Shapes] = dict(target.shapes)
+        self.unmatched_text: list[str] = []
         self.unmatched: list[str] = []
         self.misfits: list[str] = []
         # By the reason, keys that are for parts which this model does not have.
@@ -106,9 +113,13 @@ class _Binding:
         self._refuse_unknown_keys()
         num_applied = 0
         for module in self.file.modules:
-            for component in self._components(module):
+            components = self._components(module)
+            placed = bool(components)
+            for component in components:
                 placed = self._place(component, module)
             num_applied += len(module.keys) if placed else 0
+        if self.unmatched_text:
+            raise self._not_of_these_encoders()
         if self.unmatched or (not num_applied and not self.misfits):
             raise self._not_of_this_model()
         if self.misfits:
@@ -125,16 +136,10 @@ class _Binding:
             "which this model does not have"
             for reason, keys in self.absent.items()
         )
-        return Lora(self.file, self.config.scale, changes, self.target.shapes, num_applied, remarks)
+        return Lora(self.file, self.config.scale, changes, self.shapes, num_applied, remarks)
 
     def _refuse_unknown_keys(self) -> None:
         file = self.file
-        if file.text_encoder_keys:
-            raise ModelLoadError(
-                f"{file.path}: {len(file.text_encoder_keys)} of its {file.num_keys} keys change a text encoder: that "
-                f"is not supported here: {listed(file.text_encoder_keys)}. `--backend diffusers` applies those that "
-                "diffusers knows; or save the file without them"
-            )
         if file.unknown or not file.modules:
             whole = "" if file.modules else "; the weights of a whole transformer are given by --transformer-path"
             raise ModelLoadError(
@@ -144,16 +149,21 @@ class _Binding:
             )
 
     def _components(self, module: ModuleChange) -> Sequence[str]:
-        """The transformers that a change is for."""
+        """The components that a change is for; none where it is for a text encoder that is not there."""
         there = tuple(self.target.shapes)
         wanted = self.config.component
-        if module.second:
-            chosen: tuple[str, ...] = ("transformer_2",)
+        if module.component not in ("", SECOND):
+            return self._text_encoder(module)
+        beside = self._beside(module) if not module.component else None
+        if beside is not None:
+            return (beside,)
+        if module.component == SECOND:
+            chosen: tuple[str, ...] = (SECOND,)
         elif wanted == "both":
             chosen = ("transformer", "transformer_2")
         elif wanted != "auto":
             chosen = (wanted,)
-        elif len(there) == 1 or any(each.second for each in self.file.modules):
+        elif len(there) == 1 or any(each.component == SECOND for each in self.file.modules):
             chosen = ("transformer",)
         else:
             raise self._one_of_two()
@@ -165,6 +175,31 @@ class _Binding:
                 "leave the component out"
             )
         return chosen
+
+    def _text_encoder(self, module: ModuleChange) -> Sequence[str]:
+        """The one text encoder that has a module; what has none is kept for the message."""
+        self.shapes |= self.target.beside()
+        there = [name for name in self.shapes if name not in self.target.shapes]
+        wanted = filter(is_text_encoder, there) if module.component == TEXT_ENCODER else [module.component]
+        found = [component for component in wanted if component in there and self._rows(component, module)]
+        if len(found) > 1:
+            raise ModelLoadError(
+                f"{self.file.path}: {shown_name(module.name)} may be for {' or '.join(found)}, and its key does not "
+                f"say which; rename its keys to begin with {found[0]}. or {found[1]}."
+            )
+        if not found:
+            self.unmatched_text += module.keys
+        return found
+
+    def _beside(self, module: ModuleChange) -> str | None:
+        """What has a module that no transformer has, and that no other model of the family has; None for others."""
+        of_transformers = (self._rows(component, module) for component in self.target.shapes)
+        if any(of_transformers) or self.target.names.find(module.name, flattened=module.flattened):
+            return None
+        self.shapes |= self.target.beside()
+        others = [component for component in self.shapes if component not in self.target.shapes]
+        found = [component for component in others if self._rows(component, module)]
+        return found[0] if len(found) == 1 else None
 
     def _one_of_two(self) -> ModelLoadError:
         noise = _NOISE_OF_NAME.search(self.file.path.name)
@@ -180,7 +215,7 @@ class _Binding:
 
     def _place(self, component: str, module: ModuleChange) -> bool:
         """Whether the changes of a module were placed; what was wrong is kept for the message otherwise."""
-        shapes = self.target.shapes[component]
+        shapes = self.shapes[component]
         rows = self._rows(component, module)
         if any(_weight_name(each.module, shapes) is None for each in rows) or not rows:
             reasons = [self.target.names.reason_absent(each.module) for each in rows]
@@ -213,16 +248,22 @@ class _Binding:
 
     def _rows(self, component: str, module: ModuleChange) -> tuple[Rows, ...]:
         """The modules of the checkpoint that one of the file stands for."""
-        found = self.target.names.find(module.name, flattened=module.flattened)
+        name = module.name
+        if is_text_encoder(component):
+            name = text_module(name, flattened=module.flattened)
+        names = self.target.names
+        if component not in self.target.shapes:
+            names = names.components.get(component, LoraNames(names.title))
+        found = names.find(name, flattened=module.flattened)
         if found:
             return found
         if (component, module.flattened) not in self.own_names:
-            owners = [name.removesuffix(".weight") for name in self.target.shapes[component]]
+            owners = [name.removesuffix(".weight") for name in self.shapes[component]]
             self.own_names[component, module.flattened] = {
                 owner.replace(".", "_") if module.flattened else owner: owner for owner in owners
             }
         # A module that no family lists, by the checkpoint's own name for it.
-        owner = self.own_names[component, module.flattened].get(module.name)
+        owner = self.own_names[component, module.flattened].get(name)
         return () if owner is None else (Rows(owner),)
 
     def _place_all(
@@ -235,7 +276,7 @@ class _Binding:
     ) -> None:
         if not adapters:
             return
-        shapes = self.target.shapes[component]
+        shapes = self.shapes[component]
         sizes = [shapes[name][0] // each.of for each, name in zip(rows, names, strict=True)]
         for adapter in adapters:
             columns = _columns(shapes[names[0]])
@@ -264,6 +305,15 @@ class _Binding:
             target = slice(first, first + size)
             placed += [Placed(adapter, slice(start, start + size), target) for adapter in adapters]
             start += size
+
+    def _not_of_these_encoders(self) -> ModelLoadError:
+        there = [name for name in self.shapes if name not in self.target.shapes]
+        return ModelLoadError(
+            f"{self.file.path}: {len(self.unmatched_text)} of its {self.file.num_keys} keys change a text encoder, and "
+            f"none of this {self.target.names.title} model's ({' and '.join(there) or 'it has none'}) has such "
+            f"modules: {listed(self.unmatched_text)}. Use a LoRA that was made for this model, or save the file "
+            "without these keys"
+        )
 
     def _not_of_this_model(self) -> ModelLoadError:
         file, title = self.file, self.target.names.title

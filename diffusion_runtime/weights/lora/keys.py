@@ -26,6 +26,17 @@ class Role(Enum):
     W2 = "lokr_w2"
     W2_A = "lokr_w2_a"
     W2_B = "lokr_w2_b"
+    W2_CORE = "lokr_t2"
+    HADA_1_A = "hada_w1_a"
+    HADA_1_B = "hada_w1_b"
+    HADA_1_CORE = "hada_t1"
+    HADA_2_A = "hada_w2_a"
+    HADA_2_B = "hada_w2_b"
+    HADA_2_CORE = "hada_t2"
+
+
+LOKR = frozenset({Role.W1, Role.W1_A, Role.W1_B, Role.W2, Role.W2_A, Role.W2_B, Role.W2_CORE})
+LOHA = frozenset({Role.HADA_1_A, Role.HADA_1_B, Role.HADA_1_CORE, Role.HADA_2_A, Role.HADA_2_B, Role.HADA_2_CORE})
 
 
 class Names(Enum):
@@ -57,7 +68,18 @@ _SUFFIXES = tuple(
         (rf"\.(?:dora_scale|lora_magnitude_vector{_ADAPTER}(?:\.weight)?)", Role.MAGNITUDE),
         (r"\.diff", Role.DIFF),
         (r"\.diff_b", Role.DIFF_BIAS),
-        *((rf"\.{role.value}", role) for role in (Role.W1, Role.W1_A, Role.W1_B, Role.W2, Role.W2_A, Role.W2_B)),
+        *((rf"\.{role.value}", role) for role in Role if role in LOKR | LOHA),
+    )
+)
+# Methods whose files change weights otherwise than by adding to them, or that no adapter here computes.
+_OTHER_METHODS = tuple(
+    (re.compile(pattern), method)
+    for pattern, method in (
+        (r"\.boft_(?:R|s|blocks)\b", "BOFT"),
+        (r"\.oft_(?:R|r|diag|blocks)\b", "OFT"),
+        (r"\.(?:ia3_l|on_input)\b", "IA3"),
+        (r"\.vera_lambda_[bd]\b", "VeRA"),
+        (r"\.(?:a1|a2|b1|b2|bm1|bm2)\.weight$", "GLoRA"),
     )
 )
 _DIFF_MODULATION = ".diff_m"
@@ -69,29 +91,28 @@ _FLATTENED_PREFIXES = {
     "lora_transformer_": Names.KOHYA,
     "lycoris_": Names.LYCORIS,
 }
-# diffusers' names of text encoders, and what other trainers call theirs.
-_TEXT_ENCODER_PREFIXES = (
-    "text_encoder",
-    "lora_te",
-    "text_encoders.",
-    "lycoris_te",
-    "cond_stage_model.",
-    "conditioner.",
-)
+# Components of diffusers'; what other trainers and ComfyUI put in front of the modules of a text encoder, in dotted and
+# in flattened names. Their numbers are no component's: T5 of FLUX.1 is kohya's third.
+_TEXT_COMPONENT = re.compile(r"(text_encoder(?:_\d)?|connectors)\.")
+_DOTTED_TEXT = re.compile(r"text_encoders\.\w+\.|cond_stage_model\.|conditioner\.(?:embedders\.\d\.)?")
+_FLATTENED_TEXT = re.compile(r"(lora|lycoris)_te\d?_")
+# A text encoder, where a key does not say which of a model's.
+TEXT_ENCODER = "a text encoder"
 # Which of two transformers a key is for, where it says so.
 SECOND = "transformer_2"
 
 
 @dataclass(frozen=True)
 class LoraKey:
-    """One key, read. second: whether it says that it is for `transformer_2`. module: the name without prefix and
-    suffix; flattened: its dots are underscores."""
+    """One key, read. component: that it says it is for: `transformer_2`, `text_encoder_2` and the like, TEXT_ENCODER
+    for any of these, empty for a transformer or nothing said. module: the name without prefix and suffix; flattened:
+    its dots are underscores."""
 
     key: str
     module: str
     role: Role
     names: Names
-    second: bool = False
+    component: str = ""
 
     @property
     def flattened(self) -> bool:
@@ -99,40 +120,46 @@ class LoraKey:
 
 
 def parse_key(key: str) -> LoraKey | None:
-    """None for a key that no format known here has, and for those of text encoders."""
-    if len(key) > MAX_KEY_CHARACTERS or is_text_encoder_key(key):
+    """None for a key that no format known here has."""
+    if len(key) > MAX_KEY_CHARACTERS:
         return None
-    names, second, rest = split_prefix(key)
+    names, component, rest = split_prefix(key)
     if rest.endswith(_DIFF_MODULATION):
         # LightX2V: what is added to the table of scales and shifts beside the layers of a block.
-        return LoraKey(key, f"{rest.removesuffix(_DIFF_MODULATION)}.modulation", Role.DIFF, names, second)
+        return LoraKey(key, f"{rest.removesuffix(_DIFF_MODULATION)}.modulation", Role.DIFF, names, component)
     for pattern, role in _SUFFIXES:
         found = pattern.search(rest)
         if found is not None:
-            return LoraKey(key, rest[: found.start()], role, names, second) if found.start() else None
+            return LoraKey(key, rest[: found.start()], role, names, component) if found.start() else None
     return None
 
 
-def split_prefix(key: str) -> tuple[Names, bool, str]:
-    """(whose names, whether it says `transformer_2`, the rest)."""
+def other_method(key: str) -> str | None:
+    """The method of a key that no adapter here computes, such as OFT; None for any other key."""
+    return next((method for pattern, method in _OTHER_METHODS if pattern.search(key[:MAX_KEY_CHARACTERS])), None)
+
+
+def split_prefix(key: str) -> tuple[Names, str, str]:
+    """(whose names, LoraKey.component, the rest)."""
     rest = key
     has_peft = rest.startswith(_PEFT)
     while rest.startswith(_PEFT):
         rest = rest.removeprefix(_PEFT)
+    if found := _TEXT_COMPONENT.match(rest):
+        return Names.DIFFUSERS, found[1], rest[found.end() :]
+    if found := _DOTTED_TEXT.match(rest):
+        return Names.ORIGINAL, TEXT_ENCODER, rest[found.end() :]
+    if found := _FLATTENED_TEXT.match(rest):
+        return Names.LYCORIS if found[1] == "lycoris" else Names.KOHYA, TEXT_ENCODER, rest[found.end() :]
     for prefix, names in _FLATTENED_PREFIXES.items():
         if rest.startswith(prefix):
-            return names, False, rest.removeprefix(prefix)
+            return names, "", rest.removeprefix(prefix)
     for prefix in _ORIGINAL_PREFIXES:
         if rest.startswith(prefix):
-            return Names.ORIGINAL, False, rest.removeprefix(prefix)
-    second = False
-    has_component = False
+            return Names.ORIGINAL, "", rest.removeprefix(prefix)
+    component, has_component = "", False
     # A file saved for `transformer` may hold keys that name a component themselves.
     while (first := rest.partition(".")[0]) in ("transformer", SECOND):
-        has_component, second = True, second or first == SECOND
+        has_component, component = True, SECOND if first == SECOND else component
         rest = rest.removeprefix(f"{first}.")
-    return (Names.DIFFUSERS if has_peft or has_component else Names.PLAIN), second, rest
-
-
-def is_text_encoder_key(key: str) -> bool:
-    return key.removeprefix(_PEFT).startswith(_TEXT_ENCODER_PREFIXES)
+    return (Names.DIFFUSERS if has_peft or has_component else Names.PLAIN), component, rest

@@ -39,7 +39,8 @@ class LoraNames:
     authors' name of a module -> diffusers' module, or the ones whose rows it holds, one after the other. absent:
     modules of diffusers' that other models of the family have -> which those are; a file for them is applied without
     them. resized: modules whose inputs are not as wide in all models of the family -> what such a module of another
-    width is; a file for that is applied without it. widths, num_blocks: of the published models, the width of the
+    width is; a file for that is applied without it. components: the names of other components that files for the
+    transformer change too. widths, num_blocks: of the published models, the width of the
     transformer and how many blocks it has of the kind that it has most of, or of another kind; they tell families apart
     that use the same names.
     """
@@ -49,6 +50,7 @@ class LoraNames:
     originals: Originals = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     resized: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, LoraNames] = field(default_factory=dict)
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
 

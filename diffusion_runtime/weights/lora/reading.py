@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,18 @@ import torch
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.untrusted.files import check_path, shown_path
-from diffusion_runtime.weights.lora.adapters import Adapter, Decomposed, Difference, Factor, Kronecker, LowRank
+from diffusion_runtime.weights.lora.adapters import (
+    Adapter,
+    Decomposed,
+    Difference,
+    Factor,
+    Hadamard,
+    Kronecker,
+    LowRank,
+    TuckerFactor,
+)
 from diffusion_runtime.weights.lora.few_step import FewStepHint, few_step_hint
-from diffusion_runtime.weights.lora.keys import LoraKey, Names, Role, is_text_encoder_key, parse_key
+from diffusion_runtime.weights.lora.keys import LOHA, LOKR, LoraKey, Names, Role, other_method, parse_key
 from diffusion_runtime.weights.lora.settings import AdapterSettings, read_settings
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS, lora_path
 from diffusion_runtime.weights.tensor_files import read_tensors
@@ -29,18 +38,16 @@ _FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetens
 _HOW_TO_GIVE = (
     "Give a file or a folder on this machine: --lora FILE, FILE@0.8, or transformer=FILE, transformer_2=FILE, both=FILE"
 )
-_LOKR = {Role.W1, Role.W1_A, Role.W1_B, Role.W2, Role.W2_A, Role.W2_B}
 
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """What a file adds to one module. name: the file's, without prefix; flattened: its dots are underscores. second:
-    whether its keys say `transformer_2`. weight, bias: added at strength 1, one after the other. rank: of its low rank,
-    None without one."""
+    """What a file adds to one module. name: the file's, without prefix; flattened: its dots are underscores. component:
+    as in LoraKey. weight, bias: added at strength 1, one after the other. rank: of its low rank, None without one."""
 
     name: str
     flattened: bool
-    second: bool
+    component: str
     keys: tuple[str, ...]
     weight: tuple[Adapter, ...]
     bias: tuple[Difference, ...]
@@ -49,20 +56,19 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A file, read. unknown: keys of no format that is known here; text_encoder_keys: those of text encoders. names:
-    whose way of writing names it follows. kinds: what its tensors are, in words."""
+    """A file, read. unknown: keys of no format that is known here. names: whose way of writing names it follows. kinds:
+    what its tensors are, in words."""
 
     path: Path
     modules: tuple[ModuleChange, ...]
     unknown: tuple[str, ...]
-    text_encoder_keys: tuple[str, ...]
     names: tuple[Names, ...]
     kinds: tuple[str, ...]
     few_step_hint: FewStepHint | None
 
     @property
     def num_keys(self) -> int:
-        return sum(len(module.keys) for module in self.modules) + len(self.unknown) + len(self.text_encoder_keys)
+        return sum(len(module.keys) for module in self.modules) + len(self.unknown)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -79,35 +85,39 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     place = lora_file(path, key)
     tensors, metadata = read_tensors(place, key)
     settings = read_settings(place, metadata, in_folder=place != lora_path(path))
-    groups: dict[tuple[bool, bool, str], dict[Role, LoraKey]] = {}
+    groups: dict[tuple[str, bool, str], dict[Role, LoraKey]] = {}
     unknown: list[str] = []
-    text_encoder_keys: list[str] = []
     for name in tensors:
         parsed = parse_key(name)
         if parsed is None:
-            (text_encoder_keys if is_text_encoder_key(name) else unknown).append(name)
+            unknown.append(name)
             continue
-        group = groups.setdefault((parsed.second, parsed.flattened, parsed.module), {})
+        group = groups.setdefault((parsed.component, parsed.flattened, parsed.module), {})
         if parsed.role in group:
             raise ModelLoadError(
                 f"{place}: keys {shown(group[parsed.role].key)} and {shown(name)} are both the {parsed.role.value} of "
                 f"{shown_name(parsed.module)}, with or without a prefix; leave one out"
             )
         group[parsed.role] = parsed
+    _refuse_other_methods(place, unknown)
+    # A module of a format that is not known here is not one with an alpha alone.
+    strange = {key.rpartition(".")[0] for key in unknown}
+    for name, keys in list(groups.items()):
+        alpha = keys.get(Role.ALPHA)
+        if len(keys) == 1 and alpha is not None and alpha.key.removesuffix(".alpha") in strange:
+            unknown.append(alpha.key)
+            del groups[name]
     modules = []
-    for (second, flattened, module), keys in groups.items():
+    for (component, flattened, module), keys in groups.items():
         found = {role: _usable(place, parsed, tensors[parsed.key]) for role, parsed in keys.items()}
-        modules.append(_Reader(place, module, settings[second], found).change(flattened, second, keys))
-    if any(setting.use_dora for setting in settings.values()) and not any(
-        Role.MAGNITUDE in keys for keys in groups.values()
-    ):
+        modules.append(_Reader(place, module, settings.of(component), found).change(flattened, component, keys))
+    if settings.use_dora and not any(Role.MAGNITUDE in keys for keys in groups.values()):
         raise ModelLoadError(f"{place}: use_dora: expected magnitudes (dora_scale) among its keys, there are none")
     parsed_keys = [parsed for keys in groups.values() for parsed in keys.values()]
     return LoraFile(
         place,
         tuple(modules),
         tuple(unknown),
-        tuple(text_encoder_keys),
         tuple(dict.fromkeys(parsed.names for parsed in parsed_keys)),
         _kinds({parsed.role for parsed in parsed_keys}),
         few_step_hint(place.parent.name if place.name in _FILES_IN_FOLDERS else place.stem, metadata),
@@ -135,6 +145,18 @@ def lora_file(given: str, key: str) -> Path:
     return files[0]
 
 
+def _refuse_other_methods(path: Path, unknown: Sequence[str]) -> None:
+    """Raises ModelLoadError for a file of a method that changes weights otherwise, such as OFT, which turns them."""
+    methods = sorted({method for key in unknown if (method := other_method(key)) is not None})
+    if methods:
+        keys = [key for key in unknown if other_method(key) is not None]
+        raise ModelLoadError(
+            f"{path}: {len(keys)} of its keys are of {' and '.join(methods)}, which this runtime does not apply: "
+            f"{listed(keys)}. Merge the file into the transformer with the library that made it (peft: "
+            "merge_and_unload(), then save_pretrained(FOLDER)), and give the result by --transformer-path"
+        )
+
+
 def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
     if is_integer and key.role is Role.ALPHA:
@@ -158,7 +180,8 @@ def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
 def _kinds(roles: set[Role]) -> tuple[str, ...]:
     kinds = {
         "low rank": Role.UP in roles,
-        "LoKr": bool(roles & _LOKR),
+        "LoKr": bool(roles & LOKR),
+        "LoHa": bool(roles & LOHA),
         "DoRA": Role.MAGNITUDE in roles,
         "whole differences": Role.DIFF in roles,
         "biases": bool(roles & {Role.DIFF_BIAS, Role.UP_BIAS}),
@@ -175,7 +198,7 @@ class _Reader:
     settings: AdapterSettings
     tensors: Mapping[Role, torch.Tensor]
 
-    def change(self, flattened: bool, second: bool, keys: Mapping[Role, LoraKey]) -> ModuleChange:
+    def change(self, flattened: bool, component: str, keys: Mapping[Role, LoraKey]) -> ModuleChange:
         weight: list[Adapter] = []
         bias: list[Difference] = []
         rank = None
@@ -185,11 +208,13 @@ class _Reader:
             weight.append(low_rank)
             if Role.UP_BIAS in self.tensors:
                 bias.append(Difference(_column(self.tensors[Role.UP_BIAS]), low_rank.factor))
-        if _LOKR & self.tensors.keys():
+        if LOKR & self.tensors.keys():
             weight.append(self._kronecker())
+        if LOHA & self.tensors.keys():
+            weight.append(self._hadamard())
         if Role.MAGNITUDE in self.tensors:
             if len(weight) != 1:
-                raise self._error("a DoRA magnitude without lora_A and lora_B, or without LoKr factors")
+                raise self._error("a DoRA magnitude without lora_A and lora_B, or without LoKr or LoHa factors")
             weight = [Decomposed(weight[0], self._magnitude(weight[0]))]
         if Role.DIFF in self.tensors:
             weight.append(Difference(self._matrix(Role.DIFF)))
@@ -198,7 +223,7 @@ class _Reader:
         if not weight and not bias:
             raise self._error(f"only {', '.join(role.value for role in self.tensors)}, which changes nothing")
         of = tuple(parsed.key for parsed in keys.values())
-        return ModuleChange(self.name, flattened, second, of, tuple(weight), tuple(bias), rank)
+        return ModuleChange(self.name, flattened, component, of, tuple(weight), tuple(bias), rank)
 
     def _low_rank(self) -> LowRank:
         if not {Role.DOWN, Role.UP} <= self.tensors.keys():
@@ -217,31 +242,57 @@ class _Reader:
 
     def _kronecker(self) -> Kronecker:
         first = self._factor(Role.W1, Role.W1_A, Role.W1_B)
-        second = self._factor(Role.W2, Role.W2_A, Role.W2_B)
+        second = self._factor(Role.W2, Role.W2_A, Role.W2_B, Role.W2_CORE)
         # LyCORIS scales only what is decomposed, and by the second factor's rank where both are.
         rank = second.rank or first.rank
-        if self.settings.is_lokr and Role.ALPHA not in self.tensors:
+        if self.settings.is_lycoris and Role.ALPHA not in self.tensors:
             rank = self.settings.rank_of(self.name) or rank
         return Kronecker(first, second, 1.0 if rank is None else self.settings.scale(self._alpha(rank), rank))
 
-    def _factor(self, whole: Role, left: Role, right: Role) -> Factor:
+    def _hadamard(self) -> Hadamard:
+        first = self._decomposed(Role.HADA_1_A, Role.HADA_1_B, Role.HADA_1_CORE)
+        second = self._decomposed(Role.HADA_2_A, Role.HADA_2_B, Role.HADA_2_CORE)
+        rank = first.rank
+        if rank is None or second.rank != rank or (first.rows, first.columns) != (second.rows, second.columns):
+            raise self._error(
+                f"two LoHa factors that do not fit: {[first.rows, first.columns]} of rank {rank} and "
+                f"{[second.rows, second.columns]} of rank {second.rank}"
+            )
+        return Hadamard(first, second, self.settings.scale(self._alpha(rank), rank))
+
+    def _factor(self, whole: Role, left: Role, right: Role, core: Role | None = None) -> Factor:
         parts = {left, right} & self.tensors.keys()
-        if whole in self.tensors and not parts:
-            return Factor(self._matrix(whole))
-        if whole in self.tensors:
+        if whole not in self.tensors:
+            if len(parts) < 2:
+                raise self._error(
+                    f"neither {whole.value} nor both of {left.value} and {right.value}; the file is incomplete"
+                )
+            return self._decomposed(left, right, core)
+        if parts:
             raise self._error(
                 f"{whole.value} beside {' and '.join(sorted(part.value for part in parts))}: leave one out"
             )
-        if len(parts) < 2:
-            raise self._error(
-                f"neither {whole.value} nor both of {left.value} and {right.value}; the file is incomplete"
-            )
+        return Factor(self._matrix(whole))
+
+    def _decomposed(self, left: Role, right: Role, core: Role | None) -> Factor:
+        """A factor by its halves, and by the core between them where the file has one."""
+        missing = [role.value for role in (left, right) if role not in self.tensors]
+        if missing:
+            raise self._error(f"no {' and no '.join(missing)}; the file is incomplete")
         a, b = self._matrix(left), self._matrix(right)
-        if a.shape[1] != b.shape[0]:
+        if core is None or core not in self.tensors:
+            if a.shape[1] != b.shape[0]:
+                raise self._error(
+                    f"a rank that does not fit: {left.value} is {list(a.shape)}, {right.value} {list(b.shape)}"
+                )
+            return Factor(a, b)
+        between = self.tensors[core]
+        if between.dim() < 3 or not between.numel() or between.shape[:2] != (a.shape[0], b.shape[0]):
             raise self._error(
-                f"a rank that does not fit: {left.value} is {list(a.shape)}, {right.value} {list(b.shape)}"
+                f"a rank that does not fit: {core.value} is {list(between.shape)}, expected "
+                f"{[a.shape[0], b.shape[0]]} before its kernel"
             )
-        return Factor(a, b)
+        return TuckerFactor(a, b, core=between)
 
     def _magnitude(self, inner: Adapter) -> torch.Tensor:
         magnitude = self.tensors[Role.MAGNITUDE]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
-from diffusion_runtime.weights.lora.keys import Names, is_text_encoder_key, split_prefix
+from diffusion_runtime.weights.lora.keys import Names, split_prefix
 
 _T = TypeVar("_T")
 
@@ -68,7 +69,7 @@ class ByPattern(Generic[_T]):
 @dataclass(frozen=True)
 class AdapterSettings:
     """Of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have their own.
-    is_lokr: peft's LoKr, which scales by alpha / rank whether or not its factors are decomposed."""
+    is_lycoris: peft's LoKr or LoHa, which scales by alpha / rank whether or not its factors are decomposed."""
 
     alpha: float | None = None
     rank: int | None = None
@@ -76,7 +77,7 @@ class AdapterSettings:
     ranks: ByPattern[int] = field(default_factory=ByPattern)
     use_rslora: bool = False
     use_dora: bool = False
-    is_lokr: bool = False
+    is_lycoris: bool = False
 
     def alpha_of(self, name: str) -> float | None:
         own = self.alphas.find(name)
@@ -90,20 +91,37 @@ class AdapterSettings:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def read_settings(path: Path, metadata: Mapping[str, str], *, in_folder: bool = False) -> dict[bool, AdapterSettings]:
-    """By whether they are for `transformer_2`. path: of the tensors' file; in_folder: whether its folder was given,
-    whose adapter_config.json then counts whatever the file is called. Raises ModelLoadError."""
+class SettingsByComponent:
+    """The settings of a file for each component that its keys name. where: they stand, for messages; whole: those of
+    every component; own: those of one, by LoraKey.component."""
+
+    def __init__(self, where: str, whole: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+        self._own = {component: _parse(where, {**whole, **values}) for component, values in own.items()}
+        self._whole = _parse(where, whole)
+
+    def of(self, component: str) -> AdapterSettings:
+        """component: as in LoraKey."""
+        return self._own.get(component, self._whole)
+
+    @property
+    def use_dora(self) -> bool:
+        """Whether any component is said to have magnitudes."""
+        return any(each.use_dora for each in (self._whole, *self._own.values()))
+
+
+def read_settings(path: Path, metadata: Mapping[str, str], *, in_folder: bool = False) -> SettingsByComponent:
+    """path: of the tensors' file; in_folder: whether its folder was given, whose adapter_config.json then counts
+    whatever the file is called. Raises ModelLoadError."""
     whole: dict[str, Any] = {}
-    values: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    own: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     where, stated = _stated(path, metadata, in_folder)
     for key, value in stated.items():
-        if not is_text_encoder_key(key):
-            names, second, name = split_prefix(key)
-            (whole if names is Names.PLAIN else values[second])[name] = value
+        names, component, name = split_prefix(key)
+        (whole if names is Names.PLAIN else own[component])[name] = value
     for key in _ALPHA_KEYS:
         if key in metadata and not stated:
             whole.setdefault("lora_alpha", _number_in(path, key, metadata[key]))
-    return {second: _parse(where, {**whole, **found}) for second, found in values.items()}
+    return SettingsByComponent(where, whole, own)
 
 
 def _stated(path: Path, metadata: Mapping[str, str], in_folder: bool) -> tuple[str, Mapping[str, Any]]:
@@ -132,9 +150,9 @@ def _number_in(path: Path, key: str, text: str) -> float:
 
 
 def _parse(where: str, values: Mapping[str, Any]) -> AdapterSettings:
-    is_lokr = str(values.get("peft_type", "")).upper() == "LOKR"
-    # peft calls the alpha of its LoKr `alpha`.
-    alpha = values.get("alpha" if is_lokr else "lora_alpha")
+    is_lycoris = str(values.get("peft_type", "")).upper() in ("LOKR", "LOHA")
+    # peft calls the alpha of these `alpha`.
+    alpha = values.get("alpha" if is_lycoris else "lora_alpha")
     init = values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_RESIDUAL_INITS):
         raise ModelLoadError(
@@ -149,7 +167,7 @@ def _parse(where: str, values: Mapping[str, Any]) -> AdapterSettings:
         ranks=ByPattern(_patterns(where, values, "rank_pattern", _rank)),
         use_rslora=_flag(where, values, "use_rslora"),
         use_dora=_flag(where, values, "use_dora"),
-        is_lokr=is_lokr,
+        is_lycoris=is_lycoris,
     )
 
 

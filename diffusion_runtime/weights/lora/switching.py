@@ -32,20 +32,31 @@ def _run_alone(_: str, work: Callable[[], None]) -> None:
     work()
 
 
+def _nothing(_: Sequence[WeightChange]) -> None:
+    pass
+
+
 class LoraSwitch:
     """The LoRA files of a loaded transformer.
 
     loras: those that are merged into it. The first switch reads the weights of the layers concerned from the model's
     folder and keeps them on the CPU, as they are in the files; from then on nothing is read but LoRA files. The result
     is bit for bit what loading the model with those files gives. run_alike: World.run_alike of the processes that run
-    the model together, so that none of them has other files than the others.
+    the model together, so that none of them has other files than the others. rewrite_text: gives the text encoders
+    other changes; it reads their weights from the model's folder each time.
     """
 
     def __init__(
-        self, rewrite: Rewrite, target: LoraTarget, loras: Sequence[Lora] = (), run_alike: RunAlike = _run_alone
+        self,
+        rewrite: Rewrite,
+        target: LoraTarget,
+        loras: Sequence[Lora] = (),
+        run_alike: RunAlike = _run_alone,
+        rewrite_text: Callable[[Sequence[WeightChange]], None] = _nothing,
     ) -> None:
         self.loras = tuple(loras)
         self._rewrite = rewrite
+        self._rewrite_text = rewrite_text
         self._target = target
         self._run_alike = run_alike
         self._kept: dict[str, dict[str, torch.Tensor]] = {component: {} for component in target.shapes}
@@ -63,9 +74,13 @@ class LoraSwitch:
             component: frozenset().union(*(lora.changed(component) for lora in (*self.loras, *wanted)))
             for component in self._target.shapes
         }
+        has_text = any(not lora.changes.keys() <= changed.keys() for lora in (*self.loras, *wanted))
+        rewrite_text = self._rewrite_text if has_text else _nothing
         try:
             self._rewrite(changed, wanted, self._kept)
+            rewrite_text(wanted)
         except BaseException:
             self._rewrite(changed, self.loras, self._kept)
+            rewrite_text(self.loras)
             raise
         self.loras = wanted
