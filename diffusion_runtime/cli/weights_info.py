@@ -6,9 +6,13 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.models.weight_summary import WeightSummary
 
 SCHEMA = "diffusion_runtime.weights/1"
 
@@ -36,26 +40,16 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
     summary = summarise_weights(Path(path))
     if model_path is not None:
-        _check_fit(path, model_path, summary.component)
+        parts = [part for part in summary.parts if part.component or part.holds is None] or [summary]
+        for component in dict.fromkeys(part.component for part in parts):
+            _check_fit(path, model_path, component)
     if as_json:
         values = {**dataclasses.asdict(summary), "path": path, "fits": None if model_path is None else model_path}
         put_on_stdout(json_text({"schema": SCHEMA, **values}))
         return 0
-    facts: list[tuple[str, object]] = [
-        ("file", path),
-        ("format", summary.format),
-        ("holds", summary.holds or "weights of a transformer"),
-        ("tensors", summary.num_tensors),
-        ("stored as", ", ".join(f"{kind} ({count})" for kind, count in summary.kinds.items())),
-    ]
-    if summary.holds is None:
-        facts.insert(3, ("family", " or ".join(summary.families) or "none that is known here"))
-    if summary.scales is not None:
-        facts.append(("scales", summary.scales))
-    if summary.prefix:
-        facts.append(("prefix", summary.prefix))
-    if summary.num_others:
-        facts.append(("other parts", f"{summary.num_others} tensors, which --transformer-path leaves unread"))
+    facts: list[tuple[str, object]] = [("file", path), ("format", summary.format)]
+    for part in summary.parts or (summary,):
+        facts += _facts_of(part)
     if model_path is not None:
         facts.append(("fits", model_path))
 
@@ -63,6 +57,24 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
     Console(highlight=False, file=sys.stdout).print(facts_table(facts, "Weights"))
     return 0
+
+
+def _facts_of(summary: WeightSummary) -> list[tuple[str, object]]:
+    """What is known of one component."""
+    facts: list[tuple[str, object]] = [("holds", summary.holds or "weights of a transformer")]
+    if summary.holds is None:
+        facts.append(("family", " or ".join(summary.families) or "none that is known here"))
+    facts += [
+        ("tensors", summary.num_tensors),
+        ("stored as", ", ".join(f"{kind} ({count})" for kind, count in summary.kinds.items())),
+    ]
+    if summary.scales is not None:
+        facts.append(("scales", summary.scales))
+    if summary.prefix:
+        facts.append(("prefix", summary.prefix))
+    if summary.num_others:
+        facts.append(("other parts", f"{summary.num_others} tensors, which --transformer-path leaves unread"))
+    return facts
 
 
 def _check_fit(path: str, model_path: str, component: str) -> None:

@@ -19,6 +19,11 @@ from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_fil
 
 INDEX_FILE = "model_index.json"
 
+# A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
+LINKS = ".links"
+# Beside such links, where they lead to a file of several components: the prefix of this one's tensors.
+PART_MARK = "part_of_file.json"
+
 # What libraries read of a folder, beside weights. The largest published tokenizer.json has 33 MB.
 _READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 MAX_TEXT_BYTES = 256 * 1024 * 1024
@@ -99,6 +104,15 @@ AnyFolder: TypeAlias = ModelFolder | Path
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
     return _parse(path, _read(path))
+
+
+def part_prefix(folder: Path) -> str:
+    """The prefix of the component's tensors in the files of its folder: empty but in a folder of links to a file that
+    holds several components. Raises ModelLoadError."""
+    mark = folder / PART_MARK
+    if not folder.parent.name.endswith(LINKS) or not mark.is_file():
+        return ""
+    return str(read_json(mark).get("prefix", ""))
 
 
 def read_index(folder: AnyFolder) -> dict[str, Any]:

@@ -4,6 +4,7 @@ variants of its weights (`--variant`): a folder of links, so that whoever reads 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index, read_json
+from diffusion_runtime.core.model_folder import INDEX_FILE, LINKS, PART_MARK, ModelFolder, read_index, read_json
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
+from diffusion_runtime.weights.file_parts import FilePart, parts_of
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import (
     GGUF,
-    LINKS,
     STEMS,
     check_quantization_config,
     find_weight_files,
@@ -131,9 +132,8 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
         links = {each.name: each for each in path.iterdir() if each.name.startswith(stem)}
     else:
         files, links = [path], {f"{stem}.safetensors": path}
-    for file in files:
-        _check_kind(file, part, own)
-    return _linked(part.component, folder, links)
+    prefixes = {_check_kind(file, part, own) for file in files}
+    return _linked(part.component, folder, links, prefixes.pop() if len(prefixes) == 1 else "")
 
 
 def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:
@@ -159,8 +159,9 @@ def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:
         )
 
 
-def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError for a file that cannot be read, or that holds another kind of component."""
+def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
+    """The prefix of the component's tensors in a file of several, empty for a file of it alone. Raises ModelLoadError
+    for a file that cannot be read, or that holds another kind of component."""
     check_file(path, part.key, missing=ModelLoadError)
     if path.suffix == GGUF:
         raise ModelLoadError(
@@ -172,10 +173,13 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
             f"{path}: expected a .safetensors file; a pickle can run code when it is opened, and is never read"
         )
     with closing(SafetensorsFile(path)) as file:
+        whole = {name: head.shape for name, head in file.heads.items()}
+    prefix = _prefix_in(whole, part, own)
+    with closing(SafetensorsFile(path, prefix)) as file:
         if part.component == "vae":
             refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
         else:
-            check_text_encoder_file(path)
+            check_text_encoder_file(path, prefix)
         shapes = {name: head.shape for name, head in file.heads.items()}
     kind = kind_of(tuple(shapes))
     wanted = own.get("model_type")
@@ -184,13 +188,18 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
         fits = is_shard or (kind is not None and kind.component == "vae")
         expected = "an autoencoder"
     elif part.component in _BY_NAMES:
-        return
+        return prefix
     else:
         fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
         expected = f"the text encoder of the model, of model_type {wanted!r}"
     if fits:
         _check_width(path, part, own, shapes)
-        return
+        return prefix
+    if several := parts_of(tuple(whole)):
+        raise ModelLoadError(
+            f"{part.key}: {path}: holds {listed(map(describe_part, several))}, expected {expected} among these: use "
+            "the file of this component"
+        )
     other = next(_flags_for(kind.component if kind else "", part), None)
     advice = f"give it by {other}, or " if other else ""
     raise ModelLoadError(
@@ -199,21 +208,58 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
     )
 
 
+def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mapping[str, Any]) -> str:
+    """The prefix of the part of a file that a component is to be read from; empty for the whole file."""
+    wanted = own.get("model_type")
+    for each in parts_of(tuple(shapes)):
+        if each.kind is None or not each.kind.component:
+            continue
+        if part.component.startswith("text_encoder"):
+            fits = wanted in each.kind.model_types and _has_width(
+                {name: shapes[each.prefix + name] for name in each.names}, own
+            )
+        else:
+            # The names of these have their prefix taken off where they are read.
+            fits = each.kind.component == part.component == "vae"
+        if fits:
+            return each.prefix
+    return ""
+
+
+def describe_part(part: FilePart) -> str:
+    """A part of a file in words, for a message."""
+    title = "a transformer" if part.is_transformer else "something else" if part.kind is None else part.kind.title
+    return f"{title} ({part.prefix}...)" if part.prefix else f"{len(part.names)} other tensors"
+
+
+def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) -> bool:
+    """Whether a text encoder is as wide as the model's, as far as its embeddings tell: CLIP comes in several sizes."""
+    wanted, found = _widths(shapes, own)
+    return found is None or not all(isinstance(size, int) for size in wanted) or found == wanted
+
+
 # The embeddings of tokens, [vocabulary, width], as every text encoder of transformers has them.
 _EMBEDDINGS = ("shared.weight", "token_embedding.weight", "embed_tokens.weight")
 
 
 def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ModelLoadError for a text encoder of another size than the model's."""
-    text = own.get("text_config") or own
-    wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
-    found = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)
+    wanted, found = _widths(shapes, own)
     is_text = part.component.startswith("text_encoder") and all(isinstance(size, int) for size in wanted)
     if is_text and found is not None and found != wanted:
         raise ModelLoadError(
             f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)} with embeddings {list(found)}, "
             f"expected {list(wanted)} (vocabulary, width): use the file of this model's own text encoder"
         )
+
+
+def _widths(
+    shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]
+) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
+    """(vocabulary and width of the model's text encoder, the shape of a file's embeddings)."""
+    text = own.get("text_config") or own
+    wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
+    return wanted, next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)
 
 
 def _flags_for(component: str, part: PartFile) -> Iterator[str]:
@@ -256,8 +302,9 @@ def _variants(folder: ModelFolder, variant: str, elsewhere: Sequence[str]) -> di
     return places
 
 
-def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path]) -> Path:
-    """A folder of a component's own json and texts with links to weights; it is deleted when the process ends."""
+def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path], prefix: str = "") -> Path:
+    """A folder of a component's own json and texts with links to weights; it is deleted when the process ends. prefix:
+    of the component's tensors in them."""
     place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
     place.mkdir(parents=True)
     for path in (folder / component).iterdir():
@@ -265,6 +312,8 @@ def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path]) -> P
             (place / path.name).symlink_to(path.absolute())
     for name, target in links.items():
         (place / name).symlink_to(target.absolute())
+    if prefix:
+        (place / PART_MARK).write_text(json.dumps({"prefix": prefix}))
     return place
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.core.model_folder import AnyFolder, read_index
+from diffusion_runtime.core.model_folder import AnyFolder, part_prefix, read_index
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
@@ -58,7 +58,7 @@ def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...
         files = find_weight_files(folder, STEM)
     except ModelLoadError:
         return shapes_by_config(folder, class_name)
-    return {name: shape for file in files for name, shape in stored_shapes(file).items()}
+    return {name: shape for file in files for name, shape in stored_shapes(file, part_prefix(folder)).items()}
 
 
 def why_whole(dtype: torch.dtype) -> str:
@@ -189,9 +189,9 @@ class _Renamed(WeightChange):
 
 
 def _source_of(
-    module: nn.Module, folder: AnyFolder, others: Sequence[DiffusersComponent], needed_by: str = "--memory-limit"
+    module: nn.Module, folder: AnyFolder, others: Sequence[DiffusersComponent], flag: str = "--memory-limit"
 ) -> tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]:
-    """(component, what opens its files, what of them fills each parameter). needed_by: the flag that asks for it."""
+    """(component, what opens its files, what of them fills each parameter). flag: what asks for it."""
     for component in others:
         if component.class_name == type(module).__name__:
             return component.name, functools.partial(_open_component, component, module, folder), own_pieces(module)
@@ -209,9 +209,10 @@ def _source_of(
         # Of the component that has the most of them.
         name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
         what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
+        done = "changed" if flag == "--lora" else "read by blocks"
         raise ModelLoadError(
-            f"{folder / name}: the weights of {type(module).__name__} cannot be read one by one: {what}. Copy or "
-            f"download the folder again, or leave out {needed_by}"
+            f"{folder / name}: the weights of {type(module).__name__} cannot be {done}: {what}. Copy or download the "
+            f"folder again, or leave out {flag}"
         )
     return found[0]
 

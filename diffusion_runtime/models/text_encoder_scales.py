@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder, part_prefix
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import is_waiting
 from diffusion_runtime.models.text_encoder_files import STEM, matched_tensors, text_components
@@ -27,10 +27,10 @@ from diffusion_runtime.weights.weight_files import find_weight_files, refuse_oth
 NOTE = "8-bit weights dequantised by their scales"
 
 
-def check_text_encoder_file(path: Path) -> None:
+def check_text_encoder_file(path: Path, prefix: str = "") -> None:
     """Raises ModelLoadError for a file of a text encoder that is quantised otherwise than in 8-bit floats, or whose
-    scales are not such as are read. Reads its head, and marks beside weights."""
-    with closing(SafetensorsFile(path)) as file:
+    scales are not such as are read. Reads its head, and marks beside weights. prefix: of its part of the file."""
+    with closing(SafetensorsFile(path, prefix)) as file:
         refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
         find_scales([file])
 
@@ -44,7 +44,8 @@ def apply_scales(encoder: TextEncoder, folder: AnyFolder) -> None:
     for component in text_components(folder):
         with ExitStack() as stack:
             paths = find_weight_files(folder / component, STEM)
-            rows = stored_rows([stack.enter_context(closing(SafetensorsFile(path))) for path in paths])
+            prefix = part_prefix(folder / component)
+            rows = stored_rows([stack.enter_context(closing(SafetensorsFile(path, prefix))) for path in paths])
             if not any(row.scale is not None for several in rows.values() for row in several):
                 continue
             of_transformers = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.weights.file_kinds import kind_of
+from diffusion_runtime.weights.file_parts import FilePart, parts_of
 from diffusion_runtime.weights.fp8_scales import find_scales
 from diffusion_runtime.weights.lora.keys import parse_key
-from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.tensor_files import SafetensorsFile, TensorFile, TensorHead
 from diffusion_runtime.weights.tensor_names import families_of_tensors, transformer_tensors
 from diffusion_runtime.weights.transformer_files import open_tensor_file
 from diffusion_runtime.weights.weight_files import (
@@ -22,6 +24,7 @@ from diffusion_runtime.weights.weight_files import (
     PREFIXES,
     STEMS,
     find_weight_files,
+    refuse_other_than_fp8,
 )
 
 
@@ -42,6 +45,7 @@ class WeightSummary:
     num_others: int
     kinds: Mapping[str, int]
     scales: str | None
+    parts: tuple[WeightSummary, ...] = ()
 
 
 def holds_weights(path: str) -> bool:
@@ -68,31 +72,62 @@ def _files_of(path: Path) -> list[Path]:
 
 def summarise_weights(path: Path) -> WeightSummary:
     """Raises ModelLoadError for a file that cannot be read, or whose tensors are stored in a way that is not."""
-    with contextlib.ExitStack() as stack:
-        files = [open_tensor_file(each, "FILE", stack) for each in _files_of(path)]
-        scales = find_scales(files)
-        heads = {name: head for file in files for name, head in file.heads.items()}
-        kind = kind_of(tuple(heads))
-        names = transformer_tensors(tuple(heads)) if kind is None else tuple(heads)
-        weights = [name for name in names if name not in scales.unread]
-        prefix = next((prefix for prefix in PREFIXES if names and names[0].startswith(prefix)), "")
-        return WeightSummary(
-            path=path,
-            format="GGUF" if files[0].is_gguf else "safetensors",
-            holds=None if kind is None else kind.title,
-            component="" if kind is None else kind.component,
-            families=()
-            if kind is not None
-            else families_of_tensors({name: heads[name].shape for name in weights}, lora_names_of_families()),
-            prefix=prefix,
-            num_tensors=len(weights),
-            num_others=len(heads) - len(names),
-            kinds=dict(Counter(heads[name].kind for name in weights).most_common()),
-            scales=_scales_text(
-                [scale.num_numbers for scale in scales.of.values()],
-                has_float8=any(heads[name].kind in FLOAT8_KINDS for name in weights),
-            ),
-        )
+    parts = _parts_in(path)
+    if not parts:
+        with contextlib.ExitStack() as stack:
+            return _summary(path, [open_tensor_file(each, "FILE", stack) for each in _files_of(path)])
+    summaries = []
+    for part in parts:
+        with contextlib.closing(SafetensorsFile(path, part.prefix)) as file:
+            heads = file.heads if part.prefix else {name: file.heads[name] for name in part.names}
+            if part.is_left_over:
+                summaries.append(_left_over(path, heads))
+                continue
+            refuse_other_than_fp8(path, {name: head.kind for name, head in heads.items()})
+            summary = _summary(path, [file])
+            if part.kind is not None:
+                summary = dataclasses.replace(summary, holds=part.kind.title, component=part.kind.component)
+            summaries.append(dataclasses.replace(summary, prefix=part.prefix))
+    of_transformer = [each for each, part in zip(summaries, parts, strict=True) if part.is_transformer]
+    return dataclasses.replace((of_transformer or summaries)[0], parts=tuple(summaries))
+
+
+def _parts_in(path: Path) -> tuple[FilePart, ...]:
+    if path.suffix != ".safetensors" or path.is_dir():
+        return ()
+    with contextlib.closing(SafetensorsFile(path)) as file:
+        return parts_of(tuple(file.heads))
+
+
+def _left_over(path: Path, heads: Mapping[str, TensorHead]) -> WeightSummary:
+    kinds = dict(Counter(head.kind for head in heads.values()).most_common())
+    return WeightSummary(path, "safetensors", "what no component here reads", "", (), "", len(heads), 0, kinds, None)
+
+
+def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
+    scales = find_scales(files)
+    heads = {name: head for file in files for name, head in file.heads.items()}
+    kind = kind_of(tuple(heads))
+    names = transformer_tensors(tuple(heads)) if kind is None else tuple(heads)
+    weights = [name for name in names if name not in scales.unread]
+    prefix = next((prefix for prefix in PREFIXES if names and names[0].startswith(prefix)), "")
+    return WeightSummary(
+        path=path,
+        format="GGUF" if files[0].is_gguf else "safetensors",
+        holds=None if kind is None else kind.title,
+        component="" if kind is None else kind.component,
+        families=()
+        if kind is not None
+        else families_of_tensors({name: heads[name].shape for name in weights}, lora_names_of_families()),
+        prefix=prefix,
+        num_tensors=len(weights),
+        num_others=len(heads) - len(names),
+        kinds=dict(Counter(heads[name].kind for name in weights).most_common()),
+        scales=_scales_text(
+            [scale.num_numbers for scale in scales.of.values()],
+            has_float8=any(heads[name].kind in FLOAT8_KINDS for name in weights),
+        ),
+    )
 
 
 def _scales_text(sizes: Sequence[int], *, has_float8: bool) -> str | None:

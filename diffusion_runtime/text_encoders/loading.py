@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diffusion_runtime.core.model_folder import part_prefix
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.waiting_weights import nothing_like
 from diffusion_runtime.layers.weight_range import first_unusable
@@ -90,6 +91,9 @@ def load_encoder(
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
             if device.type == "meta":
                 return part(_waiting(folder, model_class, dtype, config))
+            names = dict(renamed or {})
+            if prefix := part_prefix(folder):
+                names = {rf"^{re.escape(prefix)}": "", **names}
             model, loaded = load(
                 folder,
                 config=config,
@@ -97,7 +101,7 @@ def load_encoder(
                 use_safetensors=True,
                 variant=_variant(folder),
                 local_files_only=True,
-                key_mapping=None if renamed is None else dict(renamed),
+                key_mapping=names or None,
                 output_loading_info=True,
             )
     except (ModelLoadError, MemoryError, torch.OutOfMemoryError):

@@ -16,6 +16,7 @@ from typing import Protocol, Self, TypeAlias
 
 import torch
 
+from diffusion_runtime.core.model_folder import part_prefix
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.weights.parallel_reads import Finish, ParallelReads
@@ -136,7 +137,7 @@ class Checkpoint:
                 paths = find_weight_files(folder, stem)
                 if paths[0].parent != folder:
                     self.elsewhere = paths[0] if len(paths) == 1 else paths[0].parent
-                files = [self._open(path, reads_fp8) for path in paths]
+                files = [self._open(path, reads_fp8, part_prefix(folder)) for path in paths]
                 self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
                 if renamed is not None:
                     self._rows = renamed(paths[0], self._rows)
@@ -263,8 +264,8 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _open(self, path: Path, reads_fp8: bool) -> TensorFile:
-        file = SafetensorsFile(path)
+    def _open(self, path: Path, reads_fp8: bool, prefix: str) -> TensorFile:
+        file = SafetensorsFile(path, prefix)
         self._stack.callback(file.close)
         kinds = {name: head.kind for name, head in file.heads.items()}
         (refuse_other_than_fp8 if reads_fp8 else refuse_quantised)(path, kinds)

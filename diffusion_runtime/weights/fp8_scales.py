@@ -15,19 +15,17 @@ from diffusion_runtime.errors import ModelLoadError, shown, shown_name
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 from diffusion_runtime.weights.tensor_files import TensorFile, TensorHead
-from diffusion_runtime.weights.weight_files import FLOAT8_KINDS, without_prefix
+from diffusion_runtime.weights.weight_files import FLOAT8_KINDS, LAYER_MARK, MAX_MARK_BYTES, without_prefix
 
 _WEIGHT = ".weight"
 _WEIGHT_SCALES = (".weight_scale", ".scale_weight")
 _INPUT_SCALES = (".input_scale", ".scale_input")
-# ComfyUI: how one layer is quantised, as JSON in bytes; and, in older files, that every 8-bit layer has a scale.
-_LAYER_MARK = ".comfy_quant"
+# ComfyUI, in older files: that every 8-bit layer has a scale.
 _FILE_MARK = "scaled_fp8"
 _METADATA = "_quantization_metadata"
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 _SCALE_KINDS = ("F32", "F16", "BF16", "F64")
-# Of the JSON for one layer, and for all.
-_MAX_MARK_BYTES = 4096
+# Of the JSON for all layers.
 _MAX_METADATA_BYTES = 10_000_000
 # Scales of other formats, which stand beside weights that this runtime does not read.
 _OTHER_SCALES = {
@@ -113,9 +111,9 @@ class _Search:
                 )
         if name.endswith(_INPUT_SCALES):
             self.unread.add(name)
-        elif name.endswith(_LAYER_MARK):
+        elif name.endswith(LAYER_MARK):
             self.unread.add(name)
-            self._mark(name.removesuffix(_LAYER_MARK), self._mark_text(name, file), f"{file.path}: {shown_name(name)}")
+            self._mark(name.removesuffix(LAYER_MARK), self._mark_text(name, file), f"{file.path}: {shown_name(name)}")
         elif name.rpartition(".")[2] == _FILE_MARK:
             self.unread.add(name)
             self.says_scaled = True
@@ -135,12 +133,12 @@ class _Search:
 
     def _mark_text(self, name: str, file: TensorFile) -> Mapping[str, object]:
         head = file.heads[name]
-        if head.kind not in ("U8", "I8") or _numbers(head) > _MAX_MARK_BYTES:
+        if head.kind not in ("U8", "I8") or _numbers(head) > MAX_MARK_BYTES:
             raise ModelLoadError(
-                f"{file.path}: {shown_name(name)}: expected up to {_MAX_MARK_BYTES} bytes of JSON, got "
+                f"{file.path}: {shown_name(name)}: expected up to {MAX_MARK_BYTES} bytes of JSON, got "
                 f"{_numbers(head)} x {head.kind}"
             )
-        return _parsed(file.read(name).numpy().tobytes(), _MAX_MARK_BYTES, f"{file.path}: {shown_name(name)}")
+        return _parsed(file.read(name).numpy().tobytes(), MAX_MARK_BYTES, f"{file.path}: {shown_name(name)}")
 
     def _mark(self, layer: str, settings: object, where: str) -> None:
         stored = settings.get("format") if isinstance(settings, dict) else None

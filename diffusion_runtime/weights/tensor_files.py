@@ -72,23 +72,27 @@ class TensorFile(ABC):
 
 
 class SafetensorsFile(TensorFile):
-    """Raises ModelLoadError for a file that is missing, cut off, damaged, or a Git-LFS pointer."""
+    """prefix: of the names of a part of the file, which is then all of it (file_parts.py). Raises ModelLoadError for a
+    file that is missing, cut off, damaged, or a Git-LFS pointer."""
 
     # Whoever opened several files has one for all of them.
     reads: ParallelReads | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prefix: str = "") -> None:
         from safetensors import SafetensorError, safe_open
 
         check_whole(path)
         self.path = path
+        self._prefix = prefix
         try:
             self._stack = contextlib.ExitStack()
             self._file = self._stack.enter_context(safe_open(path, framework="pt"))
             heads = {}
             for name in self._file.keys():  # noqa: SIM118 - it is not a mapping
+                if not name.startswith(prefix):
+                    continue
                 tensor = self._file.get_slice(name)
-                heads[name] = TensorHead(tuple(tensor.get_shape()), tensor.get_dtype())
+                heads[name.removeprefix(prefix)] = TensorHead(tuple(tensor.get_shape()), tensor.get_dtype())
             self.heads = heads
             self.metadata = dict(self._file.metadata() or {})
             self._offsets = stored_offsets(path)
@@ -100,12 +104,14 @@ class SafetensorsFile(TensorFile):
 
     def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
         if columns is not None:
-            of_rows = self._file.get_slice(name)
+            of_rows = self._file.get_slice(self._prefix + name)
             parts = [of_rows[slice(None) if rows is None else rows, each] for each in columns]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         stored = self.stored_bytes(name, rows)
         if stored is None:
-            tensor: torch.Tensor = self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
+            stored_as = self._prefix + name
+            of_file = self._file
+            tensor: torch.Tensor = of_file.get_tensor(stored_as) if rows is None else of_file.get_slice(stored_as)[rows]
             return tensor
         shape = self.heads[name].shape
         shape = shape if rows is None else (len(range(*rows.indices(shape[0]))), *shape[1:])
@@ -117,12 +123,12 @@ class SafetensorsFile(TensorFile):
         return target
 
     def mapped(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_tensor(self._prefix + name)
         return tensor
 
     def stored_bytes(self, name: str, rows: slice | None = None) -> StoredBytes | None:
         head = self.heads[name]
-        dtype, (begin, end) = _DTYPES.get(head.kind), self._offsets[name]
+        dtype, (begin, end) = _DTYPES.get(head.kind), self._offsets[self._prefix + name]
         if dtype is None or not hasattr(os, "preadv") or end - begin != math.prod(head.shape) * dtype.itemsize:
             return None
         if rows is not None:

@@ -13,6 +13,7 @@ from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 from diffusion_runtime.weights.checkpoint import Source
 from diffusion_runtime.weights.file_kinds import kind_of
+from diffusion_runtime.weights.file_parts import prefix_of_transformer
 from diffusion_runtime.weights.gguf_file import GgufFile
 from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
 from diffusion_runtime.weights.tensor_files import SafetensorsFile, TensorFile
@@ -101,6 +102,16 @@ class TransformerFile:
         return find_weight_files(place, COMPONENT_STEM)
 
 
+def _transformer_in(path: Path) -> SafetensorsFile:
+    """The transformer's part of a file that holds several components; the whole of any other."""
+    file = SafetensorsFile(path)
+    prefix = prefix_of_transformer(tuple(file.heads))
+    if not prefix:
+        return file
+    file.close()
+    return SafetensorsFile(path, prefix)
+
+
 def transformer_files(config: RuntimeConfig) -> tuple[TransformerFile, ...]:
     """The transformers' weights that a config names."""
     given = (("transformer_path", "transformer"), ("transformer_2_path", "transformer_2"))
@@ -117,7 +128,7 @@ def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> Tenso
             f"{path}: expected a file in {' or '.join(SUFFIXES)}; a pickle can run code when it is opened, and is "
             f"never read: {CONVERT}"
         )
-    file: TensorFile = GgufFile(path) if path.suffix == GGUF else SafetensorsFile(path)
+    file: TensorFile = GgufFile(path) if path.suffix == GGUF else _transformer_in(path)
     stack.callback(file.close)
     if not file.is_gguf:
         refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})

@@ -6,12 +6,21 @@ largest component has been read for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    LINKS,
+    AnyFolder,
+    part_prefix,
+    read_index,
+    read_json,
+    read_json_in,
+)
 from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
@@ -38,8 +47,10 @@ _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _WEIGHT_LEAVES = ("weight", "bias")
 # Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
 _TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
-# A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
-LINKS = ".links"
+# ComfyUI: how one layer is quantised, as JSON in bytes; how many of these a message looks at.
+LAYER_MARK = ".comfy_quant"
+MAX_MARK_BYTES = 4096
+_MAX_MARKS = 1000
 # Texts and marks beside 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
@@ -112,18 +123,25 @@ def check_whole(path: Path) -> None:
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def stored_dtypes(path: Path) -> dict[str, str]:
-    """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone.
+def stored_dtypes(path: Path, prefix: str = "") -> dict[str, str]:
+    """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone. prefix: of
+    the part that is meant (file_parts.py).
 
     Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
     """
-    return {name: str(entry["dtype"]) for name, entry in _head(path, "dtype").items()}
+    head = _head(path, "dtype").items()
+    return {name.removeprefix(prefix): str(entry["dtype"]) for name, entry in head if name.startswith(prefix)}
 
 
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file; from the head of the file alone. Raises as stored_dtypes."""
+def stored_shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file; from the head of the file alone. prefix, and what is raised: as
+    of stored_dtypes."""
     head = _head(path, "shape")
-    return {name: tuple(size for size in entry["shape"] if isinstance(size, int)) for name, entry in head.items()}
+    return {
+        name.removeprefix(prefix): tuple(size for size in entry["shape"] if isinstance(size, int))
+        for name, entry in head.items()
+        if name.startswith(prefix)
+    }
 
 
 def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
@@ -230,10 +248,30 @@ def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
 
 def _stored_as(path: Path, dtypes: Mapping[str, str], strange: Mapping[str, str]) -> str:
     kinds = ", ".join(sorted(set(strange.values())))
+    formats = _marked_formats(path, dtypes)
     return (
         f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
-        f"{listed(strange)}. These weights are quantised."
+        f"{listed(strange)}. These weights are quantised{f' (format {listed(formats)})' if formats else ''}."
     )
+
+
+def _marked_formats(path: Path, dtypes: Mapping[str, str]) -> list[str]:
+    """The formats that ComfyUI's marks beside quantised weights name, with what they say is switched on:
+    `int8_tensorwise, convrot`. dtypes: by tensor name, with or without the prefix of a part. Marks that cannot be read
+    say nothing."""
+    if not any(name.endswith(LAYER_MARK) for name in dtypes):
+        return []
+    found: dict[str, None] = {}
+    with contextlib.suppress(ModelLoadError, OSError, DocumentError):
+        places = [place for name, place in stored_offsets(path).items() if name.endswith(LAYER_MARK)]
+        with open_file(path, error=ModelLoadError) as file:
+            for begin, end in places[:_MAX_MARKS]:
+                file.seek(begin)
+                values = parse_json(file.read(min(end - begin, MAX_MARK_BYTES)))
+                if isinstance(values, dict) and isinstance(stored := values.get("format"), str):
+                    switched_on = [key for key, value in values.items() if value is True]
+                    found[", ".join(shown(each).strip("'") for each in (stored, *switched_on))] = None
+    return sorted(found)
 
 
 def _variants(folder: Path, stem: str) -> list[str]:
@@ -365,8 +403,9 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
     for component, files in find_component_files(folder, elsewhere).items():
         reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
         refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised
+        prefix = part_prefix(folder / component)
         for path in files:
-            refuse(path, stored_dtypes(path))
+            refuse(path, stored_dtypes(path, prefix))
 
 
 def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:

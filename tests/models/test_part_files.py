@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from original_names import original_tensors
+from original_names import flux1_as_authors, original_tensors
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
@@ -140,6 +141,96 @@ def test_the_files_that_people_have_take_the_places_of_flux1s_parts(flux1: Path,
     assert torch.equal(latents_and_frames(folder, **folders), expected)
     recipe = load_pipeline(str(folder), device="cpu", **{key: str(path) for key, path in paths.items()}).recipe
     assert {key: recipe["runtime"][key] for key in paths} == {key: str(path) for key, path in paths.items()}
+
+
+def all_in_one(folder: Path, path: Path, *, renamed_vae: bool = True) -> Path:
+    """ComfyUI's checkpoint of a FLUX.1: the transformer by its authors' names, and what it stands beside."""
+    parts = {name: load_file(next((folder / name).glob("*.safetensors"))) for name in ALL_IN_ONE.values()}
+    vae = as_ldm(parts["vae"]) if renamed_vae else parts["vae"]
+    named = {**parts, "transformer": flux1_as_authors(parts["transformer"]), "vae": vae}
+    tensors = {
+        f"{prefix}{name}": tensor.clone().contiguous()
+        for prefix, component in ALL_IN_ONE.items()
+        for name, tensor in named[component].items()
+    }
+    save_file(tensors | {"text_encoders.clip_l.logit_scale": torch.ones(())}, path)
+    return path
+
+
+ALL_IN_ONE = {
+    "model.diffusion_model.": "transformer",
+    "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.t5xxl.transformer.": "text_encoder_2",
+    "vae.": "vae",
+}
+
+
+def test_every_component_is_read_from_one_file_that_holds_all(flux1: Path, tmp_path: Path) -> None:
+    """Each flag reads its part, to the bit; with the weights in their files too, and for a LoRA's changes."""
+    expected = latents_and_frames(flux1)
+    folder = bare(flux1, tmp_path / "bare", *ALL_IN_ONE.values())
+    path = all_in_one(flux1, tmp_path / "all.safetensors")
+    keys = [f"{component}_path" for component in ALL_IN_ONE.values()]
+    assert torch.equal(latents_and_frames(folder, **dict.fromkeys(keys, path)), expected)
+    for component in ("text_encoder", "text_encoder_2"):
+        whole = encoder_of(flux1, component, flux1 / component).encode(["a red star"])
+        for in_files in (False, True):
+            found = encoder_of(flux1, component, path, in_files=in_files).encode(["a red star"])
+            assert torch.equal(found.embeddings, whole.embeddings)
+            assert found.pooled is not None
+            assert whole.pooled is not None
+            assert torch.equal(found.pooled, whole.pooled)
+
+
+def test_scales_in_one_file_that_holds_all_stay_with_their_parts(flux1: Path, tmp_path: Path) -> None:
+    """An 8-bit transformer beside a plain autoencoder; an 8-bit text encoder beside both."""
+    tensors = load_file(all_in_one(flux1, tmp_path / "all.safetensors"))
+    meant = dict(tensors)
+    for name, tensor in tensors.copy().items():
+        if re.search(r"(diffusion_model\.double.*mlp|t5xxl.*SelfAttention)\..*weight$", name) and tensor.dim() == 2:
+            scale = tensor.abs().amax() / 448
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name.removesuffix('weight')}weight_scale"] = scale
+            meant[name] = tensors[name].float() * scale
+    found = []
+    for kind, content in (("scaled", tensors), ("meant", meant)):
+        path = tmp_path / f"{kind}.safetensors"
+        save_file(content, path)
+        found.append(encoder_of(flux1, "text_encoder_2", path).encode(["a red star"]).embeddings)
+        for key in ("transformer_path", "vae_path", "text_encoder_path"):
+            load_pipeline(str(flux1), device="cpu", **{key: str(path)})
+    assert torch.equal(*found)
+
+
+def test_info_lists_every_part_of_a_file(flux1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = all_in_one(flux1, tmp_path / "all.safetensors")
+    assert run(["info", str(path), "--json", "--model-path", str(flux1)]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    found = {part["prefix"]: (part["holds"], part["component"], part["families"]) for part in parts}
+    assert found == {
+        "model.diffusion_model.": (None, "", ["FLUX.1"]),
+        "text_encoders.clip_l.transformer.": ("a CLIP text encoder", "text_encoder", []),
+        "text_encoders.t5xxl.transformer.": ("a T5 text encoder", "text_encoder", []),
+        "vae.": ("an autoencoder of images, with its authors' names", "vae", []),
+        "": ("what no component here reads", "", []),
+    }
+    assert run(["info", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(prefix in shown for prefix in ALL_IN_ONE)
+
+
+def test_int8_files_are_refused_by_the_name_of_their_format(flux1: Path, tmp_path: Path) -> None:
+    mark = json.dumps({"format": "int8_tensorwise", "convrot": True, "per_row": False}).encode()
+    for component, key in (("transformer", "transformer_path"), ("text_encoder_2", "text_encoder_2_path")):
+        tensors = load_file(next((flux1 / component).glob("*.safetensors")))
+        name = next(each for each, tensor in tensors.items() if tensor.dim() == 2)
+        tensors[name] = tensors[name].to(torch.int8)
+        tensors[f"{name.removesuffix('weight')}comfy_quant"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        save_file(tensors, tmp_path / f"{component}.safetensors")
+        with pytest.raises(ModelLoadError, match=r"are quantised \(format int8_tensorwise, convrot\)"):
+            inspect_pipeline(
+                RuntimeConfig(str(flux1), device="cpu", **{key: str(tmp_path / f"{component}.safetensors")})
+            )
 
 
 def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Path) -> None:

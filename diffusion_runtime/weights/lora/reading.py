@@ -102,11 +102,11 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     _refuse_other_methods(place, unknown)
     # A module of a format that is not known here is not one with an alpha alone.
     strange = {key.rpartition(".")[0] for key in unknown}
-    for name, keys in list(groups.items()):
-        alpha = keys.get(Role.ALPHA)
-        if len(keys) == 1 and alpha is not None and alpha.key.removesuffix(".alpha") in strange:
+    for group_name, group in list(groups.items()):
+        alpha = group.get(Role.ALPHA)
+        if len(group) == 1 and alpha is not None and alpha.key.removesuffix(".alpha") in strange:
             unknown.append(alpha.key)
-            del groups[name]
+            del groups[group_name]
     modules = []
     for (component, flattened, module), keys in groups.items():
         found = {role: _usable(place, parsed, tensors[parsed.key]) for role, parsed in keys.items()}
