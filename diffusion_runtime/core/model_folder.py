@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,10 @@ from diffusion_runtime.untrusted.files import check_file, read_file
 from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_file
 
 INDEX_FILE = "model_index.json"
+# What a folder of diffusers' modular pipelines has instead, or beside it.
+MODULAR_INDEX_FILE = "modular_model_index.json"
+# A repository of the hub, as a modular index names it.
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
 LINKS = ".links"
@@ -128,10 +133,47 @@ def read_json_in(folder: AnyFolder, *names: str) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes:
     if not os.path.exists(path):
+        if path.name == INDEX_FILE and (path.parent / MODULAR_INDEX_FILE).is_file():
+            raise _modular_alone(path.parent)
         raise ModelLoadError(
             f"{path} is missing; a diffusers model folder has it, so copy or download the whole folder"
         )
     return read_file(path, max_bytes=MAX_JSON_BYTES, error=ModelLoadError)
+
+
+def has_both_indexes(folder: Path) -> bool:
+    """Whether a folder is one of an ordinary and of a modular pipeline; the ordinary one is used."""
+    return all((folder / name).is_file() for name in (INDEX_FILE, MODULAR_INDEX_FILE))
+
+
+def modular_class(path: Path, name: str, folder: object) -> ModelLoadError:
+    """An error to raise for a model_index.json, at `path`, that names the class of a modular pipeline."""
+    return ModelLoadError(
+        f"{path}: key '_class_name': {shown(name)} is a modular pipeline of diffusers, and modular pipelines are not "
+        f"supported yet: {_modular_advice(folder)}"
+    )
+
+
+def _modular_advice(folder: object) -> str:
+    return (
+        f"in a script of your own, pipeline = diffusers.ModularPipeline.from_pretrained({str(folder)!r}) and "
+        "pipeline.load_components() run it, and diffusion_runtime.attach(pipeline.transformer) puts attention backends "
+        "of ours into it"
+    )
+
+
+def _modular_alone(folder: Path) -> ModelLoadError:
+    path = folder / MODULAR_INDEX_FILE
+    index = _parse(path, _read(path))
+    specifications = [entry[2] for entry in index.values() if isinstance(entry, list) and len(entry) == 3]
+    named = [each.get("pretrained_model_name_or_path") for each in specifications if isinstance(each, dict)]
+    others = [each for each in dict.fromkeys(named) if isinstance(each, str) and _HUB_ID.fullmatch(each)]
+    ordinary = f", such as --model-path {others[0]}, which it takes components of," if others else ""
+    return ModelLoadError(
+        f"{folder} is the folder of a modular pipeline ({shown(index.get('_class_name'))}): it has "
+        f"{MODULAR_INDEX_FILE} and no {INDEX_FILE}, and modular pipelines are not supported yet. Give the model's "
+        f"folder with {INDEX_FILE}{ordinary} or run this one with diffusers: {_modular_advice(folder)}"
+    )
 
 
 def _parse(path: Path, content: bytes) -> dict[str, Any]:
@@ -183,6 +225,8 @@ def refuse_other_pipelines(folder: AnyFolder, known: Collection[str]) -> None:
     of the same class, such as editing an image."""
     path = folder / INDEX_FILE
     name = read_index(folder).get("_class_name")
+    if isinstance(name, str) and name.endswith("ModularPipeline"):
+        raise modular_class(path, name, folder)
     if name is not None and name not in known:
         raise ModelLoadError(
             f"{path}: key '_class_name': expected {' or '.join(known)}, got {shown(name)}: this runtime has no "

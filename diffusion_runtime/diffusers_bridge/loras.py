@@ -31,6 +31,7 @@ _ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.
 _DOWN = re.compile(r"\.lora_(?:A|down)\.")
 _TEXT_LEVEL = "text_model"
 # Parts of text encoders in diffusers' older files, and transformers' names for them.
+_OLD_TEXT_KEY = re.compile(r"\b(to_q|to_k|to_v|to_out)_lora\.(down|up)\.weight$")
 _TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
@@ -200,9 +201,11 @@ def _converted(found: Any, models: Mapping[str, torch.nn.Module]) -> Any:
 def _in_transformers_names(key: str, models: Mapping[str, torch.nn.Module]) -> str:
     component, _, rest = key.partition(".")
     model = models.get(component)
-    if model is None or hasattr(model, _TEXT_LEVEL):
+    if model is None or not component.startswith("text_encoder"):
         return key
-    return f"{component}.{rest.removeprefix(f'{_TEXT_LEVEL}.')}"
+    # diffusers knows these older names again only where a file has those of `to_out` too.
+    rest = _OLD_TEXT_KEY.sub(lambda old: f"{_TEXT_PARTS[old[1]]}.lora_{'A' if old[2] == 'down' else 'B'}.weight", rest)
+    return f"{component}.{rest if hasattr(model, _TEXT_LEVEL) else rest.removeprefix(f'{_TEXT_LEVEL}.')}"
 
 
 def _refuse_missing(

@@ -20,7 +20,7 @@ from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index
+from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, modular_class, read_index
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import check_compilable
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
@@ -281,8 +281,16 @@ def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
                 "and there is no native model for it either; native models: "
                 f"{', '.join(supported_transformer_classes())}"
             )
-    found = getattr(diffusers, name, None)
-    if not inspect.isclass(found) or not issubclass(found, diffusers.DiffusionPipeline):
+    found: Any = getattr(diffusers, name, None)
+    is_class = inspect.isclass(found)
+    if is_class and issubclass(found, diffusers.ModularPipeline):
+        raise modular_class(where, name, folder)
+    if is_class and not issubclass(found, diffusers.DiffusionPipeline):
+        raise ModelLoadError(
+            f"{where}: key '_class_name': expected the name of a diffusers pipeline, got {shown(name)}, which is "
+            "another class of diffusers"
+        )
+    if not is_class:
         raise ModelLoadError(
             f"{where}: diffusers {diffusers.__version__} has no pipeline {shown(name)}; a newer one may have it: "
             "pip install -U diffusers"

@@ -10,7 +10,13 @@ from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.hardware import resolve_device
-from diffusion_runtime.core.model_folder import ModelFolder, read_index
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    MODULAR_INDEX_FILE,
+    ModelFolder,
+    has_both_indexes,
+    read_index,
+)
 from diffusion_runtime.core.planned_device import NAMED_CARDS, PlannedDevice, any_card, named_device
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
@@ -169,6 +175,8 @@ def prepare(
     )
     folder = ModelFolder(found.path, found.downloads_gb)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
+    if has_both_indexes(found.path):
+        _logger.info("%s: %s is ignored, %s is used", found.path, MODULAR_INDEX_FILE, INDEX_FILE)
     if _is_passthrough(config.backend, folder):
         if planned_on is not None:
             raise ConfigError(

@@ -91,9 +91,9 @@ def load_encoder(
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
             if device.type == "meta":
                 return part(_waiting(folder, model_class, dtype, config))
-            names = dict(renamed or {})
+            patterns = dict(renamed or {})
             if prefix := part_prefix(folder):
-                names = {rf"^{re.escape(prefix)}": "", **names}
+                patterns = {rf"^{re.escape(prefix)}": "", **patterns}
             model, loaded = load(
                 folder,
                 config=config,
@@ -101,7 +101,7 @@ def load_encoder(
                 use_safetensors=True,
                 variant=_variant(folder),
                 local_files_only=True,
-                key_mapping=names or None,
+                key_mapping=patterns or None,
                 output_loading_info=True,
             )
     except (ModelLoadError, MemoryError, torch.OutOfMemoryError):

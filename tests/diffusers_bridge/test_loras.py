@@ -18,6 +18,7 @@ from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.text_encoders.offloaded import modules_of
 
 # What peft remarks about second adapters.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -175,3 +176,30 @@ def test_pipelines_that_load_none_and_missing_files_fail_before_the_weights(
         load_pipeline(str(wan), **HOW, lora=[second])
     with pytest.raises(DiffusionRuntimeError):
         load_pipeline(str(image_folder), device="cpu", lora=[path])
+
+
+def test_clip_layers_are_applied_by_the_installed_transformers_names(tmp_path: Path) -> None:
+    """transformers 5 has CLIP's layers without the `text_model.` that files have; the same as natively."""
+    folder = write_tiny_flux1(tmp_path / "model")
+    q = "encoder.layers.0.self_attn.q_proj"
+    for name in (f"lora_te1_text_model_{q.replace('.', '_')}", f"text_encoder.text_model.{q}"):
+        down, up = ("lora_down", "lora_up") if name.startswith("lora_te1") else ("lora_A", "lora_B")
+        added = {f"{name}.{down}.weight": random(2, 32), f"{name}.{up}.weight": random(32, 2)}
+        fused_key = "lora_unet_double_blocks_0_img_attn_qkv"
+        own = {f"{fused_key}.lora_down.weight": random(2, 32), f"{fused_key}.lora_up.weight": random(96, 2)}
+        own |= {f"{key}.alpha": torch.tensor(1.0) for key in (fused_key, name)}
+        if not name.startswith("lora_te1"):
+            key = "transformer.transformer_blocks.0.attn.to_q"
+            own = {f"{key}.lora_A.weight": random(2, 32), f"{key}.lora_B.weight": random(32, 2)}
+        path = written(tmp_path / "clip.safetensors", added | own)
+        pipeline = load_pipeline(str(folder), **HOW, lora=[path])
+        layer = pipeline.pipeline.text_encoder.get_submodule(q)
+        native = load_pipeline(str(folder), device="cpu", dtype="float32", lora=[path])
+        (ours,) = [
+            value
+            for module in modules_of(native.text_encoder)
+            for each, value in module.named_parameters()
+            if each.endswith(f"{q}.weight")
+        ]
+        theirs = layer.base_layer.weight + layer.get_delta_weight("lora_0")
+        assert torch.allclose(theirs, ours, atol=1e-6)

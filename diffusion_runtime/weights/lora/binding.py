@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ModelLoadError, shown_name
@@ -18,6 +17,7 @@ from diffusion_runtime.weights.lora.few_step import FewStepHint
 from diffusion_runtime.weights.lora.keys import SECOND, TEXT_ENCODER
 from diffusion_runtime.weights.lora.names import LoraNames, Rows
 from diffusion_runtime.weights.lora.reading import LoraFile, ModuleChange
+from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 from diffusion_runtime.weights.weight_files import listed
 
 Shapes = Mapping[str, tuple[int, ...]]
