@@ -299,3 +299,21 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_wrong_choice_is_named(value: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         RuntimeConfig(lora=value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_advised_for_oft_works(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    """merge_and_unload, save_pretrained, --transformer-path."""
+    from peft import OFTConfig, get_peft_model
+
+    theirs = WanPipeline.from_pretrained(tiny_wan_folder, dtype=torch.float32).transformer
+    config = OFTConfig(r=0, oft_block_size=8, target_modules=["to_q"], init_weights=False)
+    adapted = get_peft_model(theirs, config)
+    adapted.save_pretrained(str(tmp_path / "oft"))
+    how = {"device": "cpu", "dtype": "float32"}
+    with pytest.raises(ModelLoadError, match=r"are of OFT, .*merge_and_unload\(\), then save_pretrained\(FOLDER\)"):
+        load_pipeline(str(tiny_wan_folder), lora=[str(tmp_path / "oft")], **how)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(str(tmp_path / "merged"))
+    ours = load_pipeline(str(tiny_wan_folder), transformer_path=str(tmp_path / "merged"), **how)
+    assert relative(velocity(ours.transformer, ours=True), velocity(merged, ours=False)) < 1e-5

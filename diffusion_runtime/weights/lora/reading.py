@@ -84,6 +84,8 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     """
     place = lora_file(path, key)
     tensors, metadata = read_tensors(place, key)
+    # Before their settings, which have other meanings.
+    _refuse_other_methods(place, [name for name in tensors if parse_key(name) is None])
     settings = read_settings(place, metadata, in_folder=place != lora_path(path))
     groups: dict[tuple[str, bool, str], dict[Role, LoraKey]] = {}
     unknown: list[str] = []
@@ -99,7 +101,6 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
                 f"{shown_name(parsed.module)}, with or without a prefix; leave one out"
             )
         group[parsed.role] = parsed
-    _refuse_other_methods(place, unknown)
     # A module of a format that is not known here is not one with an alpha alone.
     strange = {key.rpartition(".")[0] for key in unknown}
     for group_name, group in list(groups.items()):
