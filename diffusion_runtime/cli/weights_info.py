@@ -60,7 +60,7 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
 
 def _facts_of(summary: WeightSummary) -> list[tuple[str, object]]:
-    """What is known of one component."""
+    """Return the rows of a table about one component."""
     facts: list[tuple[str, object]] = [("holds", summary.holds or "weights of a transformer")]
     if summary.holds is None:
         facts.append(("family", " or ".join(summary.families) or "none that is known here"))

@@ -142,7 +142,7 @@ def _read(path: Path) -> bytes:
 
 
 def has_both_indexes(folder: Path) -> bool:
-    """Whether a folder is one of an ordinary and of a modular pipeline; the ordinary one is used."""
+    """Tell whether a folder is one of an ordinary and of a modular pipeline; the ordinary one is used."""
     return all((folder / name).is_file() for name in (INDEX_FILE, MODULAR_INDEX_FILE))
 
 

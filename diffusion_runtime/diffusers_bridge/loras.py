@@ -189,7 +189,7 @@ def _load(pipeline: Any, lora: PlannedLora, name: str, into_second: bool) -> Non
 
 
 def _converted(found: Any, models: Mapping[str, torch.nn.Module]) -> Any:
-    """What `lora_state_dict` returns, with the installed transformers' names of text encoders: version 5 has CLIP's
+    """Give what `lora_state_dict` returns the installed transformers' names of text encoders: version 5 has CLIP's
     layers without `text_model.`, which files and diffusers' conversions have."""
     if isinstance(found, tuple):
         return tuple(_converted(each, models) for each in found)

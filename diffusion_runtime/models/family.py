@@ -392,7 +392,7 @@ class Model(Generic[C, G]):
         return LoraTarget(self.family.lora_names, shapes, known, lambda: self.text_changes().shapes())
 
     def text_changes(self, changes: Sequence[WeightChange] = ()) -> TextChanges:
-        """What gives these changes to the model's text encoders."""
+        """Return what gives these changes to the model's text encoders."""
         return TextChanges(self.folder, self._text_parts, changes)
 
     @property

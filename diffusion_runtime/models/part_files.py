@@ -233,7 +233,7 @@ def describe_part(part: FilePart) -> str:
 
 
 def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) -> bool:
-    """Whether a text encoder is as wide as the model's, as far as its embeddings tell: CLIP comes in several sizes."""
+    """Compare the width of a text encoder with the model's by its embeddings: CLIP comes in several sizes."""
     wanted, found = _widths(shapes, own)
     return found is None or not all(isinstance(size, int) for size in wanted) or found == wanted
 

@@ -140,7 +140,7 @@ class TextChanges:
                         checkpoint.copy_into(tensor, state[own[tensor]].data)
 
     def waiting(self, homes: Mapping[nn.Module, StoredWeights]) -> None:
-        """As `apply`, for weights that wait in their files and are changed when they are read."""
+        """Change weights that wait in their files, when they are read; otherwise like `apply`."""
         for module, home in homes.items():
             component, _, pieces = _source_of(module, self._folder, self._others, "--lora")
             home.change(self._renamed(component, pieces))
@@ -174,17 +174,17 @@ class _Renamed(WeightChange):
         self._names = names
 
     def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See WeightChange.check."""
+        """Check the change by the names of its own."""
         # By the names that all of a file's tensors have there, those that this module does not read among them.
         self._change.check(component, {_name_in(component, name): shape for name, shape in shapes.items()})
 
     def changed(self, component: str) -> frozenset[str]:
-        """See WeightChange.changed."""
+        """Return the files' names of what the change concerns."""
         changed = self._change.changed(component)
         return frozenset(name for name, own in self._names.items() if own in changed)
 
     def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """See WeightChange.delta."""
+        """Return the change of a tensor by the file's name of it."""
         return self._change.delta(component, self._names[name], weight)
 
 

@@ -124,7 +124,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def stored_dtypes(path: Path, prefix: str = "") -> dict[str, str]:
-    """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone. prefix: of
+    """Read the kind of number of every tensor of a safetensors file, such as `BF16`, from its head alone. prefix: of
     the part that is meant (file_parts.py).
 
     Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.

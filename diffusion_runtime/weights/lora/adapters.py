@@ -110,7 +110,7 @@ class TuckerFactor(Factor):
         return self.core.shape[0]
 
     def matrix(self, rows: slice) -> torch.Tensor:
-        """See Factor.matrix."""
+        """Return these rows, rebuilt around the core, in float32."""
         assert self.right is not None
         core = self.core.float().flatten(2)
         product = torch.einsum("ijk,ip,jc->pck", core, self.left[:, rows].float(), self.right.float())

@@ -42,7 +42,7 @@ _HOW_TO_GIVE = (
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """What a file adds to one module. name: the file's, without prefix; flattened: its dots are underscores. component:
+    """Change of one module by a file. name: the file's, without prefix; flattened: its dots are underscores. component:
     as in LoraKey. weight, bias: added at strength 1, one after the other. rank: of its low rank, None without one."""
 
     name: str

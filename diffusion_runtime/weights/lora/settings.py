@@ -105,7 +105,7 @@ class SettingsByComponent:
 
     @property
     def use_dora(self) -> bool:
-        """Whether any component is said to have magnitudes."""
+        """True where any component is said to have magnitudes."""
         return any(each.use_dora for each in (self._whole, *self._own.values()))
 
 

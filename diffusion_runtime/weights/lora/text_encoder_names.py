@@ -23,5 +23,5 @@ def text_module(name: str, *, flattened: bool = False) -> str:
 
 
 def is_text_encoder(component: str) -> bool:
-    """Whether a component of a model folder is a text encoder."""
+    """Tell whether a component of a model folder is a text encoder."""
     return component.startswith("text_encoder")
