@@ -10,6 +10,7 @@ from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.request.step_cache_options import (
     DBCacheOptions,
     MagCacheOptions,
@@ -59,6 +60,17 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, step_cache=cache.text)
 
 
+def check_one_prediction(request: GenerationRequest, why: str) -> None:
+    """Raises RequestError for a sampler that calls the model several times per step. why: what does not go with it."""
+    sampler = None if request.sampler is None else SAMPLERS.get(request.sampler)
+    if sampler is not None and sampler.num_predictions_per_step > 1:
+        others = ", ".join(name for name, each in SAMPLERS.items() if each.num_predictions_per_step == 1)
+        raise RequestError(
+            f"{why}, and sampler {request.sampler} calls the model {sampler.num_predictions_per_step} times per step; "
+            f"leave it out, or use {others}"
+        )
+
+
 def with_fitting_step_cache(request: GenerationRequest, model: CachedModel) -> GenerationRequest:
     """`with_step_cache`, after its coefficients or calibration were seen to fit the model. Raises RequestError where
     they do not, or there are none."""
@@ -66,6 +78,8 @@ def with_fitting_step_cache(request: GenerationRequest, model: CachedModel) -> G
     if cache is not None and request.num_inference_steps is not None:
         # First: no file makes up for it.
         cache.check_steps(request.num_inference_steps)
+    if cache is not None:
+        check_one_prediction(request, f"step_cache: {cache.method} reuses what the step before computed")
     if (
         cache is not None
         and model.needs_whole_passes
