@@ -37,5 +37,5 @@ def test_a_generation_by_heun(heun: str, tiny_wan_folder: Path) -> None:  # noqa
     found = explain(prepare(RuntimeConfig(model_path=str(tiny_wan_folder), device="cpu")), pipeline.resolve(request))
     assert (found.num_steps, found.num_forwards) == (NUM_STEPS, num_forwards)
     for changes in ({"step_cache": "easycache"}, {"progressive_resolution": "dct:A=100,beta=2"}):
-        with pytest.raises(RequestError, match="use flow_match_euler"):
+        with pytest.raises(RequestError, match=r"use .*flow_match_euler"):
             pipeline.resolve(replace(request, **changes))

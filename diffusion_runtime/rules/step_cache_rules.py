@@ -53,6 +53,7 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
     if cache is None:
         return request
+    _check_one_prediction(request, cache.method)
     if request.num_inference_steps is not None:
         cache.check_steps(request.num_inference_steps)
     if cache.decides_per_branch:
@@ -60,14 +61,14 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, step_cache=cache.text)
 
 
-def check_one_prediction(request: GenerationRequest, why: str) -> None:
-    """Raises RequestError for a sampler that calls the model several times per step. why: what does not go with it."""
+def _check_one_prediction(request: GenerationRequest, method: str) -> None:
+    """Raises RequestError for a sampler that calls the model several times per step."""
     sampler = None if request.sampler is None else SAMPLERS.get(request.sampler)
     if sampler is not None and sampler.num_predictions_per_step > 1:
         others = ", ".join(name for name, each in SAMPLERS.items() if each.num_predictions_per_step == 1)
         raise RequestError(
-            f"{why}, and sampler {request.sampler} calls the model {sampler.num_predictions_per_step} times per step; "
-            f"leave it out, or use {others}"
+            f"step_cache: {method} reuses what the step before computed, and sampler {request.sampler} calls the model "
+            f"{sampler.num_predictions_per_step} times per step; leave the cache out, or use {others}"
         )
 
 
@@ -75,11 +76,11 @@ def with_fitting_step_cache(request: GenerationRequest, model: CachedModel) -> G
     """`with_step_cache`, after its coefficients or calibration were seen to fit the model. Raises RequestError where
     they do not, or there are none."""
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+    if cache is not None:
+        _check_one_prediction(request, cache.method)
     if cache is not None and request.num_inference_steps is not None:
         # First: no file makes up for it.
         cache.check_steps(request.num_inference_steps)
-    if cache is not None:
-        check_one_prediction(request, f"step_cache: {cache.method} reuses what the step before computed")
     if (
         cache is not None
         and model.needs_whole_passes
