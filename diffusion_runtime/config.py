@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diffusion_runtime.core.memory_size import parse_size
+from diffusion_runtime.core.runtime_options import (
+    ATTENTION,
+    MACHINE,
+    MODEL,
+    OUTPUT,
+    SPEED,
+    WEIGHTS,
+    RuntimeOption,
+    options_of,
+)
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
@@ -265,19 +276,6 @@ def split_revision(model_path: str) -> tuple[str, str | None]:
     return (model_path, None) if match is None or os.path.exists(model_path) else (match[1], match[2])
 
 
-# The keys that name weights from elsewhere than the model's folder.
-WEIGHT_PATHS = (
-    "transformer_path",
-    "transformer_2_path",
-    "controlnet_path",
-    "vae_path",
-    "audio_vae_path",
-    "vocoder_path",
-    "text_encoder_path",
-    "text_encoder_2_path",
-)
-
-
 @dataclass(frozen=True)
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
@@ -325,36 +323,36 @@ class RuntimeConfig:
     memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
     """
 
-    model_path: str = "shapes"
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: Any = None
-    attention_override: Any = None
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    transformer_path: str | None = None
-    transformer_2_path: str | None = None
-    controlnet_path: str | None = None
-    vae_path: str | None = None
-    audio_vae_path: str | None = None
-    vocoder_path: str | None = None
-    text_encoder_path: str | None = None
-    text_encoder_2_path: str | None = None
-    variant: str | None = None
-    upsampler_path: str | None = None
-    lora: Any = ()
-    self_check: bool = True
-    vae_decode: str = "exact"
-    vae_tiling: str = "auto"
-    vae_decoder: str | None = None
-    quantization: str = "none"
-    quantization_ignored_layers: Any = ()
-    compile: str = "off"
-    cuda_graphs: str = "auto"
-    offload: str = "auto"
-    memory_limit: str | None = None
-    revision: str | None = None
-    offline: bool = False
+    model_path: str = field(default="shapes", metadata=MODEL)
+    backend: str = field(default="auto", metadata=MODEL)
+    device: str = field(default="auto", metadata=MACHINE)
+    dtype: str = field(default="auto", metadata=MODEL)
+    attention: Any = field(default=None, metadata=ATTENTION)
+    attention_override: Any = field(default=None, metadata=ATTENTION)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=MACHINE)
+    transformer_path: str | None = field(default=None, metadata=WEIGHTS)
+    transformer_2_path: str | None = field(default=None, metadata=WEIGHTS)
+    controlnet_path: str | None = field(default=None, metadata=WEIGHTS)
+    vae_path: str | None = field(default=None, metadata=WEIGHTS)
+    audio_vae_path: str | None = field(default=None, metadata=WEIGHTS)
+    vocoder_path: str | None = field(default=None, metadata=WEIGHTS)
+    text_encoder_path: str | None = field(default=None, metadata=WEIGHTS)
+    text_encoder_2_path: str | None = field(default=None, metadata=WEIGHTS)
+    variant: str | None = field(default=None, metadata=OUTPUT)
+    upsampler_path: str | None = field(default=None, metadata=OUTPUT)
+    lora: Any = field(default=(), metadata=OUTPUT)
+    self_check: bool = field(default=True, metadata=MACHINE)
+    vae_decode: str = field(default="exact", metadata=OUTPUT)
+    vae_tiling: str = field(default="auto", metadata=OUTPUT)
+    vae_decoder: str | None = field(default=None, metadata=OUTPUT)
+    quantization: str = field(default="none", metadata=OUTPUT)
+    quantization_ignored_layers: Any = field(default=(), metadata=OUTPUT)
+    compile: str = field(default="off", metadata=OUTPUT)
+    cuda_graphs: str = field(default="auto", metadata=SPEED)
+    offload: str = field(default="auto", metadata=MACHINE)
+    memory_limit: str | None = field(default=None, metadata=MACHINE)
+    revision: str | None = field(default=None, metadata=MODEL)
+    offline: bool = field(default=False, metadata=SPEED)
 
     def __post_init__(self) -> None:
         self._split_model_path()
@@ -378,11 +376,11 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
             )
-        for name in ("vae_decoder", "variant", "upsampler_path", *WEIGHT_PATHS):
+        for name in ("vae_decoder", "variant", "upsampler_path", *weight_paths()):
             if getattr(self, name) == "none":
                 # As a flag beside a recipe that names one.
                 object.__setattr__(self, name, None)
-        for name in WEIGHT_PATHS:
+        for name in weight_paths():
             path = getattr(self, name)
             if path is not None and (not isinstance(path, str) or not path):
                 raise ConfigError(f"{name}: expected the path of a file or a folder, got {shown(path)}")
@@ -476,6 +474,17 @@ class RuntimeConfig:
         if isinstance(plain.get("parallel"), Mapping):
             plain["parallel"] = _parallel_from_dict(plain["parallel"])
         return cls(**plain)
+
+
+def runtime_options() -> dict[str, RuntimeOption]:
+    """The declaration of every option of RuntimeConfig, by name."""
+    return options_of(RuntimeConfig)
+
+
+@functools.cache
+def weight_paths() -> tuple[str, ...]:
+    """The options that name weights from elsewhere than the model's folder."""
+    return tuple(name for name, option in runtime_options().items() if option.is_weight_path)
 
 
 def _parallel_from_dict(values: Mapping[str, Any]) -> ParallelConfig:

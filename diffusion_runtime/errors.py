@@ -8,13 +8,13 @@
     ├── DeviceMemoryError                 4   the device ran out of memory
     ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
     ├── PipelineBusyError                 1   a second generation on a pipeline that is generating
-    ├── Cancelled                         1   requests that whoever watched their progress cancelled
     ├── PipelineClosedError               1   a generation on a pipeline that was closed
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
     │   └── InstallationError                 installed packages that keep every model from being loaded
     ├── MissingPackageError               1   a package that this result or input needs and that is not installed
     └── OutputError                       1   a result that cannot be written or read
 
+`Cancelled` is none of them: requests that whoever watched their progress cancelled are no failure.
 `tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET).
 A message states what was expected, what was there, and what to type instead.
 """
@@ -82,11 +82,15 @@ class PipelineBusyError(DiffusionRuntimeError):
     """A second generation on a pipeline that is generating: it makes one at a time."""
 
 
-class Cancelled(DiffusionRuntimeError):
-    """Raised by an on_progress to cancel requests: the other requests of the batch go on.
+# Outside of DiffusionRuntimeError: whoever handles failures has not failed where somebody cancelled.
+class Cancelled(Exception):
+    """Raised by an on_progress to cancel requests: the other requests of the batch go on. It leaves `generate` where no
+    request is left, as of a batch of one.
 
     request_indices: which requests of the batch, from 0; None for all of them.
     """
+
+    exit_code = 1
 
     def __init__(self, request_indices: Iterable[int] | None = None) -> None:
         super().__init__("cancelled while it was being made")

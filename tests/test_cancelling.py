@@ -12,7 +12,7 @@ from tiny_pipelines import write_tiny_video_pipeline
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.core.progress import OnProgress, Progress
-from diffusion_runtime.errors import Cancelled, RequestError
+from diffusion_runtime.errors import Cancelled, DiffusionRuntimeError, RequestError
 
 NATIVE = GenerationRequest("a red circle", **{**TINY_SIZES, "num_inference_steps": 2, "guidance_scale": 1.0})
 PASSTHROUGH = GenerationRequest("a red circle", num_frames=5, height=16, width=16, num_inference_steps=2)
@@ -44,6 +44,13 @@ def test_one_of_a_batch_is_cancelled(
     for on_progress in (cancelling(0, 1, 2), cancelling(2, 1, 0)):
         with pytest.raises(Cancelled):
             pipeline.generate(batch, on_progress=on_progress)
+    # No failure: a program that handles ours does not report one.
+    try:
+        pipeline(batch[0], on_progress=cancelling(0))
+    except DiffusionRuntimeError as error:
+        raise AssertionError("a cancelled request was reported as a failure") from error
+    except Cancelled:
+        pass
     assert len({pipeline.rules.batch_key(request) for request in batch}) == 1
 
 

@@ -67,6 +67,8 @@ class RequestCache:
     """
 
     def __init__(self) -> None:
+        # What operators have of it (attention/recorded_values.py); 0 for one that a compiled function makes.
+        self.number = 0 if torch.compiler.is_dynamo_compiling() else REQUEST_CACHES.number_of(self)
         self._scopes: dict[Hashable, CacheScope] = {}
         self._seen: set[str] = set()
         self._expert: int | None = None
@@ -127,9 +129,16 @@ class RequestCache:
         return CacheScope()
 
 
+# Every request cache, for the operators in compiled graphs.
+REQUEST_CACHES: HandleTable[RequestCache] = HandleTable()
+
+
 def _is_of(scope: Hashable, branch: str) -> bool:
     """Whether the key of a scope is one of a guidance branch, or of a layer in it."""
     return isinstance(scope, tuple) and scope[1] == branch
+
+
+_UNSHARDED = SequenceSharding()
 
 
 @dataclass(frozen=True)
@@ -140,27 +149,33 @@ class AttentionContext:
     step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
     sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
-    torch.compile has compiled the blocks that it is given to; handle: what they have of it (attention/opaque.py), None
-    where they are not compiled. cache: the keys and values of earlier frames, for layers that are built with
-    cached_keys; None where there are none. prefix: the same, of tokens that every forward pass attends to and none
-    computes again, such as those of reference images.
+    torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
+    that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
+    attends to and none computes again, such as those of reference images. handle: what operators in compiled graphs
+    have of it (attention/opaque.py), None for one that is made while torch.compile traces.
     """
 
     layout: TokenLayout | None = None
-    step: StepInfo = field(default_factory=StepInfo)
-    state: RequestCache = field(default_factory=RequestCache)
-    recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
-    sharding: SequenceSharding = field(default_factory=SequenceSharding)
-    block_runner: BlockRunner = field(default_factory=BlockRunner)
-    plans: ForwardPlans = field(default_factory=ForwardPlans)
+    # Functions: torch.compile traces no class as a factory.
+    step: StepInfo = field(default_factory=lambda: StepInfo())
+    state: RequestCache = field(default_factory=lambda: RequestCache())
+    recorder: AttentionRecorder = field(default_factory=lambda: _default_recorder())
+    sharding: SequenceSharding = field(default_factory=lambda: _UNSHARDED)
+    block_runner: BlockRunner = field(default_factory=lambda: BlockRunner())
+    plans: ForwardPlans = field(default_factory=lambda: ForwardPlans())
     is_compiled: bool = False
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.is_compiled:
+        if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, "handle", CONTEXTS.handle_of(self))
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether it was made while torch.compile traces, without a recorder."""
+        return self.recorder is _UNREAD
 
     def run_blocks(
         self,
@@ -187,5 +202,13 @@ class AttentionContext:
         return dataclasses.replace(self, layout=layout)
 
 
-# The contexts of the forward passes that run now, for the operators in compiled blocks.
+# Of contexts that are made while torch.compile traces: nobody reads what it counts.
+_UNREAD = AttentionRecorder()
+
+
+def _default_recorder() -> AttentionRecorder:
+    return _UNREAD if torch.compiler.is_dynamo_compiling() else AttentionRecorder()
+
+
+# The contexts of the forward passes that run now, for the operators in compiled graphs.
 CONTEXTS: HandleTable[AttentionContext] = HandleTable()

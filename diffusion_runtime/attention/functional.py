@@ -22,8 +22,11 @@ from diffusion_runtime.attention.backends.registry import (
 )
 from diffusion_runtime.attention.backends.requirements import CallKind
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention
+from diffusion_runtime.attention.opaque_plan import PLANNERS, opaque_plan, recorded_plan
+from diffusion_runtime.attention.recorded_values import CallValues, operator_values
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, Resolved, resolve_decision, select
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.core.device_guard import device_guard
@@ -111,7 +114,32 @@ def attention(
 
     Returns out like q, and with return_lse also the log-sum-exp: natural log, float32, [batch, heads, seq_q]. A query
     that sees no key gives 0 and -inf. Raises BackendUnavailableError and ConfigError.
+
+    torch.compile records one operator for a call, with fullgraph=True too; its backward pass computes the call again.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _record(q, k, v, backend, options, layout, layer, step, state, gate, mask, scale, causal, return_lse)
+    out, lse = _attend(q, k, v, backend, options, layout, layer, step, state, gate, mask, scale, causal, return_lse)
+    return out if lse is None else (out, lse)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str | AttentionSpec,
+    options: Mapping[str, Any] | None,
+    layout: TokenLayout | None,
+    layer: LayerInfo,
+    step: StepInfo,
+    state: RequestCache | None,
+    gate: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attention`, with None for a log-sum-exp that is not asked for."""
     check_shapes(q, k, v, layout, causal)
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ConfigError(f"attention: scale: expected a finite number, got {scale!r}")
@@ -136,9 +164,58 @@ def attention(
     call = call._replace(options=resolved.options, dense=resolved.dense)
     result = run_backend(resolved.backend, call)
     if not return_lse:
-        return result.out
+        return result.out, None
     assert result.lse is not None, f"{resolved.decision.backend} declares lse and returned none"
     return result.out, result.lse
+
+
+def _record(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str | AttentionSpec,
+    options: Mapping[str, Any] | None,
+    layout: TokenLayout | None,
+    layer: LayerInfo,
+    step: StepInfo,
+    state: RequestCache | None,
+    gate: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` while torch.compile traces: one operator."""
+    name, given = (backend, None) if isinstance(backend, str) else (backend.name, backend.options)
+    values = operator_values(layout, layer, step, state, name, given, options, scale, causal)
+    out, lse = record_attention(_RECORDED_HANDLE, q, k, v, gate, mask, values, return_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+class _RecordedFunction:
+    """`attention` in a graph."""
+
+    def run_recorded(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        context: AttentionContext,
+        values: CallValues | None,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See RecordedAttention."""
+        assert values is not None, "a function has no context"
+        name, of_spec, options, scale, causal = values.further
+        backend = AttentionSpec(name, of_spec) if of_spec else name
+        where = values.layout, values.layer, values.step, context.state
+        return _attend(q, k, v, backend, options, *where, gate, mask, scale, causal, return_lse)
+
+
+_RECORDED_FUNCTION = _RecordedFunction()
+_RECORDED_HANDLE = ATTENTIONS.handle_of(_RECORDED_FUNCTION)
 
 
 @functools.lru_cache(maxsize=256)
@@ -179,8 +256,51 @@ def plan_attention(
     steps of a request; the plan of a step depends on the steps before it for methods that warm-start. Where the
     backend's rules make a call dense, the plan keeps everything and `is_dense` is True.
 
+    torch.compile records one operator, with fullgraph=True too. A plan of a graph keeps the same pairs, and has none of
+    the hints for kernels (uniform_block_size, max_blocks_per_query, row_counts).
+
     Raises ConfigError for a backend that has no plan, options it does not have and a layout that does not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        method, masks_rows = _method_of(backend)
+        values = operator_values(layout, layer, step, state, backend, options, scale)
+        made = opaque_plan(q.detach(), k.detach(), *values, masks_rows)
+        return recorded_plan(made, q, k, layout, method, masks_rows)
+    return _plan(q, k, backend, options, layout, layer, step, state, scale)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _method_of(backend: str) -> tuple[str, bool]:
+    """A sparse backend's own name, and SparseBackend.masks_rows; of any other, which the operator refuses, the name."""
+    try:
+        found = find_backend(canonical_name(backend))
+    except ConfigError:
+        found = None
+    return (found.name, found.masks_rows) if isinstance(found, SparseBackend) else (backend, False)
+
+
+def _plan_recorded(q: torch.Tensor, k: torch.Tensor, values: CallValues) -> SparsePlan:
+    """`plan_attention` by the values of a graph's call."""
+    backend, options, scale = values.further
+    assert values.layout is not None, "plan_attention takes no call without"
+    return _plan(q, k, backend, options, values.layout, values.layer, values.step, values.state, scale)
+
+
+PLANNERS.append(_plan_recorded)
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    backend: str,
+    options: Mapping[str, Any] | None,
+    layout: TokenLayout,
+    layer: LayerInfo,
+    step: StepInfo,
+    state: RequestCache | None,
+    scale: float | None,
+) -> SparsePlan:
+    """`plan_attention`."""
     name = canonical_name(backend)
     found = find_backend(name)
     if not isinstance(found, SparseBackend):

@@ -27,15 +27,23 @@ class HandleTable(Generic[T]):
     def __len__(self) -> int:
         return len(self._objects)
 
-    def handle_of(self, value: T) -> torch.Tensor:
-        """A new handle of `value`: int64, without dimensions, on the CPU, where reading it waits for no device."""
+    def number_of(self, value: T) -> int:
+        """A new number of `value`, 1 or more."""
         number = next(self._numbers)
         self._objects[number] = value
-        return torch.tensor(number, dtype=torch.int64, device="cpu")
+        return number
+
+    def handle_of(self, value: T) -> torch.Tensor:
+        """A new handle of `value`: int64, without dimensions, on the CPU, where reading it waits for no device."""
+        return torch.tensor(self.number_of(value), dtype=torch.int64, device="cpu")
 
     def find(self, handle: torch.Tensor) -> T:
         """The object of a handle. Raises RuntimeError when it is gone: whoever runs a graph holds its objects."""
+        return self.find_number(int(handle))
+
+    def find_number(self, number: int) -> T:
+        """The object of a number. Raises RuntimeError when it is gone."""
         try:
-            return self._objects[int(handle)]
+            return self._objects[number]
         except KeyError:
-            raise RuntimeError(f"handle {int(handle)}: its object no longer exists") from None
+            raise RuntimeError(f"handle {number}: its object no longer exists") from None

@@ -37,13 +37,9 @@ from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend
 from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix, write_to_cache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.opaque import (
-    LAYERS,
-    opaque_attention,
-    opaque_gated_attention,
-    opaque_masked_attention,
-)
+from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention, refusal_of_recording
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
+from diffusion_runtime.attention.recorded_values import CallValues, operator_values
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
@@ -54,6 +50,8 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Sing
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.report.attention_density import Kept
+
+_STEP = StepInfo()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +127,8 @@ class AttentionLayer(nn.Module, ABC):
         exchange.check(self.num_heads, self.num_kv_heads, causal=causal)
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(self.num_heads)
-        self._handle: torch.Tensor | None = None
+        # What compiled graphs have of it.
+        self._handle = ATTENTIONS.handle_of(self)
         self._known: dict[_DecisionKey, _ResolvedCall] = {}
         self._known_at = num_changes()
         self.requirements = dataclasses.replace(
@@ -194,7 +193,7 @@ class AttentionLayer(nn.Module, ABC):
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
         """
         # False outside of torch.compile, without a look at anything.
-        if torch.compiler.is_dynamo_compiling() and self._is_opaque(context):
+        if torch.compiler.is_dynamo_compiling():
             return self._record_operator(q, k, v, context, gate, mask, block_mask)
         check_heads(
             q,
@@ -254,7 +253,7 @@ class AttentionLayer(nn.Module, ABC):
         x: a tensor of the dtype and on the device of that call's q; context: of that call. Raises
         BackendUnavailableError when no backend of the choice can serve it.
         """
-        if torch.compiler.is_dynamo_compiling() and self._is_opaque(context):
+        if torch.compiler.is_dynamo_compiling():
             # The operator leaves it out where it is not taken.
             return True
         context = AttentionContext() if context is None else context
@@ -345,13 +344,6 @@ class AttentionLayer(nn.Module, ABC):
                 found.append(resolved.decision)
         return tuple(found)
 
-    def make_opaque(self) -> None:
-        """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
-        self._handle = LAYERS.handle_of(self)
-
-    def _is_opaque(self, context: AttentionContext | None) -> bool:
-        return self._handle is not None and context is not None and context.handle is not None
-
     def _record_operator(
         self,
         q: torch.Tensor,
@@ -362,21 +354,34 @@ class AttentionLayer(nn.Module, ABC):
         mask: torch.Tensor | None,
         block_mask: BlockMask | None,
     ) -> torch.Tensor:
-        """The call as torch.compile records it."""
-        assert self._handle is not None
-        assert context is not None
-        assert context.handle is not None
-        if block_mask is not None or (gate is not None and mask is not None):
-            raise ConfigError("attention in a compiled block: a gate or a mask, and no block mask")
-        handles = self._handle, context.handle
-        out: torch.Tensor
-        if gate is not None:
-            out = opaque_gated_attention(q, k, v, gate, *handles)
-        elif mask is not None:
-            out = opaque_masked_attention(q, k, v, mask, *handles)
+        """The call as torch.compile records it: one operator, which raises what the call would raise."""
+        if context is not None and context.handle is not None and block_mask is None:
+            return record_attention(self._handle, q, k, v, gate, mask, context.handle)[0]
+        refusal = refusal_of_recording(context, block_mask)
+        if context is None:
+            values = operator_values(None, self.layer, _STEP, None, refusal)
         else:
-            out = opaque_attention(q, k, v, *handles)
-        return out
+            values = operator_values(context.layout, self.layer, context.step, context.state, refusal)
+        return record_attention(self._handle, q, k, v, gate, mask, values)[0]
+
+    def run_recorded(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        context: AttentionContext,
+        values: CallValues | None,
+        return_lse: bool,  # noqa: ARG002 - a layer returns none
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See RecordedAttention. A graph is the same at every step, so it always makes the gate; a backend without a
+        gated branch, such as that of dense first steps, is called without."""
+        if values is not None and values.further[0]:
+            raise ConfigError(values.further[0])
+        if gate is not None and not self.takes_gate(q, context):
+            gate = None
+        return self.forward(q, k, v, context, gate=gate, mask=mask), None
 
     def _run(
         self,
@@ -572,7 +577,11 @@ class AttentionLayer(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # Without the decisions made here: a copy may run on another machine, or with other backends registered.
         # Without the handle, which is this layer's and not the copy's.
-        return {**self.__dict__, "_known": {}, "_handle": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"} | {"_known": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = ATTENTIONS.handle_of(self)
 
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
-from diffusion_runtime.config import WEIGHT_PATHS
+from diffusion_runtime.config import weight_paths
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
-_PARTS = (*WEIGHT_PATHS, "variant", "upsampler_path", "vae_decode", "vae_tiling", "vae_decoder")
+_PARTS = (*weight_paths(), "variant", "upsampler_path", "vae_decode", "vae_tiling", "vae_decoder")
 SCHEMA = "diffusion_runtime.dry_run/1"
 
 

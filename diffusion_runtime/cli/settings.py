@@ -16,15 +16,12 @@ from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attent
 from diffusion_runtime.cli.config_file import FileConfig, read_config
 from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
-from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
 from diffusion_runtime.request.generation_request import GenerationRequest, layered
 
-# What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
-# to check; the processes that share the work do not change what they make.
-_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline")
-_RUNTIME_KEYS = tuple(each.name for each in dataclasses.fields(RuntimeConfig))
-_REPEATED_RUNTIME = tuple(name for name in _RUNTIME_KEYS if name not in _NOT_REPEATED)
+_RUNTIME_KEYS = tuple(runtime_options())
+_REPEATED_RUNTIME = tuple(name for name, option in runtime_options().items() if option.repeated_by_from)
 
 
 @dataclass(frozen=True)

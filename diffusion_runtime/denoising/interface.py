@@ -29,8 +29,8 @@ class Sampler(ABC):
 
     @abstractmethod
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
-        """The steps that `sample` gives to predict for noise on a device, known before it runs: what depends on them
-        alone is computed for all of them at once."""
+        """What `sample` gives to predict for noise on a device, call after call, known before it runs: what depends on
+        it alone is computed for all calls at once. Several calls of one step have its index."""
 
     @abstractmethod
     def sample(
@@ -42,8 +42,8 @@ class Sampler(ABC):
     ) -> torch.Tensor:
         """The clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
 
-        predict: called at least once per step, in the order of the steps, with float32 latents; returns
-            d latents / d sigma (noise minus data) in any floating dtype.
+        predict: called up to RegisteredSampler.num_predictions_per_step times per step and at least once, in the order
+            of the steps, with float32 latents; returns d latents / d sigma (noise minus data) in any floating dtype.
         on_step: called after each step; what it raises ends the loop.
         draw_noise: called between two steps by samplers that add noise (RegisteredSampler.adds_noise), which need it;
             the others leave it alone.

@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.interception import (
 )
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, other_mode
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
+from diffusion_runtime.diffusers_bridge.recorded_calls import MODELS, end_pass, record_pass
 from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
 
 
@@ -75,11 +76,15 @@ class AttachedModel:
         self._left: dict[ModuleAttention, str] = {}
         self._hooks: list[Any] = []
         self._parameters = inspect.signature(type(self.model).forward)
+        self._names = tuple(self._parameters.parameters)[1:]
+        # What graphs have of it.
+        self.handle = MODELS.handle_of(self)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
         # No choice reaches them; they are counted, so that the report is of all that ran.
         self._linear = [module for module in found if module.unreached and module.kind == "linear"]
         reached = {module.found.module for module in self.modules}
-        self._whole_graphs = WholeGraphs(model, reached, {module for module in reached if not is_recordable(module)})
+        breaking = {module for module in reached if not is_recordable(module)}
+        self._whole_graphs = WholeGraphs(model, reached, breaking | {module.module for module in self._linear})
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -88,8 +93,8 @@ class AttachedModel:
         if len(self._whole_graphs):
             remarks.append(
                 f"{self._name}: {len(self._whole_graphs)} of its modules, compiled with fullgraph=True, run uncompiled "
-                "while attached: a graph can hold our attention in blocks (compile_repeated_blocks), not in a whole "
-                "model, nor where a module without a processor attends; without fullgraph=True the rest is compiled"
+                "while attached: no graph can hold our attention where a module without a processor attends; without "
+                "fullgraph=True the rest is compiled"
             )
         if self.model.training and any(weight.requires_grad for weight in self.model.parameters()):
             remarks.append(
@@ -117,9 +122,9 @@ class AttachedModel:
         ]
         # Hooks, not a replaced forward method: offloading replaces that itself, before or after.
         self._hooks += [
-            self.model.register_forward_pre_hook(PassHook(self._begin), with_kwargs=True),
-            self.model.register_forward_hook(PassHook(self._end), always_call=True),
-            self.model.register_forward_hook(PassHook(self._succeed)),
+            self.model.register_forward_pre_hook(PassHook(self._begin, self._record), with_kwargs=True),
+            self.model.register_forward_hook(PassHook(self._end, self._record_end), always_call=True),
+            self.model.register_forward_hook(PassHook(self._succeed, self._record_end)),
         ]
 
     def give_back(self) -> None:
@@ -130,6 +135,21 @@ class AttachedModel:
         for taken in reversed(self._taken.values()):
             taken.give_back()
         self._hooks, self._taken, self._left = [], {}, {}
+
+    def _record(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`_begin` while torch.compile traces the model."""
+        record_pass(self.handle, {**dict(zip(self._names, args, strict=False)), **kwargs})
+
+    @staticmethod
+    def _record_end(*_: Any) -> None:
+        end_pass()
+
+    def begin_recorded(self, arguments: dict[str, Any]) -> None:
+        """See RecordedModel. The pass ends where the next one begins: nothing of a graph says that it is over."""
+        for module, taken in self._taken.items():
+            if not taken.is_in_place():
+                self._add_unserved(module, "its processor was set after the model was compiled", 1)
+        self._begin(self.model, (), arguments)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = dict(self._parameters.bind_partial(model, *args, **kwargs).arguments)

@@ -12,9 +12,9 @@ from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention.select import Levels
+from diffusion_runtime.attention.select import Levels, resolve_decision
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
+from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
 from diffusion_runtime.diffusers_bridge.masks import (
     MaskReader,
@@ -67,7 +67,8 @@ class ModuleAttention:
         """Whether the chosen backend depends on the step."""
         if self._policy.cli.schedule or self._policy.config.schedule:
             return True
-        return any(needs_grid(decision.backend) for layer in self._layers.values() for _, decision in layer.decisions)
+        served = [resolve_decision(each) for layer in self._layers.values() for _, each in layer.decisions]
+        return any(each.backend.depends_on_step(each.options, self.found.layer) for each in served)
 
     def check_request(self, num_steps: int) -> None:
         """Raises ConfigError for options made for another number of steps."""

@@ -37,15 +37,14 @@ def is_compiled_wrapper(part: object) -> bool:
 class WholeGraphs:
     """The modules of a model, itself included, that contain `taken` ones and are compiled with fullgraph=True.
 
-    breaking: those of the taken ones whose calls no graph can hold. `set_aside` runs uncompiled what contains one of
-    them, and the model itself, whose hooks break a graph; len() is how many. The others stay compiled.
+    breaking: modules whose calls or hooks no graph can hold. `set_aside` runs uncompiled what contains one of them;
+    len() is how many. The others stay compiled.
     """
 
     def __init__(self, model: nn.Module, taken: Set[nn.Module], breaking: Set[nn.Module]) -> None:
         compiled = [module for module in model.modules() if _is_whole_graph(module)]
-        holding = [(module, taken & set(module.modules())) for module in compiled]
-        whole = (model, uncompiled(model))
-        self._modules = [module for module, held in holding if held and (module in whole or held & breaking)]
+        holding = [(module, (taken | breaking) & set(module.modules())) for module in compiled]
+        self._modules = [module for module, held in holding if held & breaking]
         kept = [held for module, held in holding if module not in self._modules]
         self._held = frozenset[nn.Module]().union(*kept)
         self._before: list[tuple[nn.Module, str, Any]] = []

@@ -78,6 +78,11 @@ class TakenModule:
         if self._active and processor is not None and _taking_of(processor) is None:
             self._place_twin(processor)
 
+    def is_in_place(self) -> bool:
+        """Whether the module's calls come here, and no processor was set in the meantime."""
+        processor = processor_of(self.module)
+        return processor is None or _taking_of(processor) is not None
+
     def give_back(self) -> None:
         """Restore the module, unless other code has replaced ours in the meantime."""
         self._active = False
@@ -244,17 +249,22 @@ class _TakenForward:
 
 
 class PassHook:
-    """A hook of a model; deepcopies and pickles of the model get one that does nothing."""
+    """A hook of a model; deepcopies and pickles of the model get one that does nothing. recorded: what torch.compile
+    traces instead; None for a graph break."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], recorded: Callable[..., None] | None = None) -> None:
         # Hooks of a compiled model may be traced, and ours cannot be.
         self._function = outside_graphs(function)
+        self._recorded = recorded
 
     def __call__(self, *args: Any) -> None:
-        self._function(*args)
+        if self._recorded is not None and torch.compiler.is_dynamo_compiling():
+            self._recorded(*args)
+        else:
+            self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PassHook, (_do_nothing,)
+        return PassHook, (_do_nothing, _do_nothing)
 
 
 def take_again_before_each_pass(model: nn.Module, taken: Sequence[TakenModule]) -> RemovableHandle:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
-from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, ThirdPartyError
+from diffusion_runtime.errors import Cancelled, DiffusionRuntimeError, RequestError, ThirdPartyError
 
 _PACKAGE = __name__.partition(".")[0]
 # Hooks and interceptions of this folder are in every traceback; a frame of another folder, such as a kernel's, means
@@ -27,7 +27,7 @@ def translated_errors(interface: PipelineInterface, observer: DenoisingObserver)
     denoises, and ThirdPartyError everywhere else. Our own exceptions and those of `on_progress` pass unchanged."""
     try:
         yield
-    except DiffusionRuntimeError:
+    except (DiffusionRuntimeError, Cancelled):
         raise
     except Exception as error:
         if error is observer.interruption or _is_ours(error.__traceback__):

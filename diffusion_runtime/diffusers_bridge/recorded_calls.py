@@ -8,16 +8,18 @@ layers: the module reaches the operator as a handle.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.attention.handles import HandleTable
+from diffusion_runtime.attention.recorded_values import literal
 from diffusion_runtime.errors import ConfigError
 
 _DISPATCHER, _SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -54,9 +56,11 @@ def module_attention(
     number: int,
     is_dispatched: bool,
     module: torch.Tensor,
+    forward_pass: torch.Tensor,
 ) -> torch.Tensor:
     """One attention call of a module, contiguous. q, k, v: [batch, seq, heads, head_dim] of a call to the dispatcher
-    (is_dispatched), [batch, heads, seq, head_dim] of one to torch. module: its handle."""
+    (is_dispatched), [batch, heads, seq, head_dim] of one to torch. module: its handle. forward_pass: what `begun_pass`
+    returned in this graph, so that it runs before; 0 where the pass began outside."""
 
     def call(backend: Any) -> torch.Tensor:
         out: torch.Tensor
@@ -68,6 +72,7 @@ def module_attention(
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
         return out
 
+    del forward_pass
     return MODULES.find(module).run_call(call, number, given).contiguous()
 
 
@@ -85,8 +90,83 @@ def _(
     number: int,  # noqa: ARG001
     is_dispatched: bool,  # noqa: ARG001
     module: torch.Tensor,  # noqa: ARG001
+    forward_pass: torch.Tensor,  # noqa: ARG001
 ) -> torch.Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+class RecordedModel(Protocol):
+    """A model whose forward passes are recorded."""
+
+    def begin_recorded(self, arguments: dict[str, Any]) -> None:
+        """A forward pass begins. arguments: of the model's forward, by name."""
+
+
+# The models that are attached to.
+MODELS: HandleTable[RecordedModel] = HandleTable()
+
+
+@torch.library.custom_op("diffusion_runtime::begun_pass", mutates_args=())
+def begun_pass(tensors: Sequence[torch.Tensor], numbers: Sequence[int], text: str, model: torch.Tensor) -> torch.Tensor:
+    """The begin of a model's forward pass within a graph. tensors, numbers, text: its arguments, as `record_pass`
+    writes them; model: a handle. Returns what the pass's attention calls take, so that they run after it."""
+    MODELS.find(model).begin_recorded(_read(ast.literal_eval(text), {_TENSOR: tensors, _NUMBER: numbers}))
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@begun_pass.register_fake
+def _(
+    tensors: Sequence[torch.Tensor],  # noqa: ARG001
+    numbers: Sequence[int],  # noqa: ARG001
+    text: str,  # noqa: ARG001
+    model: torch.Tensor,  # noqa: ARG001
+) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+# Stand for a tensor and an integer in a text, before its number. In the text itself an integer would be a constant.
+_TENSOR, _NUMBER = "<tensor>", "<number>"
+
+
+def record_pass(model: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """While torch.compile traces: the operator for the begin of a forward pass, whose attention calls follow."""
+    tensors: list[torch.Tensor] = []
+    numbers: list[int] = []
+    text = literal(_written(arguments, tensors, numbers))
+    _NOW.forward_pass = begun_pass([each.detach() for each in tensors], numbers, text, model)
+
+
+def end_pass() -> None:
+    """While torch.compile traces: the forward pass has ended."""
+    _NOW.forward_pass = _OUTSIDE
+
+
+def _written(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return [_TENSOR, len(tensors) - 1]
+    if isinstance(value, int) and not isinstance(value, bool):
+        numbers.append(value)
+        return [_NUMBER, len(numbers) - 1]
+    if isinstance(value, dict):
+        return {key: _written(each, tensors, numbers) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(each, tensors, numbers) for each in value]
+    return value
+
+
+def _read(value: Any, given: Mapping[str, Sequence[Any]]) -> Any:
+    if isinstance(value, dict):
+        return {key: _read(each, given) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) == 2 and isinstance(value[0], str) and value[0] in given:
+        return given[value[0]][value[1]]
+    return [_read(each, given) for each in value]
+
+
+# Of a pass that began outside of the graph.
+_OUTSIDE = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 class _Trace:
@@ -101,6 +181,7 @@ class _Trace:
         self.module: torch.Tensor | None = None
         self.masks: tuple[torch.Tensor, ...] = ()
         self.num_calls = 0
+        self.forward_pass = _OUTSIDE
 
 
 _NOW = _Trace()
@@ -169,7 +250,19 @@ def _record(
     number = _NOW.num_calls
     _NOW.num_calls = number + 1
     out: torch.Tensor = module_attention(
-        query, key, value, mask, _NOW.masks, dropout, causal, scale, gqa, number, is_dispatched, _NOW.module
+        query,
+        key,
+        value,
+        mask,
+        _NOW.masks,
+        dropout,
+        causal,
+        scale,
+        gqa,
+        number,
+        is_dispatched,
+        _NOW.module,
+        _NOW.forward_pass,
     )
     return out
 

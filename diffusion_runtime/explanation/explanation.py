@@ -199,7 +199,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     # In passes as large as the one that is counted.
     branches = num_passes - further / 2 if is_joined else num_passes
     stages: list[_Stage] = []
-    num_forwards, num_first_steps = num_steps, None
+    # Samplers may call the model several times per step.
+    num_forwards, num_first_steps = settings.num_predictions, None
     prefill = None
     if prepared.rules.is_causal:
         num_first_steps = _num_first_steps(settings)
@@ -207,6 +208,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         num_passes = branches = 1
         for cost, count in costs:
             stages.append(_Stage(cost, range(count), _schedules_of(cost, None, range(count), count)))
+    branches *= 1 if prepared.rules.is_causal else num_forwards / num_steps
     for size, count in () if prepared.rules.is_causal else settings.step_sizes():
         forward = forward_on_meta(
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)

@@ -64,7 +64,7 @@ class GenerationPipeline(Protocol):
     def __call__(
         self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
     ) -> GeneratedMedia:
-        """One video or image."""
+        """One video or image. Raises Cancelled, which is no DiffusionRuntimeError, where on_progress cancels it."""
 
     def generate(
         self,
@@ -74,7 +74,8 @@ class GenerationPipeline(Protocol):
         open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
         """Several, in the order of the requests. on_progress: may raise Cancelled for some of them, which the result
-        leaves out. open_sink: takes the frames of each clip without sound while it is decoded (media.FileWriter)."""
+        leaves out; Cancelled is raised where none is left. open_sink: takes the frames of each clip without sound
+        while it is decoded (media.FileWriter)."""
 
     def set_loras(self, loras: Sequence[Any]) -> None:
         """Other LoRA files for the generations from here on, instead of those before, without loading the model

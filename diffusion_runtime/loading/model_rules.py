@@ -15,30 +15,10 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.request.generation_request import layered
+from diffusion_runtime.request.fields import RequestField
+from diffusion_runtime.request.generation_request import GenerationRequest, layered
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.lora.binding import Lora
-
-# The request fields of models that make videos chunk by chunk.
-_OF_CHUNKS = (
-    "chunk_frames",
-    "first_chunk_frames",
-    "first_chunk_steps",
-    "first_chunk_flow_shift",
-    "first_chunk_sampler",
-    "guided_chunks",
-    "guided_switch_chunks",
-    "chunk_schedule",
-    "kv_window",
-    "kv_sink",
-    "commit_noise",
-    "positions",
-    "kv_cache_dtype",
-    "page_size",
-    "prompt_switches",
-    "seed_switches",
-    "switch_mode",
-)
 
 
 def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
@@ -131,7 +111,12 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
         "conditioning_scale": model.control is not None,
         "decode_timestep": model.decodes_with_noise,
         "decode_noise_scale": model.decodes_with_noise,
-        **dict.fromkeys(_OF_CHUNKS, model.is_causal),
+        **dict.fromkeys(_fields_of_chunks(), model.is_causal),
     }
     own = (*model.family.request_fields, *model.request_fields, *model.images)
     return frozenset((*own, *(name for name, holds in facts.items() if holds)))
+
+
+def _fields_of_chunks() -> list[str]:
+    fields = dataclasses.fields(GenerationRequest)
+    return [field.name for field in fields if RequestField.of(field.metadata).is_of_chunks]

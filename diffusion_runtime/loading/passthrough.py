@@ -12,7 +12,7 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.config import WEIGHT_PATHS, RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, weight_paths
 from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
@@ -92,7 +92,7 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
             "--vae-decode, --vae-decoder and --vae-tiling"
         )
-    for key in WEIGHT_PATHS:
+    for key in weight_paths():
         if getattr(config, key) is not None:
             raise ConfigError(
                 f"{key}: diffusers' own pipeline reads the weights of its folder; leave out "

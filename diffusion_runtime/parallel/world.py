@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, shown
+from diffusion_runtime.errors import Cancelled, ConfigError, DiffusionRuntimeError, shown
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.failure import FirstProcessError, RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
@@ -317,7 +317,7 @@ def describe_error(rank: int, error: BaseException) -> RankFailure:
     """An error as a failure that ends the run."""
     trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
-    if isinstance(error, DiffusionRuntimeError):
+    if isinstance(error, DiffusionRuntimeError | Cancelled):
         return RankFailure(rank, kind, str(error), error.exit_code, trace)
     return RankFailure(rank, kind, f"rank {rank}: unexpected {kind}: {first_line(error)}", 1, trace)
 

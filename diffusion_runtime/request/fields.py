@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -267,7 +267,7 @@ def _is_number(value: object) -> bool:
 class OneOf:
     """One of several names."""
 
-    names: Sequence[str]
+    names: Collection[str]
     metavar: ClassVar[str] = "NAME"
     kind: ClassVar[type] = str
 
@@ -290,7 +290,7 @@ class RequestField:
     for nothing, which every model takes.
     used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
     generation without it says that it was not used. convert: makes the value that the request holds out of what a flag
-    or a file says; None: the same.
+    or a file says; None: the same. is_of_chunks: whether models that make videos chunk by chunk use it, all of them.
     """
 
     help: str
@@ -305,6 +305,7 @@ class RequestField:
     off: object = None
     used_with: str | None = None
     convert: Callable[[object], object] | None = None
+    is_of_chunks: bool = False
 
     def as_metadata(self) -> dict[str, RequestField]:
         """For `dataclasses.field(metadata=...)`."""

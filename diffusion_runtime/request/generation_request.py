@@ -340,7 +340,7 @@ class GenerationRequest:
     sampler: str | None = field(
         default=None,
         metadata=RequestField(
-            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(SAMPLERS)
+            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(REGISTERED_SAMPLERS)
         ).as_metadata(),
     )
     # `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
@@ -380,6 +380,7 @@ class GenerationRequest:
             check=Count(),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # Those of the first chunk; None is as many.
@@ -390,6 +391,7 @@ class GenerationRequest:
             check=Count(),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # The steps of the first chunk, which has no past to go on from; None is as many.
@@ -400,6 +402,7 @@ class GenerationRequest:
             check=Count(),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # How the noise levels of the first chunk are spaced; None is as the others'.
@@ -411,6 +414,7 @@ class GenerationRequest:
             may_stay_none=True,
             used_with=SHIFT,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # How the first chunk is sampled, which is made of nothing but noise; None is as the others are.
@@ -418,9 +422,10 @@ class GenerationRequest:
         default=None,
         metadata=RequestField(
             help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
-            check=OneOf(SAMPLERS),
+            check=OneOf(REGISTERED_SAMPLERS),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # How many chunks, from the first, are guided; None is all.
@@ -432,6 +437,7 @@ class GenerationRequest:
             may_stay_none=True,
             used_with=GUIDANCE,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # How many chunks, from every new prompt on, are guided where those of guided_chunks have ended; None is none.
@@ -444,6 +450,7 @@ class GenerationRequest:
             used_with=GUIDED_CHUNKS,
             off=0,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # Whether chunks are denoised one after the other, or several at once at rising noise levels.
@@ -455,6 +462,7 @@ class GenerationRequest:
             check=OneOf(CHUNK_SCHEDULES),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # Latent frames in sight of a chunk, its own and the sink included; 0 is all.
@@ -465,6 +473,7 @@ class GenerationRequest:
             check=Count(minimum=0),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # The first latent frames of a video, which stay in sight.
@@ -475,6 +484,7 @@ class GenerationRequest:
             check=Count(minimum=0),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # The noise level of the clean frames when their final keys are computed.
@@ -485,6 +495,7 @@ class GenerationRequest:
             check=Number(maximum=0.999),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # What keys are rotated by: their frames' places in the video, or among the frames in sight.
@@ -495,6 +506,7 @@ class GenerationRequest:
             check=OneOf(POSITIONS),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # What committed keys and values are stored in; None is auto, as they come.
@@ -506,6 +518,7 @@ class GenerationRequest:
             check=OneOf(KV_CACHE_DTYPES),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # Tokens of a page of cached keys; None keeps them in a row.
@@ -516,6 +529,7 @@ class GenerationRequest:
             check=Count(minimum=1),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # Other prompts on the way, (frame, prompt) each; a time as "5s" becomes the first frame of a chunk when the request
@@ -530,6 +544,7 @@ class GenerationRequest:
             may_stay_none=True,
             convert=parse_switches,
             refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # The same of seeds: the noise of the chunks from there on, as in a fork of a stream.
@@ -544,6 +559,7 @@ class GenerationRequest:
             convert=parse_seed_switches,
             refusal="this model makes a clip at once, of one seed; leave --seed-at out or use --model-path "
             "shapes-causal",
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # What becomes of the keys in sight at a new prompt: computed anew under it by chunks or in one pass, or kept.
@@ -554,6 +570,7 @@ class GenerationRequest:
             check=OneOf(SWITCH_MODES),
             may_stay_none=True,
             refusal=_NO_CACHE,
+            is_of_chunks=True,
         ).as_metadata(),
     )
     # The share of the steps after which the second branch of guidance is no longer computed; None or 1 computes all.

@@ -16,7 +16,8 @@ class RegisteredSampler:
     request chooses; also_class: what its authors' own code calls the same one. required: the settings with which that
     class integrates a velocity on a fixed schedule and draws no noise of its own. takes_levels: whether a request may
     say the noise level of every step; the others space their own. stretches: whether it stretches the schedule to a
-    request's shift_terminal. adds_noise: whether it draws fresh noise at every step.
+    request's shift_terminal. adds_noise: whether it draws fresh noise at every step. num_predictions_per_step: how
+    often it calls the model at a step at most, as the last one may take fewer: 2 for Heun's method.
     """
 
     implementation: str
@@ -27,32 +28,32 @@ class RegisteredSampler:
     takes_levels: bool = False
     stretches: bool = False
     adds_noise: bool = False
+    num_predictions_per_step: int = 1
 
 
-SAMPLERS: Mapping[str, RegisteredSampler] = MappingProxyType(
-    {
-        "flow_match_euler": RegisteredSampler(
-            "diffusion_runtime.denoising.flow_match_euler:FlowMatchEulerSampler",
-            scheduler_class="FlowMatchEulerDiscreteScheduler",
-            shift_key="shift",
-            required={"stochastic_sampling": False},
-            takes_levels=True,
-            stretches=True,
-        ),
-        "unipc": RegisteredSampler(
-            "diffusion_runtime.denoising.unipc:UniPCSampler",
-            scheduler_class="UniPCMultistepScheduler",
-            shift_key="flow_shift",
-            required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
-        ),
-        "flow_map_euler": RegisteredSampler(
-            "diffusion_runtime.denoising.flow_map_euler:FlowMapEulerSampler",
-            scheduler_class="FlowMapEulerDiscreteScheduler",
-            also_class="FlowMapDiscreteScheduler",
-            shift_key="shift",
-            takes_levels=True,
-        ),
-        "dmd": RegisteredSampler("diffusion_runtime.denoising.dmd:DmdSampler", takes_levels=True, adds_noise=True),
-        "rcm": RegisteredSampler("diffusion_runtime.denoising.dmd:RcmSampler", takes_levels=True, adds_noise=True),
-    }
-)
+_REGISTERED = {
+    "flow_match_euler": RegisteredSampler(
+        "diffusion_runtime.denoising.flow_match_euler:FlowMatchEulerSampler",
+        scheduler_class="FlowMatchEulerDiscreteScheduler",
+        shift_key="shift",
+        required={"stochastic_sampling": False},
+        takes_levels=True,
+        stretches=True,
+    ),
+    "unipc": RegisteredSampler(
+        "diffusion_runtime.denoising.unipc:UniPCSampler",
+        scheduler_class="UniPCMultistepScheduler",
+        shift_key="flow_shift",
+        required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+    ),
+    "flow_map_euler": RegisteredSampler(
+        "diffusion_runtime.denoising.flow_map_euler:FlowMapEulerSampler",
+        scheduler_class="FlowMapEulerDiscreteScheduler",
+        also_class="FlowMapDiscreteScheduler",
+        shift_key="shift",
+        takes_levels=True,
+    ),
+    "dmd": RegisteredSampler("diffusion_runtime.denoising.dmd:DmdSampler", takes_levels=True, adds_noise=True),
+    "rcm": RegisteredSampler("diffusion_runtime.denoising.dmd:RcmSampler", takes_levels=True, adds_noise=True),
+}
+SAMPLERS: Mapping[str, RegisteredSampler] = MappingProxyType(_REGISTERED)

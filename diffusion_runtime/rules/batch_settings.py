@@ -136,6 +136,14 @@ class BatchSettings:
             return self.num_steps
         return self.num_steps_of_chunk(0) + self.num_steps * ((self.chunks.num_chunks or 1) - 1)
 
+    @property
+    def num_predictions(self) -> int:
+        """Calls of the model by the samplers of a clip that is made at once, guidance branches not counted."""
+        if self.rules.is_causal:
+            return self.num_steps
+        of_sampler = len(self.build_sampler().steps(torch.device("cpu")))
+        return self.num_steps - self.num_inference_steps + of_sampler
+
     def num_steps_of_chunk(self, index: int) -> int:
         """Denoising steps of one chunk of a causal model's video."""
         return steps_of_chunk(self.shared, index)

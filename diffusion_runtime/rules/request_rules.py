@@ -411,8 +411,8 @@ class RequestRules(SamplingRules):
             )
         if self.geometry.makes_sound:
             raise RequestError(f"{field}: latents that hold sound as well cannot be halved; leave it out")
-        if request.sampler is not None and SAMPLERS[request.sampler].adds_noise:
-            others = " or ".join(name for name, declared in SAMPLERS.items() if not declared.adds_noise)
+        if request.sampler is not None and not _changes_size(request.sampler):
+            others = " or ".join(filter(_changes_size, SAMPLERS))
             raise RequestError(f"{field}: {request.sampler} cannot change the size; leave it out, or use {others}")
         cache = None if step_cache is None else StepCacheSettings.parse(step_cache)
         if cache is not None and isinstance(cache.options, MagCacheOptions):
@@ -479,3 +479,9 @@ def _try_first_chunk(settings: BatchSettings) -> None:
         raise RequestError(
             f"first_chunk_sampler: {error}; or use --first-chunk-sampler {settings.sampler}, as of the other chunks"
         ) from None
+
+
+def _changes_size(sampler: str) -> bool:
+    """Whether a sampler goes on at another size between two steps: one that is a schedule of single predictions."""
+    declared = SAMPLERS[sampler]
+    return not declared.adds_noise and declared.num_predictions_per_step == 1

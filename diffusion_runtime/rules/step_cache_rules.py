@@ -10,6 +10,7 @@ from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.request.step_cache_options import (
     DBCacheOptions,
     MagCacheOptions,
@@ -52,6 +53,7 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
     if cache is None:
         return request
+    _check_one_prediction(request, cache.method)
     if request.num_inference_steps is not None:
         cache.check_steps(request.num_inference_steps)
     if cache.decides_per_branch:
@@ -59,10 +61,23 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, step_cache=cache.text)
 
 
+def _check_one_prediction(request: GenerationRequest, method: str) -> None:
+    """Raises RequestError for a sampler that calls the model several times per step."""
+    sampler = None if request.sampler is None else SAMPLERS.get(request.sampler)
+    if sampler is not None and sampler.num_predictions_per_step > 1:
+        others = ", ".join(name for name, each in SAMPLERS.items() if each.num_predictions_per_step == 1)
+        raise RequestError(
+            f"step_cache: {method} reuses what the step before computed, and sampler {request.sampler} calls the model "
+            f"{sampler.num_predictions_per_step} times per step; leave the cache out, or use {others}"
+        )
+
+
 def with_fitting_step_cache(request: GenerationRequest, model: CachedModel) -> GenerationRequest:
     """`with_step_cache`, after its coefficients or calibration were seen to fit the model. Raises RequestError where
     they do not, or there are none."""
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+    if cache is not None:
+        _check_one_prediction(request, cache.method)
     if cache is not None and request.num_inference_steps is not None:
         # First: no file makes up for it.
         cache.check_steps(request.num_inference_steps)

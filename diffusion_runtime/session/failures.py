@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-from diffusion_runtime.errors import DeviceMemoryError, DiffusionRuntimeError
+from diffusion_runtime.errors import Cancelled, DeviceMemoryError, DiffusionRuntimeError
 
 INTERRUPTED = 130
 _WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guidance-mode two_pass"
@@ -27,7 +27,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         trace = "".join(traceback.format_exception(error))
-        if isinstance(error, DiffusionRuntimeError):
+        if isinstance(error, DiffusionRuntimeError | Cancelled):
             return cls(type(error).__name__, str(error), error.exit_code, trace)
         if isinstance(error, Interrupted | KeyboardInterrupt):
             return cls(Interrupted.__name__, "interrupted: nothing was finished", INTERRUPTED, trace)

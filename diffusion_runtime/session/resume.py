@@ -1,7 +1,7 @@
 """Resume: which results of an interrupted run exist already (`--resume`).
 
 A result is done when its file and its sidecar are both there and were made by the same request and images, model,
-weight files beside it, LoRA files, quantization, decoder and attention.
+attention, and the same values of every option that changes the output (`RuntimeOption.changes_output`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.outputs import Outputs
@@ -20,24 +20,9 @@ from diffusion_runtime.session.outputs import Outputs
 # may the way in which processes share the work: neither changes what is made.
 _MODEL_KEYS = ("path", "commit", "family", "config_sha256", "dtype")
 _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
-# Of its `runtime`: what changes the weights and the decoder.
-_RUNTIME_KEYS = (
-    "transformer_path",
-    "transformer_2_path",
-    "controlnet_path",
-    "vae_path",
-    "audio_vae_path",
-    "vocoder_path",
-    "text_encoder_path",
-    "text_encoder_2_path",
-    "variant",
-    "upsampler_path",
-    "lora",
-    "vae_decode",
-    "vae_tiling",
-    "vae_decoder",
-    "quantization",
-    "quantization_ignored_layers",
+# Of its `runtime`: what changes the output and is not compared as what it led to.
+_RUNTIME_KEYS = tuple(
+    name for name, option in runtime_options().items() if option.changes_output and option.recorded_as is None
 )
 
 

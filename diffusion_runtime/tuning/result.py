@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import BUDGET_NOT_MET, OutputError
 from diffusion_runtime.media.publish import replace_text
@@ -21,8 +21,6 @@ from diffusion_runtime.untrusted.yaml_text import yaml_document
 
 SCHEMA = "diffusion_runtime.tune/1"
 TUNED = "tuned"
-# Of a RuntimeConfig, what belongs to the machine or is said in another way.
-_NOT_WRITTEN = ("attention", "attention_override", "device", "parallel", "memory_limit", "offload", "self_check")
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,9 @@ class TuneResult:
         """`runtime` and `request` as `generate --config` takes them, and `tuning`, the record."""
         defaults = RuntimeConfig()
         runtime = {
-            item.name: _plain(getattr(self.runtime, item.name))
-            for item in dataclasses.fields(RuntimeConfig)
-            if item.name not in _NOT_WRITTEN and getattr(self.runtime, item.name) != getattr(defaults, item.name)
+            name: _plain(getattr(self.runtime, name))
+            for name, option in runtime_options().items()
+            if option.written_by_tune and getattr(self.runtime, name) != getattr(defaults, name)
         }
         own = ("prompt", "negative_prompt", "seed")
         request = {key: value for key, value in self.request.to_dict().items() if value is not None and key not in own}

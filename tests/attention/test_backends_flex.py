@@ -9,10 +9,21 @@ import pytest
 import torch
 from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, visible_by
 
-from diffusion_runtime.attention import attention
+from diffusion_runtime.attention import (
+    AttentionCall,
+    AttentionResult,
+    LayerInfo,
+    RequestCache,
+    StepInfo,
+    attention,
+)
 from diffusion_runtime.attention.backends import flex_attn
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.flex_attn import causal_blocks
-from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.attention.backends.interface import NoOptions
+from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.parallel.interface import AttentionInputs
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex_attn compiles with g++")
 
@@ -82,3 +93,23 @@ def test_causal_blocks_are_the_lower_triangle(seq: int) -> None:
     assert torch.equal(blocks.to_dense()[0, 0].bool(), torch.ones(rows, rows, dtype=torch.bool).tril())
     assert blocks.full_kv_num_blocks is not None
     assert blocks.full_kv_num_blocks.flatten().tolist() == list(range(rows))
+
+
+def test_a_kernel_without_a_backward_pass_refuses_gradients() -> None:
+    """FlexAttention on a CPU by what it declares, and any other backend whose result records none."""
+
+    class Detached(TorchSdpaBackend):
+        name = "detached_attn"
+
+        def run(self, call: AttentionCall) -> AttentionResult:
+            result = super().run(call)
+            return result._replace(out=result.out.detach())
+
+    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+    with pytest.raises(ConfigError, match=r"flex_attn computes no gradients here.*no_grad"):
+        attention(q, k, v, backend="flex_attn")
+    call = AttentionCall(AttentionInputs(q, k, v), NoOptions(), LayerInfo(), StepInfo(), RequestCache())
+    with pytest.raises(ConfigError, match="detached_attn computes no gradients here"):
+        run_backend(Detached(), call)
+    with torch.no_grad():
+        assert run_backend(Detached(), call).out.shape == q.shape

@@ -20,10 +20,8 @@ class Thing:
     """An object without anything."""
 
 
-def made_opaque(layer: LocalAttention) -> torch.Tensor:
-    layer.make_opaque()
-    assert layer._handle is not None
-    return layer._handle
+# The values of a call that has a context.
+NO_VALUES = ("", (), torch.zeros((), dtype=torch.int64), False, False)
 
 
 def test_a_table_keeps_nothing_alive() -> None:
@@ -57,10 +55,9 @@ def test_threads_get_handles_of_their_own() -> None:
     assert all(table.find(handle) is thing for thing, handle in found)
 
 
-def test_a_context_has_a_handle_where_blocks_are_compiled_and_each_layout_its_own() -> None:
-    assert AttentionContext().handle is None
+def test_a_context_has_a_handle_and_each_layout_its_own() -> None:
     number = len(CONTEXTS)
-    context = AttentionContext(is_compiled=True)
+    context = AttentionContext()
     text = context.with_layout(TokenLayout.text(3))
     assert context.handle is not None
     assert text.handle is not None
@@ -71,49 +68,40 @@ def test_a_context_has_a_handle_where_blocks_are_compiled_and_each_layout_its_ow
     assert len(CONTEXTS) == number
 
 
-def test_operators_are_what_their_fakes_say() -> None:
+def test_the_operator_is_what_its_fake_says() -> None:
     """opcheck: schema, shape, strides and dtype of the fake, and tracing with symbolic sizes."""
     torch.manual_seed(0)
     layer = LocalAttention(3, 16, layer=LayerInfo(1, 2, "self", "a.layer"))
-    handle, context = made_opaque(layer), AttentionContext(TokenLayout((1, 2, 3), 0, 2, (1, 2)), is_compiled=True)
-    assert context.handle is not None
+    context, plain = AttentionContext(TokenLayout((1, 2, 3), 0, 2, (1, 2))), AttentionContext()
     # As in the models: heads beside each other in one product, and a batch whose padding is cut off.
     q, k, v = torch.randn(2, 8, 3, 3, 16).unbind(2)
-    expected = layer(q, k, v, AttentionContext(context.layout))
-    found = opaque.opaque_attention(q, k, v, handle, context.handle)
-    assert torch.equal(found, expected)
-    assert found.is_contiguous()
     mask = torch.rand(2, 1, 8, 8) > 0.3
-    plain = AttentionContext(is_compiled=True)
-    assert plain.handle is not None
-    for operator, further, of in (
-        (opaque.opaque_attention, (), context),
-        (opaque.opaque_masked_attention, (mask,), plain),
-        (opaque.opaque_gated_attention, (torch.ones_like(q),), context),
-    ):
-        torch.library.opcheck(operator, (q, k, v, *further, handle, of.handle))
+    for gate, hidden, of in ((None, None, context), (None, mask, plain), (torch.ones_like(q), None, context)):
+        given = (q, k, v, gate, hidden, layer._handle, of.handle, *NO_VALUES)
+        torch.library.opcheck(opaque.opaque_attention, given)
+        found, lse = opaque.opaque_attention(*given)
+        assert torch.equal(found, layer(q, k, v, AttentionContext(of.layout), mask=hidden))
+        assert found.is_contiguous()
+        assert lse.numel() == 0
     # Of queries whose heads come before their tokens, the result is contiguous all the same.
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    torch.library.opcheck(opaque.opaque_attention, (*turned, handle, context.handle))
+    torch.library.opcheck(opaque.opaque_attention, (*turned, None, None, layer._handle, context.handle, *NO_VALUES))
     half = (q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert opaque.opaque_attention(*half, handle, context.handle).dtype == torch.bfloat16
-    assert torch.equal(
-        opaque.opaque_masked_attention(q, k, v, mask, handle, plain.handle),
-        layer(q, k, v, AttentionContext(), mask=mask),
-    )
+    out, _ = opaque.opaque_attention(*half, None, None, layer._handle, context.handle, *NO_VALUES)
+    assert out.dtype == torch.bfloat16
 
 
 def test_a_backend_without_a_gated_branch_is_called_without_the_gate() -> None:
-    layer = LocalAttention(2, 16)
-    handle, context = made_opaque(layer), AttentionContext(is_compiled=True)
-    assert context.handle is not None
+    layer, context = LocalAttention(2, 16), AttentionContext()
     q, k, v = torch.randn(3, 1, 4, 2, 16)
     assert not layer.takes_gate(q, context)
-    found = opaque.opaque_gated_attention(q, k, v, torch.full_like(q, 1e6), handle, context.handle)
+    gate = torch.full_like(q, 1e6)
+    found, _ = opaque.opaque_attention(q, k, v, gate, None, layer._handle, context.handle, *NO_VALUES)
     assert torch.equal(found, layer(q, k, v))
 
 
-def test_a_copied_layer_has_no_handle_of_the_first() -> None:
+def test_a_copied_layer_has_a_handle_of_its_own() -> None:
     layer = LocalAttention(2, 16)
-    made_opaque(layer)
-    assert copy.deepcopy(layer)._handle is None
+    copied = copy.deepcopy(layer)
+    assert opaque.ATTENTIONS.find(copied._handle) is copied
+    assert opaque.ATTENTIONS.find(layer._handle) is layer

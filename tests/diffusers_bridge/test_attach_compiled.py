@@ -56,8 +56,7 @@ def test_a_compiled_model_is_attached_to_like_others(compile_model: Callable[...
         for num_passes in (1, 2):
             assert relative_error(forward(model, arguments), before) < 1e-5
             assert handle.report().num_calls == 4 * num_passes
-        # A whole model has hooks of ours, which break its graph.
-        assert bool(handle.remarks) == (fullgraph and compile_model is wrapped)
+        assert handle.remarks == ()
         assert handle.modules[0].found.path == "blocks.0.attn1"
     assert torch.equal(forward(model, arguments), before)
     with attach(pipeline, SPARSE) as handle:
@@ -123,5 +122,53 @@ def test_one_graph_per_kind_of_block_holds_our_attention(build: Callable[[], Any
             (row.role, row.backend, row.layers) for row in rows
         ], attachment
         assert len(graphs) == len(kinds)
+    operators = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert torch.ops.diffusion_runtime.module_attention.default in operators
+
+
+def in_place(model: Any, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+@pytest.mark.parametrize("compile_model", [wrapped, in_place, by_blocks])
+@pytest.mark.parametrize("is_attached_first", [True, False])
+def test_a_whole_pipeline_keeps_its_graphs(
+    compile_model: Callable[..., Any], is_attached_first: bool, tiny_wan_folder: Any
+) -> None:
+    """Each order and form, with fullgraph=True: no graph breaks, nothing new at other steps, and a choice by step."""
+    from diffusers import WanPipeline
+
+    choice = {"default": "torch_sdpa", "schedule": [{"steps": "0-0", "role": "self", "backend": "reference"}]}
+    request = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3, "output_type": "latent"}
+
+    def made(pipe: Any) -> torch.Tensor:
+        return pipe("a red circle", generator=torch.Generator().manual_seed(0), **request).frames
+
+    pipe = WanPipeline.from_pretrained(tiny_wan_folder)
+    pipe.set_progress_bar_config(disable=True)
+    with attach(pipe, choice) as handle:
+        expected, rows = made(pipe), handle.report().rows
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def compiled() -> None:
+        pipe.transformer = compile_model(pipe.transformer, backend=counted(graphs), fullgraph=True)
+
+    if not is_attached_first:
+        compiled()
+    with attach(pipe, choice) as handle:
+        if is_attached_first:
+            compiled()
+        found = made(pipe)
+        report = handle.report()
+        assert relative_error(found, expected) < 1e-5
+        assert [(row.role, row.backend, row.count) for row in report.rows] == [
+            (row.role, row.backend, row.count) for row in rows
+        ]
+        assert handle.remarks == ()
+        num_graphs = len(graphs)
+        made(pipe)
+        assert len(graphs) == num_graphs
     operators = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert torch.ops.diffusion_runtime.module_attention.default in operators

@@ -187,7 +187,8 @@ def test_every_sampler_says_its_steps_before_it_runs(name: str) -> None:
     noise = torch.ones(1, 1, 1, 2, 2)
     sampler.sample(noise, predict, draw_noise=lambda: noise)
     assert sampler.steps(noise.device) == tuple(ran)
-    assert len(ran) == 5
+    assert {step.index for step in ran} == set(range(5))
+    assert len(ran) <= 5 * SAMPLERS[name].num_predictions_per_step
 
 
 def test_steps_of_several_sizes_are_known_before_they_run() -> None:

@@ -33,7 +33,8 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
 
     A call without keys gives 0 and -inf, as every query does that sees no key, and one without queries empty tensors;
     `backend.run` sees neither. It sees heads whose numbers lie side by side, on a GPU from a multiple of 16 bytes on.
-    A number of keys that is none of the capability's key_counts is computed elsewhere, which the result states.
+    A number of keys that is none of the capability's key_counts is computed elsewhere, which the result states. Raises
+    ConfigError where inputs require gradients that the backend does not compute.
     """
     q = call.inputs.q
     if call.inputs.k.shape[1] == 0:
@@ -41,10 +42,31 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
     if q.numel() == 0:
         return _empty_result(call, "no queries")
     call, device = _with_aligned_rows(call), q.device
+    needs_gradients = torch.is_grad_enabled() and _requires_gradients(call)
+    if needs_gradients:
+        refusal = backend.gradient_refusal(call)
+        if refusal is not None:
+            raise _without_gradients(backend, refusal)
     if not guard_is_needed(device):
-        return _run(backend, call)
-    with device_guard(device):
-        return _run(backend, call)
+        result = _run(backend, call)
+    else:
+        with device_guard(device):
+            result = _run(backend, call)
+    if needs_gradients and not result.out.requires_grad:
+        raise _without_gradients(backend, f"its kernel ({result.implementation}) has no backward pass")
+    return result
+
+
+def _requires_gradients(call: AttentionCall) -> bool:
+    inputs = call.inputs
+    return any(x is not None and x.requires_grad for x in (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.mask))
+
+
+def _without_gradients(backend: Backend, reason: str) -> ConfigError:
+    return ConfigError(
+        f"attention: {backend.name} computes no gradients here, and inputs require them: {reason}. Call it under "
+        "torch.no_grad() or torch.inference_mode(), or train with a dense backend such as torch_sdpa"
+    )
 
 
 def expected_implementation(backend: Backend, form: CallForm) -> str | None:

@@ -92,6 +92,9 @@ class FlexBackend(Backend):
     def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
         return "flex"
 
+    def gradient_refusal(self, call: AttentionCall) -> str | None:
+        return "torch's FlexAttention has no backward pass on a CPU" if call.q.device.type == "cpu" else None
+
     def run(self, call: AttentionCall) -> AttentionResult:
         if call.block_mask is not None:
             return _attend(call, call.q, call.k, call.v, False)

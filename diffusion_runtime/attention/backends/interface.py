@@ -280,6 +280,11 @@ class Backend(ABC):
         equal keys."""
         return ()
 
+    def depends_on_step(self, options: Any, layer: LayerInfo) -> bool:  # noqa: ARG002
+        """Whether what a call computes depends on the step, so that one whose step is unknown cannot be served. Here:
+        whether it chooses among keys, since such methods may go by step; dense backends do not."""
+        return self.capability.needs_grid
+
     def reserve(self, limits: PlanLimits) -> Any:  # noqa: ARG002
         """Buffers on the device for the plans of calls up to `limits`, made once per CUDA graph, and once per video
         that is made chunk by chunk with a key-value cache; None for nothing."""
@@ -321,6 +326,11 @@ class Backend(ABC):
     def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
         """What AttentionResult.implementation will say of such a call, before anything is computed; None where that is
         found at the call. Of a call whose samples differ in their lengths a result may say that beside it."""
+        return None
+
+    def gradient_refusal(self, call: AttentionCall) -> str | None:  # noqa: ARG002
+        """Why the gradients of such a call, whose inputs require them, cannot be computed; None where they can, or
+        where `run` says so. A result that records none is refused in any case (calling.py)."""
         return None
 
     @abstractmethod

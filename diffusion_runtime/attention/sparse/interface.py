@@ -46,6 +46,8 @@ from diffusion_runtime.startup.importing import import_failure
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
+# So many that a share of the steps is some of them.
+_MANY_STEPS = 1000
 # Where torch calls the device `cuda`, and the Triton kernels compute.
 GPU_PLATFORMS = ("cuda", "rocm")
 _INSTALL_TRITON = "pip install 'diffusion-runtime[sparse]'"
@@ -98,8 +100,11 @@ class SparseOptions:
 class SparseBackend(ImportingBackend):
     """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
 
-    Every options_type derives from SparseOptions, whose rules decide which calls are dense.
+    Every options_type derives from SparseOptions, whose rules decide which calls are dense. masks_rows: whether plans
+    have a row_mask.
     """
+
+    masks_rows: ClassVar[bool] = False
 
     capability: ClassVar[Capability] = sparse_capability()
     lossless = False
@@ -131,6 +136,11 @@ class SparseBackend(ImportingBackend):
         """Which rules of the dense schedule hold."""
         rules = options.dense_schedule(layer.num_layers, step.num_steps)
         return tuple(rule.window.holds(layer, step) for rule in rules)
+
+    def depends_on_step(self, options: Any, layer: LayerInfo) -> bool:
+        """Whether a rule of the dense schedule goes by step; the pattern of most methods does not."""
+        rules = options.dense_schedule(layer.num_layers, _MANY_STEPS)
+        return any(not rule.window.steps.is_every for rule in rules)
 
     def dense_reason(self, call: AttentionCall | CallForm) -> str | None:
         """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""

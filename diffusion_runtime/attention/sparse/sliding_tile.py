@@ -76,6 +76,9 @@ class SlidingTileBackend(SparseBackend):
         if options.mask_strategy_file_path is not None:
             load_strategy(options.mask_strategy_file_path).check_fits(layer, num_heads, num_steps)
 
+    def depends_on_step(self, options: SlidingTileOptions, layer: LayerInfo) -> bool:
+        return options.mask_strategy_file_path is not None or super().depends_on_step(options, layer)
+
     def replay_refusal(self, options: SlidingTileOptions) -> str | None:
         if options.mask_strategy_file_path is not None:
             return "the windows of a strategy differ from step to step"

@@ -81,6 +81,10 @@ class SparseVideoGen2Backend(SparseBackend):
         {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6}
     )
 
+    def depends_on_step(self, options: SparseVideoGen2Options, layer: LayerInfo) -> bool:  # noqa: ARG002
+        """The clusters of a step begin with those of the step before."""
+        return True
+
     def keeps_everything(self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         if options.svg2_top_p_kmeans >= 1.0 or options.svg2_min_kc_ratio >= 1.0:
             return "svg2_top_p_kmeans or svg2_min_kc_ratio of 1 keeps everything"

@@ -126,6 +126,7 @@ class VMobaBackend(SparseBackend):
 
     name = "vmoba_attn"
     aliases = ("vmoba",)
+    masks_rows = True
     summary = "V-MoBA: every query selects chunks of keys, cut in time and space by turns"
     options_type = VMobaOptions
     self_test_options = MappingProxyType({"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)})
