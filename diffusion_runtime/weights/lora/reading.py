@@ -137,7 +137,7 @@ def lora_file(given: str, key: str) -> Path:
 
 def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
-    if is_integer and key.role is Role.ALPHA:
+    if is_integer and key.role in (Role.ALPHA, Role.RANK):
         # Trainers that were given no alpha save the rank, as it is.
         return tensor.double()
     if not tensor.is_floating_point():
@@ -213,6 +213,10 @@ class _Reader:
         stated = self.settings.rank_of(self.name)
         if stated is not None and stated != rank:
             raise self._error(f"a rank that does not fit: its settings say {stated}, its tensors have {rank}")
+        if Role.RANK in self.tensors and self.tensors[Role.RANK].tolist() not in (rank, [rank]):
+            raise self._error(
+                f"a rank that does not fit: {shown(self.tensors[Role.RANK].tolist())} beside tensors of {rank}"
+            )
         return LowRank(down, up, self.settings.scale(self._alpha(rank), rank))
 
     def _kronecker(self) -> Kronecker:
