@@ -184,9 +184,9 @@ def _measure(
     """Raises ConfigError for unknown names, BackendUnavailableError for a backend that cannot run here at all."""
     from diffusion_runtime.attention.config import AttentionSpec
     from diffusion_runtime.benchmark.attention import benchmark_attention, check_backends, default_backends
-    from diffusion_runtime.benchmark.estimate import estimate_text
     from diffusion_runtime.benchmark.shapes import find_shapes
     from diffusion_runtime.core.hardware import resolve_dtype
+    from diffusion_runtime.explanation.estimate import estimate_text
 
     wanted = () if shapes is None else [name.strip().lower() for name in shapes.split(",") if name.strip()]
     chosen = find_shapes(wanted, small_by_default=hardware.platform == "cpu")

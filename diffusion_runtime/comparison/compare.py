@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.benchmark.estimate import estimate_text
 from diffusion_runtime.comparison.attention_figures import (
     ExpectedDensity,
     attention_seconds,
@@ -28,6 +27,7 @@ from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_e
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError, shown
+from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.config import AttentionSpec
-from diffusion_runtime.benchmark.estimate import estimate_text
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter

@@ -9,8 +9,8 @@ import pytest
 import torch
 from cli_support import Command
 
-from diffusion_runtime.benchmark.estimate import duration_text, estimate_text
 from diffusion_runtime.cli.interruptible import has_abandoned_work, run_interruptibly
+from diffusion_runtime.explanation.estimate import duration_text, estimate_text
 
 
 def test_a_signal_ends_the_wait_for_a_call_that_computes() -> None:
