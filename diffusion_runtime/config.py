@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diffusion_runtime.core.memory_size import parse_size
-from diffusion_runtime.core.spellings import own_name, unknown_value
+from diffusion_runtime.core.spellings import own_name, resolve, unknown_value
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -426,8 +426,9 @@ class RuntimeConfig:
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
         object.__setattr__(self, "dtype", own_name("dtype", self.dtype, DTYPES))
-        if self.dtype not in DTYPES:
-            raise ConfigError(unknown_value("dtype", self.dtype, DTYPES))
+        # Any other name is for the device to refuse (core/hardware.py).
+        if self.dtype not in DTYPES and (row := resolve("dtype", self.dtype)) is not None:
+            raise ConfigError(f"dtype: {row.refusal}")
 
     def _split_model_path(self) -> None:
         if isinstance(self.model_path, str):

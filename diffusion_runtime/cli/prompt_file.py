@@ -29,7 +29,8 @@ def collect_prompts(
             f"; the value of {path} was read as {shown(value)}, after the first '='"
             for path, _, value in (entry.partition("=") for entry in dotted)
         )
-        if any(character.isspace() for character in "".join(positional[:2])) and not taken:
+        # Words of one prompt hold no space; each of several that were quoted does.
+        if all(" " in prompt.strip() for prompt in positional) and not taken:
             several = " ".join(f"--prompt {shlex.quote(prompt[:MAX_SHOWN_CHARACTERS])}" for prompt in positional[:3])
             raise RequestError(
                 f"expected one prompt, got {len(positional)}; several are given by a flag each: generate {several}, or "

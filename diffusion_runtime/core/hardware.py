@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.core.spellings import own_name, unknown_value
+from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -195,5 +195,5 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
-        raise ConfigError(unknown_value("dtype", dtype, ("auto", *DTYPES)))
+        raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {shown(dtype)}")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

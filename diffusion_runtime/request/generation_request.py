@@ -38,6 +38,7 @@ from diffusion_runtime.request.fields import (
     parse_scales,
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, parse_conditions
+from diffusion_runtime.request.given_images import as_image_paths
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
     SWITCH_MODES,
@@ -617,7 +618,7 @@ class GenerationRequest:
             panel=WHAT,
             pipeline_parameters=("last_image",),
             may_stay_none=True,
-            convert=parse_paths,
+            convert=as_image_paths,
             refusal="this model takes no image to end with; leave it out",
         ).as_metadata(),
     )
@@ -680,7 +681,7 @@ class GenerationRequest:
             panel=WHAT,
             pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
             may_stay_none=True,
-            convert=parse_paths,
+            convert=as_image_paths,
             refusal="this model takes no mask; leave it out",
         ).as_metadata(),
     )
