@@ -142,7 +142,7 @@ def _parser_message(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _help_of(arguments: Sequence[str], option: str | None) -> str:
-    """What the help of a verb says of an option, whose values it lists; empty where the verb has none."""
+    """Return the help of an option of a verb, which lists its values; empty where the verb has none."""
     command = _command(_named(arguments))
     for word in arguments:
         command = getattr(command, "commands", {}).get(word, command)

@@ -95,6 +95,9 @@ def _in_sections(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         "request": list(request_field_types()),
         "parallel": [item.name for item in dataclasses.fields(ParallelConfig)],
     }
+    flags = {*_KEY_OF, *itertools.chain(*sections.values())}
+    if not any(key.lower().replace("-", "_") in flags or resolve("flag", key) for key in content):
+        return content
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for typed, value in content.items():
         for key, own_value in _own_keys(typed, value, where):

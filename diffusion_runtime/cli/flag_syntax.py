@@ -128,7 +128,7 @@ def flags_in(text: str) -> list[str]:
 
 
 def _takes(switches: Mapping[str, bool], flag: str) -> bool:
-    """Whether a verb has a flag, or the one that a flag with a path is rewritten to."""
+    """Return whether a verb has a flag, or the one that a flag with a path is rewritten to."""
     return (_TARGETS[flag[2:].partition(".")[0]][0] if "." in flag else flag) in switches
 
 

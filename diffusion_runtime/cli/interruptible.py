@@ -35,5 +35,5 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def has_abandoned_work() -> bool:
-    """Whether a thread of `run_interruptibly` still computes."""
+    """Return whether a thread of `run_interruptibly` still computes."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

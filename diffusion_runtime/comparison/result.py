@@ -92,7 +92,7 @@ class Row:
 
     @property
     def timed_seconds(self) -> list[float]:
-        """Of each clip that is timed, all stages together."""
+        """Seconds of each clip that is timed, all stages together."""
         return [sum(clip.seconds.get(stage, 0.0) for stage in STAGES) for clip in self.clips[self.num_untimed :]]
 
     @property

@@ -53,8 +53,8 @@ class Spelling(NamedTuple):
 
 
 def resolve(kind: Kind, name: str) -> Spelling | None:
-    """What a name of another project is here; None for a name that the table does not have. Case and `-`/`_` do not
-    matter, but in names of Python."""
+    """Look up what a name of another project is here; None for a name that the table does not have. Case and `-`/`_`
+    do not matter, but in names of Python."""
     return table_of(kind).get(_plain(kind, name))
 
 

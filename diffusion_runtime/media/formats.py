@@ -36,7 +36,7 @@ def format_of(path: str | Path) -> str:
 
 
 def _instead(path: str | Path, suffix: str) -> str:
-    """What to write for a file name of another format."""
+    """Advise a name for a file of another format."""
     name = shlex.quote(Path(path).stem)
     if suffix in _OTHER_PICTURES:
         return f" One picture is a PNG here: write -o {name}.png --num-frames 1."

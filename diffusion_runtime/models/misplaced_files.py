@@ -27,7 +27,7 @@ _MAX_NAMES = 4
 
 
 def advice_for_file(path: Path) -> str:
-    """What a safetensors or GGUF file is, and which flags take it, as a clause; from its head and the json in this
+    """Say what a safetensors or GGUF file is, and which flags take it, as a clause; from its head and the json in this
     package, without the network."""
     file = shlex.quote(str(path))
     try:
@@ -77,7 +77,7 @@ def _fits(path: Path, published: PublishedModel) -> bool:
 
 
 def advice_for_comfyui(path: Path) -> str | None:
-    """What to write for a folder of ComfyUI, or its `models`; None for any other folder."""
+    """Say what to write for a folder of ComfyUI, or its `models`; None for any other folder."""
     folder = next((each for each in (path / "models", path) if _is_comfyui(each)), None)
     if folder is None:
         return None

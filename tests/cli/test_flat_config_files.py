@@ -36,10 +36,11 @@ def test_flags_at_the_top_are_taken_for_their_keys(tmp_path: Path) -> None:
         ("model-path: x\nmodel: y", "'model': model_path is given twice"),
         ("size: large", "size: expected a value such as 832*480"),
         ("enable-cpu-offload: 3", "expected true or false"),
-        ("sedd: 3", "unknown section or flag 'sedd'. Did you mean 'seed'"),
+        ("seconds: 1\nsedd: 3", "unknown section or flag 'sedd'. Did you mean 'seed'"),
         # The command's own flags are typed: a file of a stranger names no program and no place to write to.
-        ("output-path: x.mp4", "unknown section or flag 'output-path'"),
-        ("import: x.py", "unknown section or flag 'import'"),
+        ("seed: 1\noutput-path: x.mp4", "unknown section or flag 'output-path'"),
+        ("seed: 1\nimport: x.py", "unknown section or flag 'import'"),
+        ("import: x.py", "unknown section 'import'"),
     ],
 )
 def test_other_flags_are_refused(content: str, said: str, tmp_path: Path) -> None:
