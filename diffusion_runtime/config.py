@@ -22,8 +22,10 @@ from diffusion_runtime.core.runtime_options import (
     RuntimeOption,
     options_of,
 )
+from diffusion_runtime.core.spellings import own_name, resolve, unknown_value
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
 # More processes than a cluster would use for one video; the seconds of a week.
 MAX_PROCESSES = 4096
@@ -421,6 +423,10 @@ class RuntimeConfig:
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
+        object.__setattr__(self, "dtype", own_name("dtype", self.dtype, DTYPES))
+        # Any other name is for the device to refuse (core/hardware.py).
+        if self.dtype not in DTYPES and (row := resolve("dtype", self.dtype)) is not None:
+            raise ConfigError(f"dtype: {row.refusal}")
 
     def _split_model_path(self) -> None:
         if isinstance(self.model_path, str):
@@ -439,11 +445,9 @@ class RuntimeConfig:
             raise ConfigError(f"offline: expected true or false, got {shown(self.offline)}")
 
     def _check_quantization(self) -> None:
+        object.__setattr__(self, "quantization", own_name("quantization", self.quantization, QUANTIZATION_MODES))
         if self.quantization not in QUANTIZATION_MODES:
-            raise ConfigError(
-                f"quantization: unknown value {shown(self.quantization)}."
-                f"{nearest(str(self.quantization), QUANTIZATION_MODES)}"
-            )
+            raise ConfigError(unknown_value("quantization", self.quantization, QUANTIZATION_MODES))
         ignored = self.quantization_ignored_layers
         ignored = (ignored,) if isinstance(ignored, str) else ignored
         is_list = isinstance(ignored, Sequence) and all(isinstance(name, str) and name for name in ignored)

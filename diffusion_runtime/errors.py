@@ -1,18 +1,24 @@
 """Every error a caller can meet, with the exit code the command line gives it.
 
-    DiffusionRuntimeError                 1   anything this package raises on purpose
-    ├── UsageError (also a ValueError)    2   a value that was given is wrong
-    │   ├── ConfigError                       a key or value of a config, an option or a flag
-    │   └── RequestError                      a prompt, size, step count or seed that cannot be generated
-    ├── BackendUnavailableError           3   an explicit attention choice that cannot run here
-    ├── DeviceMemoryError                 4   the device ran out of memory
-    ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
-    ├── PipelineBusyError                 1   a second generation on a pipeline that is generating
-    ├── PipelineClosedError               1   a generation on a pipeline that was closed
-    ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
-    │   └── InstallationError                 installed packages that keep every model from being loaded
-    ├── MissingPackageError               1   a package that this result or input needs and that is not installed
-    └── OutputError                       1   a result that cannot be written or read
+    DiffusionRuntimeError                 1          anything this package raises on purpose
+    ├── UsageError (also a ValueError)    2  caller  a value that was given is wrong
+    │   ├── ConfigError                              a key or value of a config, an option or a flag
+    │   └── RequestError                             a prompt, size, step count or seed that cannot be generated
+    ├── BackendUnavailableError           3  caller  an explicit attention choice that cannot run here
+    ├── DeviceMemoryError                 4          the device ran out of memory
+    ├── BatchFailedError                  5          some items of a batch failed, the others are on disk
+    ├── PipelineBusyError                 1          a second generation on a pipeline that is generating
+    ├── PipelineClosedError               1          a generation on a pipeline that was closed
+    ├── ModelLoadError                    1          a model folder, hub id or checkpoint that cannot be used
+    │   └── InstallationError                        installed packages that keep every model from being loaded
+    ├── MissingPackageError               1          a package that this result or input needs and that is not installed
+    ├── ThirdPartyError                   1          an exception inside another project's pipeline
+    └── OutputError                       1          a result that cannot be written or read
+        └── DiskFullError                            a disk without room
+
+`caller` marks those whose `is_callers_fault` is True: the same call fails again, and another value works, on the same
+machine with the same model. A server answers them with 4xx, and any other, which may go away or is the operator's to
+repair, with 5xx.
 
 `Cancelled` is none of them: requests that whoever watched their progress cancelled are no failure.
 `tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET).
@@ -24,6 +30,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from typing import ClassVar
 
 # The exit code of `tune` where no setting meets the budget; what it wrote is the nearest.
 BUDGET_NOT_MET = 6
@@ -37,12 +44,14 @@ class DiffusionRuntimeError(Exception):
     it."""
 
     exit_code = 1
+    is_callers_fault: ClassVar[bool] = False
 
 
 class UsageError(DiffusionRuntimeError, ValueError):
     """A value that was given is wrong; another value would work."""
 
     exit_code = 2
+    is_callers_fault = True
 
 
 class ConfigError(UsageError):
@@ -60,6 +69,7 @@ class BackendUnavailableError(DiffusionRuntimeError):
     """
 
     exit_code = 3
+    is_callers_fault = True
 
     def __init__(self, message: str, reasons: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
@@ -91,6 +101,7 @@ class Cancelled(Exception):
     """
 
     exit_code = 1
+    is_callers_fault = True
 
     def __init__(self, request_indices: Iterable[int] | None = None) -> None:
         super().__init__("cancelled while it was being made")

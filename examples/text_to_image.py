@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from diffusion_runtime import load_pipeline, parse_flags
+from diffusion_runtime import DiffusionRuntimeError, load_pipeline, parse_flags
 
 
 def main() -> None:
@@ -23,4 +23,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DiffusionRuntimeError as error:
+        # The message says what was expected, and what to write.
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

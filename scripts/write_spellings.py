@@ -1,4 +1,4 @@
-"""Write the tables of docs/spellings.md: every row of diffusion_runtime/core/spellings.py."""
+"""Write the tables of docs/spellings.md: every row of diffusion_runtime/core/spellings.yaml."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion_runtime.core.spellings import Kind, Spelling, table_of
+from diffusion_runtime.core.spellings import KINDS, Spelling, table_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "spellings.md"
-KINDS: tuple[Kind, ...] = ("backend", "flag", "verb", "name", "shape")
 BEGIN, END = "<!-- {} of scripts/write_spellings.py -->", "<!-- end of the table -->"
 
 

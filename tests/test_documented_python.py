@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,8 @@ def pages() -> dict[Path, list[Block]]:
 def run_page(found: list[Block], tiny_wan: Path) -> None:
     """One after the other in one module, as a reader would paste them."""
     module = ModuleType("documented")
+    # Dataclasses look their module up.
+    sys.modules["documented"] = module
     names = Reader(tiny_wan)
     for block in found:
         if SEVERAL_PROCESSES in block.text or not block.is_run:
@@ -108,6 +111,7 @@ def test_python_blocks_run(
             except Exception as error:  # collected: one run names every page that is wrong
                 failures.append(f"{page.relative_to(ROOT)}: {type(error).__name__}: {error}")
     finally:
+        sys.modules.pop("documented", None)
         added = {name for name in set(registry._backends) - before if name not in registry._OWN_MODULES}
         for name in added:
             unregister_backend(name)

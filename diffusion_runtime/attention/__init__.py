@@ -14,6 +14,8 @@ from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention,
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.attention.select import Decision
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
+from diffusion_runtime.attention.sparse.tiles import tiles_of
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -40,6 +42,8 @@ __all__ = [
     "LocalAttention",
     "ReportRow",
     "RequestCache",
+    "SparseBackend",
+    "SparseOptions",
     "SparsePlan",
     "StepInfo",
     "TokenLayout",
@@ -49,8 +53,10 @@ __all__ = [
     "force_attention_backend",
     "list_backends",
     "plan_attention",
+    "plan_of_call",
     "register_backend",
     "register_role",
     "select_backend",
+    "tiles_of",
     "unregister_backend",
 ]

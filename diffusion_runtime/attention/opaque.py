@@ -143,7 +143,8 @@ def _run(
     now = CONTEXTS.find(context) if values is None else AttentionContext(values.layout, values.step, values.state)
     if not is_counted:
         now = dataclasses.replace(now, recorder=AttentionRecorder())
-    return ATTENTIONS.find(attention).run_recorded(*given, context=now, values=values, return_lse=return_lse)
+    q, k, v, gate, mask = given
+    return ATTENTIONS.find(attention).run_recorded(q, k, v, gate, mask, now, values, return_lse)
 
 
 def _contiguous(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,12 @@ import typer
 import typer.main
 
 from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
+from diffusion_runtime.cli.interruptible import has_abandoned_work
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout
 from diffusion_runtime.cli.verbs import VERBS, program
 from diffusion_runtime.core.spellings import resolve
-from diffusion_runtime.errors import OutputError, UsageError
+from diffusion_runtime.errors import OutputError, UsageError, nearest, shown
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
@@ -39,6 +42,11 @@ def main() -> None:
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
+    if has_abandoned_work():
+        # A thread computes inside torch, whose pools must not be taken down around it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -96,10 +104,16 @@ def _named(arguments: Sequence[str]) -> str | None:
 
 
 def _refuse_verb(word: str) -> None:
-    """Raises UsageError for a verb of other projects that has no counterpart here."""
+    """Raises UsageError for a word that is no verb here: with the one to write instead where there is one."""
+    if word in VERBS or word.startswith("-"):
+        return
     theirs = resolve("verb", word)
     if theirs is not None:
         raise UsageError(theirs.refusal)
+    if any(character.isspace() for character in word):
+        # A prompt.
+        raise UsageError(f"expected a verb, got {shown(word)}; write generate {shlex.quote(printable(word)[:80])}")
+    raise UsageError(f"there is no verb {shown(word)}.{nearest(word, VERBS)}\n  see: diffusion-runtime --help")
 
 
 def _asks_for_json_lines(arguments: Sequence[str]) -> bool:
@@ -120,6 +134,16 @@ def _parser_message(error: Any, arguments: Sequence[str]) -> str:
 
     if options.is_of_clips(option):
         message = f"No such option: {option} is of `generate`, which writes clips; leave it out"
+    if message.endswith("requires an argument.") and (text := _help_of(arguments, option)):
+        message = f"{option} needs a value. {text}"
     if len(message) > _MAX_PARSER_CHARACTERS:
         message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
     return f"{message}\n  see: {command} --help"
+
+
+def _help_of(arguments: Sequence[str], option: str | None) -> str:
+    """Return the help of an option of a verb, which lists its values; empty where the verb has none."""
+    command = _command(_named(arguments))
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word, command)
+    return next((str(each.help) for each in command.params if option in each.opts and getattr(each, "help", None)), "")

@@ -50,6 +50,7 @@ class Listing:
 
 
 def backends(
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     show_all: Annotated[
         bool,

@@ -13,6 +13,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.flag_syntax import CheckedCommand
+from diffusion_runtime.cli.interruptible import run_interruptibly
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
@@ -96,6 +97,7 @@ def attention(
             rich_help_panel=_WHAT,
         ),
     ] = 300.0,
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     dtype: options.Dtype = None,
     output_path: Annotated[
@@ -148,6 +150,7 @@ def attention(
                 shapes,
                 _effort(hardware, repeats, time_limit),
                 on_progress,
+                terminal.say,
             )
         write_results(result, output_path, plot, lambda path: plot_benchmark(result, path), terminal)
     if as_json:
@@ -176,12 +179,14 @@ def _measure(
     shapes: str | None,
     effort: Effort,
     on_progress: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> AttentionBenchmark:
     """Raises ConfigError for unknown names, BackendUnavailableError for a backend that cannot run here at all."""
     from diffusion_runtime.attention.config import AttentionSpec
     from diffusion_runtime.benchmark.attention import benchmark_attention, check_backends, default_backends
     from diffusion_runtime.benchmark.shapes import find_shapes
     from diffusion_runtime.core.hardware import resolve_dtype
+    from diffusion_runtime.explanation.estimate import estimate_text
 
     wanted = () if shapes is None else [name.strip().lower() for name in shapes.split(",") if name.strip()]
     chosen = find_shapes(wanted, small_by_default=hardware.platform == "cpu")
@@ -192,7 +197,20 @@ def _measure(
     else:
         names, left_out = default_backends(hardware)
     torch_dtype = resolve_dtype(dtype, device)
-    return benchmark_attention(chosen, names, device, torch_dtype, effort, left_out=left_out, on_progress=on_progress)
+
+    def measure() -> AttentionBenchmark:
+        return benchmark_attention(
+            chosen, names, device, torch_dtype, effort, left_out=left_out, on_progress=on_progress
+        )
+
+    if device.type != "cpu":
+        return measure()
+    # Two calls of each to check it, then the samples.
+    num_calls = len(names) * (2 + effort.num_rounds)
+    operations = num_calls * sum(shape.num_operations for shape in chosen)
+    what = f"shapes: {len(chosen)}, backends: {len(names)}, calls of each shape: {num_calls}"
+    say(f"{what}; {estimate_text(operations, torch_dtype)}")
+    return run_interruptibly(measure)
 
 
 def check_result_place(path: Path | None) -> None:

@@ -67,6 +67,7 @@ def generate(
     ] = None,
     memory_limit: Annotated[str | None, _option(_HOW, "Of ours, as in generate.", "--memory-limit", "SIZE")] = None,
     vae_decode: Annotated[str | None, _option(_HOW, "Of ours: exact, fast.", "--vae-decode", "MODE")] = None,
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     dtype: options.Dtype = None,
     output_path: Annotated[

@@ -74,6 +74,7 @@ def step(
     repeats: Annotated[
         int | None, _option(_HOW, "Samples per row. Default: 7, on a CPU 3.", "--repeats", "N", min=1)
     ] = None,
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     dtype: options.Dtype = None,
     output_path: Annotated[

@@ -47,6 +47,7 @@ def calibrate(
         float | None, typer.Option(metavar="X", help="As the cache is to run with.", show_default=False)
     ] = None,
     lora: options.Lora = None,
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     dtype: options.Dtype = None,
     quantization: options.Quantization = None,

@@ -139,6 +139,8 @@ def show(result: Comparison) -> None:
     for names, rows in _prompt_tables(result):
         console.print(figures_table(names, rows), soft_wrap=True)
         console.print()
+    if any(len(row.timed_seconds) == 1 and row is not result.reference for row in result.rows):
+        console.print(Text("Speed: from one timed clip of each setting, without a spread; give more prompts or seeds."))
     for row in result.rows:
         if row.state != "measured":
             console.print(Text(f"{row.name}: {row.state.replace('_', ' ')}: {row.reason}"))

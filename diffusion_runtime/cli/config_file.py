@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from typing import Any
 
 from diffusion_runtime.cli.attention_flags import overlay_attention, split_entries
 from diffusion_runtime.cli.prompts import parse_seeds
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.core.spellings import resolve
 from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest, request_field_types
 
@@ -43,8 +45,8 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
 
     Raises ConfigError for a missing file, a document that is not a mapping, unknown sections and keys, wrong types.
     """
-    content = {} if path is None else _load(Path(path))
     where = "" if path is None else f"{path}: "
+    content = {} if path is None else _in_sections(_load(Path(path)), where)
     for section, values in content.items():
         if section not in (*SECTIONS, _RECORD):
             raise ConfigError(f"{where}unknown section {shown(section)}.{nearest(section, SECTIONS)}")
@@ -79,6 +81,64 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: expected a mapping with {', '.join(SECTIONS)}, got a {type(content).__name__}")
     return content
+
+
+def _in_sections(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A file with flags at its top, as SGLang's have (`model-path: X`), in the sections of ours; any other as it is.
+
+    Raises ConfigError for a key that is no flag of a model, a request or parallel degrees, or has no counterpart here.
+    """
+    if not content or any(key in SECTIONS or isinstance(value, Mapping) for key, value in content.items()):
+        return content
+    sections = {
+        "runtime": [item.name for item in dataclasses.fields(RuntimeConfig) if item.name != "attention_override"],
+        "request": list(request_field_types()),
+        "parallel": [item.name for item in dataclasses.fields(ParallelConfig)],
+    }
+    flags = {*_KEY_OF, *itertools.chain(*sections.values())}
+    if not any(key.lower().replace("-", "_") in flags or resolve("flag", key) for key in content):
+        return content
+    found: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for typed, value in content.items():
+        for key, own_value in _own_keys(typed, value, where):
+            section = next((name for name, known in sections.items() if key in known), None)
+            if section is None:
+                near = nearest(key, [*SECTIONS, *itertools.chain(*sections.values())])
+                raise ConfigError(f"{where}unknown section or flag {shown(typed)}.{near}")
+            if key in found[section]:
+                raise ConfigError(f"{where}{shown(typed)}: {key} is given twice; leave one out")
+            found[section][key] = own_value
+    parallel = found.pop("parallel")
+    return {**found, "runtime": {**found["runtime"], **({"parallel": parallel} if parallel else {})}}
+
+
+# Flags whose key in a config has another name.
+_KEY_OF = {"attention_backend": "attention"}
+
+
+def _own_keys(typed: str, value: Any, where: str) -> list[tuple[str, Any]]:
+    """The keys of ours, with their values, that a flag at the top of a file stands for."""
+    key = typed.lower().replace("-", "_")
+    theirs = resolve("flag", typed)
+    if theirs is None:
+        return [(_KEY_OF.get(key, key), value)]
+    if not theirs.means:
+        raise ConfigError(f"{where}{theirs.refusal}")
+    words = theirs.means.split(" ")
+    if theirs.value:
+        apart = theirs.taken_apart(str(value))
+        if apart is None:
+            raise ConfigError(f"{where}{typed}: expected a value such as {theirs.example}, got {shown(value)}")
+        words = apart
+    elif len(words) == 1:
+        own = words[0][2:].replace("-", "_")
+        return [(_KEY_OF.get(own, own), value)]
+    elif not isinstance(value, bool):
+        raise ConfigError(f"{where}{typed}: expected true or false, got {shown(value)}")
+    elif not value:
+        return []
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [(flag[2:].replace("-", "_"), int(text) if text.isdecimal() else text) for flag, text in pairs]
 
 
 def _nearest_file(path: Path) -> str:

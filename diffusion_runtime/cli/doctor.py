@@ -61,6 +61,7 @@ def doctor(
             rich_help_panel=options.ATTENTION,
         ),
     ] = False,
+    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
     device: options.Device = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=options.OUTPUT)] = False,

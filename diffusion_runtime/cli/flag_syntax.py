@@ -4,19 +4,20 @@ twice.
 `--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
 `--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags.
 `--at 5s "a blue star"` becomes `--at "5s a blue star"`, and so with `--seed-at 5s 7`. A verb that has no flag of a name
-takes it for one of `core/spellings.py`, and underscores for dashes. Of a flag that is given twice
-the last value holds, and every value is checked.
+takes it for one of `core/spellings.yaml`, and underscores for dashes. Of a flag that is given twice the last value
+holds, and every value is checked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
-from diffusion_runtime.core.spellings import resolve
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.core.spellings import Spelling, resolve
+from diffusion_runtime.errors import ConfigError, nearest, shown
 
 # Flags of a time and what comes with it.
 _TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
@@ -80,8 +81,18 @@ def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> l
         if argument == "--":
             return [*rewritten, argument, *waiting]
         name, equals, value = argument.partition("=")
-        own = _own_flag(name, switches) if name.startswith("--") and name not in switches else None
-        if own is not None:
+        theirs = _spelling(name, switches) if name[:1] == "-" and name not in switches else None
+        if theirs is not None and theirs.value:
+            if not equals and not waiting:
+                raise ConfigError(f"{name} needs a value, such as {theirs.example}")
+            given = value if equals else waiting.pop(0)
+            own = theirs.taken_apart(given)
+            if own is None:
+                raise ConfigError(f"{name}: expected a value such as {theirs.example}, got {shown(given)}")
+            rewritten += own
+            continue
+        if theirs is not None:
+            own = theirs.means.split(" ")
             # A flag with a path is one argument with its value.
             first = [value] if equals else waiting[:1] if "." in own[0] else []
             rest = waiting if equals else waiting[len(first) :]
@@ -94,19 +105,31 @@ def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> l
     return rewritten
 
 
-def _own_flag(name: str, switches: Mapping[str, bool]) -> list[str] | None:
-    """The flag of a verb that a name stands for, with the value that it has then; None for no flag of the verb."""
+def _spelling(name: str, switches: Mapping[str, bool]) -> Spelling | None:
+    """The flags of a verb that a name stands for; None for no flag of the verb. Raises ConfigError for a name without a
+    counterpart, where what it advises instead is a flag of the verb, or none."""
     dashed = name.replace("_", "-")
     if dashed in switches:
-        return [dashed]
+        return Spelling(name, "", means=dashed)
     theirs = resolve("flag", name)
     if theirs is None:
         return None
-    if not theirs.means:
-        raise ConfigError(theirs.refusal)
-    own = theirs.means.split(" ")
-    target = _TARGETS[own[0][2:].partition(".")[0]][0] if "." in own[0] else own[0]
-    return own if target in switches else None
+    if theirs.means:
+        return theirs if all(_takes(switches, own) for own in flags_in(theirs.means)) else None
+    advised = flags_in(theirs.instead) if theirs.instead.startswith("write ") else []
+    if not all(_takes(switches, own) for own in advised):
+        return None
+    raise ConfigError(theirs.refusal)
+
+
+def flags_in(text: str) -> list[str]:
+    """The long flags that a text names."""
+    return re.findall(r"(?<!\S)--[a-z][\w.-]*", text)
+
+
+def _takes(switches: Mapping[str, bool], flag: str) -> bool:
+    """Return whether a verb has a flag, or the one that a flag with a path is rewritten to."""
+    return (_TARGETS[flag[2:].partition(".")[0]][0] if "." in flag else flag) in switches
 
 
 class CheckedCommand(TyperCommand):
@@ -120,7 +143,9 @@ class CheckedCommand(TyperCommand):
             if parameter.param_type_name == "option"
             for name in (*parameter.opts, *parameter.secondary_opts)
         }
-        args = in_own_spelling(args, {name: _is_switch(flag) for name, flag in flags.items()})
+        switches = {name: _is_switch(flag) for name, flag in flags.items()}
+        # The parser's own: known here, so that help need not read the table of spellings.
+        args = in_own_spelling(args, {**dict.fromkeys(ctx.help_option_names, True), **switches})
         for name, value in _given_values(args, {name for name, flag in flags.items() if not _is_switch(flag)}):
             # Those that may be given several times are all looked at by the parser.
             if not flags[name].multiple:

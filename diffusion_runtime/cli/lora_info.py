@@ -24,7 +24,7 @@ def is_lora_path(path: str) -> bool:
     """Whether a path names a LoRA rather than a generated file."""
     if path in SHIPPED_LORAS:
         return True
-    return path.endswith(".safetensors") or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
+    return path.endswith((".safetensors", ".sft")) or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
 
 
 def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:

@@ -11,6 +11,7 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def convert(
 
     Only tensors are read (weights_only): a file that asks for anything else is refused, and nothing of it runs.
     """
+    dtype = own_name("dtype", dtype, _DTYPES)
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected {', '.join(_DTYPES)}, got {dtype}")
     if (checkpoint is None) != (base is None):

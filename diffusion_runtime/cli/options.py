@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 import typer
 
+from diffusion_runtime.cli.imported_files import import_files
 from diffusion_runtime.errors import OutputError, RequestError
 from diffusion_runtime.request.fields import SIZE, WHAT
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
@@ -150,6 +151,17 @@ AttentionConfigText: TypeAlias = Annotated[
         "Default, per role and schedule, as JSON or a file. Single values: see below.",
         "--attention-config",
         metavar="JSON|FILE",
+    ),
+]
+ImportFiles: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Run a Python file of yours first, which registers a backend; again for several.",
+        rich_help_panel=ATTENTION,
+        metavar="FILE.py",
+        show_default=False,
+        callback=import_files,
     ),
 ]
 SelfCheck: TypeAlias = Annotated[
@@ -387,6 +399,7 @@ class RunFlags:
     decode_attention_backend: DecodeAttentionBackend = None
     decode_attention_backend_config: DecodeAttentionBackendConfig = None
     attention_entry: AttentionEntries = None
+    import_files: ImportFiles = None
     device: Device = None
     dtype: Dtype = None
     backend: RuntimeBackend = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -23,14 +24,21 @@ def collect_prompts(
     either for a row of a file that cannot be used.
     """
     if len(positional) > 1:
-        together = " ".join(positional)[:MAX_SHOWN_CHARACTERS]
+        together = shlex.quote(" ".join(positional)[:MAX_SHOWN_CHARACTERS])
         taken = "".join(
             f"; the value of {path} was read as {shown(value)}, after the first '='"
             for path, _, value in (entry.partition("=") for entry in dotted)
         )
+        # Words of one prompt hold no space; each of several that were quoted does.
+        if all(" " in prompt.strip() for prompt in positional) and not taken:
+            several = " ".join(f"--prompt {shlex.quote(prompt[:MAX_SHOWN_CHARACTERS])}" for prompt in positional[:3])
+            raise RequestError(
+                f"expected one prompt, got {len(positional)}; several are given by a flag each: generate {several}, or "
+                "one per line in a file by --prompt-file"
+            )
         raise RequestError(
             f"expected one prompt in quotes, got {len(positional)} words: put them in quotes, "
-            f'as in generate "{together}", or give --prompt for each of several prompts{taken}'
+            f"as in generate {together}, or give --prompt for each of several prompts{taken}"
         )
     prompts: list[str | PromptRow] = [*positional, *flags]
     for prompt in (*positional, *flags):

@@ -45,6 +45,9 @@ class Terminal:
         self.silent = silent
         self.log_format = log_format
         self._lines = LogLines() if log_format == "json" else None
+        # Lines of the log that stand above the next line, and above no error: of a command that is refused, they say
+        # what would have run.
+        self._held: list[tuple[str, str, str]] = []
 
     @cached_property
     def console(self) -> Console:
@@ -80,6 +83,7 @@ class Terminal:
         """A table or the like."""
         if self.quiet:
             return
+        self._release(shown=True)
         if self._lines is not None:
             from diffusion_runtime.cli.tables import table_values
 
@@ -90,8 +94,12 @@ class Terminal:
 
     def log_record(self, level: str, text: str, logger: str) -> None:
         """One record of a logger. level: info, or debug."""
-        if not self.quiet:
+        if self.quiet:
+            return
+        if self.verbose or self._lines is not None:
             self._put(level, text, "dim", **({} if self._lines is None else {"event": "log", "logger": logger}))
+        else:
+            self._held.append((level, text, "dim"))
 
     def count(self, text: str, **values: Any) -> None:
         """One line of progress; values: for programs, beside those of every line."""
@@ -100,6 +108,7 @@ class Terminal:
 
     def progress(self, title: str) -> AbstractContextManager[ProgressView]:
         """Shows the progress of one generation below a line with its title."""
+        self._release(shown=True)
         if self._lines is not None and not self.quiet:
             return self._lines.progress(title)
         return show_progress(title, self.say, self.console if self.is_live else None)
@@ -107,10 +116,17 @@ class Terminal:
     def _put(self, level: str, text: str, style: str, prefix: str = "", **values: Any) -> None:
         if self.silent:
             return
+        self._release(shown=level != "error")
         if self._lines is not None:
             self._lines.put(level, text, **values)
         else:
             self._line(f"{prefix}{text}", style)
+
+    def _release(self, *, shown: bool) -> None:
+        """Print the lines of the log that wait, or drop them."""
+        held, self._held = self._held, []
+        for _, text, style in held if shown and not self.silent else ():
+            self._line(text, style)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text
@@ -138,6 +154,7 @@ class Terminal:
             logger.setLevel(level if logger.name == _PACKAGE_LOGGER or self.verbose else logging.ERROR)
         try:
             yield
+            self._release(shown=True)
         finally:
             logging.captureWarnings(False)
             for logger, (handlers, propagate, old_level) in zip(loggers, before, strict=True):

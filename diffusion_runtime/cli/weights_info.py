@@ -18,7 +18,7 @@ SCHEMA = "diffusion_runtime.weights/1"
 
 
 # Of the files that `info` shows, those of weights; a LoRA is one of them.
-WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf")
 
 
 def is_weights_path(path: str) -> bool:

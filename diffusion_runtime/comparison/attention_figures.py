@@ -46,6 +46,14 @@ def expected_density(prepared: Prepared, request: GenerationRequest) -> Expected
     return ExpectedDensity(share, operations)
 
 
+def expected_operations(prepared: Prepared, request: GenerationRequest) -> float:
+    """Floating-point operations of one generation, at most; 0 where the model's parts are not known."""
+    try:
+        return sum(part.kept for part in explain(prepared, request).parts)
+    except UsageError:
+        return 0.0
+
+
 def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
     """Of the transformer's attention layers in one generation, every step and guidance branch."""
     with instruments.timed_attention(pipeline) as clock:

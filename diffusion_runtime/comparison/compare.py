@@ -16,6 +16,7 @@ from diffusion_runtime.comparison.attention_figures import (
     attention_seconds,
     counted_density,
     expected_density,
+    expected_operations,
 )
 from diffusion_runtime.comparison.clip_pictures import check_encoder, encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
@@ -26,6 +27,7 @@ from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_e
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError, shown
+from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia
@@ -135,6 +137,7 @@ class _Run:
                 self.reporter.error(f"{each.name}: {each.failure.message}", each.failure.trace)
             elif each.same_as is not None:
                 self.reporter.say(f"{each.name} resolves to the same as {each.same_as}, and is not run")
+        self._say_how_much()
         rows = {reference.name: self._measured(reference)}
         for each in _by_model(self.settings)[1:]:
             rows[each.name] = self._row(each)
@@ -155,6 +158,21 @@ class _Run:
             latents_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             remarks=tuple(self._remarks(ordered)),
         )
+
+    def _say_how_much(self) -> None:
+        """Say how much will be computed, before minutes of work on a CPU."""
+        opened = [each for each in self.settings if each.prepared is not None and each.requests]
+        if _device_of(self.settings[0]) != "cpu" or not opened:
+            return
+        num_clips = operations = 0
+        for each in opened:
+            assert each.prepared is not None
+            # A clip that warms up or times attention is made beside those that are compared.
+            of_each = len(each.requests) + int(self.choices.attention_time) + int(len(each.requests) == 1)
+            num_clips += of_each
+            operations += of_each * int(expected_operations(each.prepared, each.requests[0]))
+        what = f"{len(opened)} settings, {num_clips} clips, and as many with fewer steps where that tells more"
+        self.reporter.say(f"{what}: {estimate_text(operations, torch.float32)}" if operations else what)
 
     def _row(self, opened: OpenedSetting) -> Row:
         """Of a setting that is not the reference; its failure is a row."""

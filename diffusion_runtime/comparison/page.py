@@ -110,7 +110,6 @@ def _name(row: Row) -> str:
 
 
 def _quality(result: Comparison, row: Row) -> Mapping[str, str]:
-    speedup = result.speedup(row)
     return {
         "steps": "-" if row.num_steps is None else str(row.num_steps),
         "latent L2": _figure(row.final_latent_l2, 3),
@@ -120,7 +119,7 @@ def _quality(result: Comparison, row: Row) -> Mapping[str, str]:
         "LPIPS": _figure(row.metric("lpips"), 3),
         "all right (95 %)": _accuracy(row),
         "CLIP": _figure(row.clip_score, 1),
-        "speed": "-" if speedup is None else f"{speedup:.2f}x",
+        "speed": result.speed_text(row),
     }
 
 

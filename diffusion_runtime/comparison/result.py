@@ -91,6 +91,11 @@ class Row:
         return {stage: statistics.median(clip.seconds[stage] for clip in timed) for stage in stages}
 
     @property
+    def timed_seconds(self) -> list[float]:
+        """Seconds of each clip that is timed, all stages together."""
+        return [sum(clip.seconds.get(stage, 0.0) for stage in STAGES) for clip in self.clips[self.num_untimed :]]
+
+    @property
     def total_seconds(self) -> float | None:
         return sum(self.seconds.values()) or None
 
@@ -170,6 +175,19 @@ class Comparison:
         """The reference's time of one clip over the row's."""
         its, mine = self.reference.total_seconds, row.total_seconds
         return None if its is None or mine is None else its / mine
+
+    def speed_text(self, row: Row) -> str:
+        """`2.33x (2.10 to 2.50)`: the speedup and its range over clips; of a single one, that it is from one."""
+        speedup = self.speedup(row)
+        if speedup is None:
+            return "-"
+        if row is self.reference:
+            return f"{speedup:.2f}x"
+        pairs = list(zip(self.reference.timed_seconds, row.timed_seconds, strict=False))
+        if len(pairs) < 2:
+            return f"{speedup:.2f}x (from one clip)"
+        ratios = [its / mine for its, mine in pairs]
+        return f"{speedup:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def paired_test(self, row: Row) -> PairedTest | None:
         """Of the reference and another row, on the prompts that both were judged by; None without any."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -143,6 +144,12 @@ def resolve_device(device: str = "auto") -> torch.device:
         return requested
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is None or present.type != requested.type:
+        if requested.type == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+            raise ConfigError(
+                f"device: {shown(device)} was asked for, and the installed torch {torch.__version__} is a build for "
+                "the CPU, which no GPU can be used with; install a build for it (https://pytorch.org/get-started), or "
+                "write --device auto"
+            )
         found = "only the CPU" if present is None else f"{present.type} and the CPU"
         raise ConfigError(f"device: {shown(device)} was asked for, this machine has {found}; use --device auto")
     if requested.index is not None and requested.index >= torch.accelerator.device_count():
@@ -184,6 +191,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on an accelerator and float32 on the CPU. Raises ConfigError for an unknown name."""
     import torch
 
+    dtype = own_name("dtype", dtype, ("auto", *DTYPES))
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
@@ -16,6 +17,11 @@ FORMATS_WITH_SOUND = ("mp4",)
 SOUND_FORMATS = ("wav",)
 
 
+# Formats of others.
+_OTHER_PICTURES = ("jpg", "jpeg", "bmp", "tif", "tiff", "avif", "heic")
+_OTHER_VIDEOS = ("mov", "mkv", "webm", "avi", "m4v", "mpg", "mpeg")
+
+
 def format_of(path: str | Path) -> str:
     """The format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
     SOUND_FORMATS."""
@@ -24,9 +30,19 @@ def format_of(path: str | Path) -> str:
         ending = f"the extension {shown('.' + suffix)}" if suffix else "no extension"
         raise ConfigError(
             f"{shown(str(path))} has {ending}; a result ends in {', '.join('.' + name for name in FORMATS)}."
-            f"{nearest(suffix, FORMATS) if suffix else ''}"
+            f"{_instead(path, suffix)}"
         )
     return suffix
+
+
+def _instead(path: str | Path, suffix: str) -> str:
+    """Advise a name for a file of another format."""
+    name = shlex.quote(Path(path).stem)
+    if suffix in _OTHER_PICTURES:
+        return f" One picture is a PNG here: write -o {name}.png --num-frames 1."
+    if suffix in _OTHER_VIDEOS:
+        return f" A video is an mp4 here: write -o {name}.mp4."
+    return nearest(suffix, FORMATS) if suffix else ""
 
 
 def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | None = None) -> str:

@@ -21,7 +21,7 @@ from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, r
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.untrusted.document import DocumentError
-from diffusion_runtime.weights.cached_folder import COMMIT, commit_of
+from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, hub_id_of, read_ref
 from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def download(
     def fetch(patterns: Sequence[str], *, local: bool) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns), local_files_only=local))
 
+    if revision is None and (offline or is_offline()):
+        revision = _only_commit(hub_id)
     try:
         # The json says nothing of single files and of variants; the hub's list does.
         folder = fetch(_JSON_FILES, local=offline)
@@ -183,11 +185,39 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.file_download import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision)
+        found = try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision or _only_commit(hub_id))
     except (OSError, ValueError):
         # A cache that cannot be read; a name that the hub's library refuses.
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def snapshot_in(folder: Path, revision: str | None = None) -> Path | None:
+    """The snapshot to read of a model's folder in a hub cache, `models--ORG--NAME`: that of `revision`, a commit or a
+    name in refs, else of refs/main, else the only one; None for any other folder. Raises ModelLoadError where none of
+    these is there."""
+    hub_id = hub_id_of(folder)
+    if hub_id is None:
+        return None
+    found = commits_in(folder)
+    named = revision or "main"
+    commit = named if named in found else read_ref(folder, named)
+    if commit not in found:
+        commit = found[0] if revision is None and len(found) == 1 else None
+    if commit is not None:
+        return folder / SNAPSHOTS / commit
+    ways = " or ".join(f"--model-path {folder / SNAPSHOTS / each}" for each in found[:3])
+    raise ModelLoadError(
+        f"{folder} is the cache of {hub_id}, without refs/{named}; "
+        + (f"write {ways}" if found else f"it holds no snapshot: `diffusion-runtime models download {hub_id}`")
+    )
+
+
+def _only_commit(hub_id: str) -> str | None:
+    """The one commit of a model in the hub's cache that has no refs/main, such as a copy; None for any other model."""
+    folder = cache_path() / f"models--{hub_id.replace('/', '--')}"
+    found = commits_in(folder)
+    return found[0] if len(found) == 1 and read_ref(folder, "main") is None else None
 
 
 def cache_path() -> Path:
@@ -271,5 +301,11 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
             why = "HF_HUB_OFFLINE is set: unset it"
         else:
             why = "the hub cannot be reached: check the network"
+        here = commits_in(cache_path() / f"models--{hub_id.replace('/', '--')}")
+        if here and revision is None:
+            return ModelLoadError(
+                f"{named}: the hub's cache says no commit of its main branch that is whole, and {why}; a snapshot of "
+                f"it is there: write --model-path {hub_id}@{here[0]} --offline"
+            )
         return ModelLoadError(f"{named} is neither a folder here nor whole in the hub's cache, and {why}; {instead}")
     return ModelLoadError(f"{named} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped")

@@ -11,12 +11,13 @@ from diffusion_runtime.config import split_revision
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
+from diffusion_runtime.models.misplaced_files import advice_for_comfyui, advice_for_file
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
-from diffusion_runtime.models.registry import single_file_pipelines
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
 from diffusion_runtime.weights.cached_folder import commit_of
-from diffusion_runtime.weights.weight_files import CONVERT, GGUF, PICKLES, find_component_files, listed
+from diffusion_runtime.weights.transformer_files import SUFFIXES
+from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, find_component_files, listed
 
 # The models that ship inside the package, and where they are; the first one is the default, the other goes on chunk by
 # chunk.
@@ -58,6 +59,11 @@ def resolve_model_folder(
     path = check_path(expand_home(model_path), "model_path")
     if path.is_dir():
         if not (path / INDEX_FILE).exists():
+            if (snapshot := hub.snapshot_in(path, revision)) is not None:
+                check_model_files(snapshot)
+                return snapshot
+            if (advice := advice_for_comfyui(path)) is not None:
+                raise ModelLoadError(f"{path} is no diffusers folder: {advice}")
             for file in sorted(path.iterdir()):
                 _refuse_single_file(file)
         _refuse_revision(model_path, revision)
@@ -216,29 +222,10 @@ def _beside(hub_id: str) -> str:
 
 def _refuse_single_file(path: Path) -> None:
     """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
-    if path.suffix == GGUF:
-        raise ModelLoadError(
-            f"{path} is a GGUF file: the weights of one component. Give the model's own folder, and for a "
-            f"transformer's add --transformer-path {path}"
-        )
-    if path.suffix == ".safetensors":
-        raise ModelLoadError(
-            f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
-            f"publish as well: with it, --transformer-path {path} takes a transformer's weights.{_conversion()}"
-        )
+    if path.suffix in SUFFIXES:
+        raise ModelLoadError(f"{path} is one file, and a model is a folder: {advice_for_file(path)}")
     if path.suffix in PICKLES:
         raise ModelLoadError(
             f"{path} is a pickled checkpoint, which can run code when it is opened, and is never loaded: "
             f"{CONVERT}; see `diffusion-runtime models convert --help`"
         )
-
-
-def _conversion() -> str:
-    """Which models diffusers makes a folder of, out of one file, as a sentence; nothing where diffusers is broken."""
-    try:
-        names = single_file_pipelines()
-    except (ImportError, RuntimeError):
-        return ""
-    if not names:
-        return ""
-    return f" diffusers makes one of a file for {' or '.join(names)}: .from_single_file(file).save_pretrained(folder)"

@@ -26,6 +26,7 @@ from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import (
     GGUF,
+    SAFETENSORS,
     STEMS,
     check_quantization_config,
     find_weight_files,
@@ -168,7 +169,7 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
             f"{path}: GGUF is read of a transformer alone (--transformer-path); give a safetensors file in bfloat16, "
             "float16 or float32"
         )
-    if path.suffix != ".safetensors":
+    if path.suffix not in SAFETENSORS:
         raise ModelLoadError(
             f"{path}: expected a .safetensors file; a pickle can run code when it is opened, and is never read"
         )

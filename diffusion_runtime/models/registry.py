@@ -61,14 +61,6 @@ _families: dict[str, _Registered] = {
 }
 
 
-def single_file_pipelines() -> tuple[str, ...]:
-    """The pipelines of models here whose class in the installed diffusers has from_single_file; imports diffusers."""
-    import diffusers
-
-    names = [name for registered in _families.values() for name in registered.load().pipeline_classes]
-    return tuple(name for name in names if hasattr(getattr(diffusers, name, None), "from_single_file"))
-
-
 def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, Any]]) -> None:
     """Make the family that `load` returns responsible for folders whose model_index.json names `transformer_class`."""
     _families[transformer_class] = _Registered(load, lambda: load().lora_names)

@@ -14,12 +14,13 @@ from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.untrusted.files import expand_home, open_file
 from diffusion_runtime.weights.lora.shipped import lora_path
+from diffusion_runtime.weights.weight_files import GGUF, SAFETENSORS
 
 # By the field of RuntimeConfig that names a file or a folder; of LoRA files in their order, None for one that is not on
 # this machine.
 Fingerprints: TypeAlias = dict[str, str | list[str | None]]
 
-_SUFFIXES = (".safetensors", ".gguf")
+_SUFFIXES = (*SAFETENSORS, GGUF)
 # What is read of a file that is larger: its head, which lists the tensors, and pieces all over it. Weights of equal
 # shapes have equal heads and sizes; two trainings of one model differ in every piece.
 _HEAD, _PIECE, _NUM_PIECES = 2**20, 2**13, 256

@@ -22,6 +22,7 @@ from diffusion_runtime.weights.weight_files import (
     FLOAT8_KINDS,
     GGUF,
     PREFIXES,
+    SAFETENSORS,
     STEMS,
     find_weight_files,
     refuse_other_than_fp8,
@@ -56,7 +57,7 @@ def holds_weights(path: str) -> bool:
     place = Path(path)
     if place.is_dir():
         return (place / "config.json").is_file() and not (place / "adapter_config.json").exists()
-    if not path.endswith(".safetensors") or not place.is_file():
+    if not path.endswith(SAFETENSORS) or not place.is_file():
         return False
     with contextlib.closing(SafetensorsFile(place)) as file:
         return bool(file.heads) and not any(parse_key(name) for name in file.heads)

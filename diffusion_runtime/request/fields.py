@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.request.given_images import as_image_paths
 
 # Panels of `generate --help`.
 WHAT = "What to make"
@@ -252,7 +253,9 @@ def parse_scales(value: object) -> object:
 
 
 def parse_paths(value: object) -> object:
-    """Several paths as a tuple, and one of them as a text; anything else as it is."""
+    """Several paths as a tuple, and one of them as a text, with images that are values as files; anything else as it
+    is."""
+    value = as_image_paths(value)
     if isinstance(value, list | tuple):
         return value[0] if len(value) == 1 else tuple(value) or None
     return value
@@ -286,7 +289,8 @@ class RequestField:
     several times, once per prompt or to make each prompt with each.
     may_stay_none: whether a request may leave it open although no model fills it.
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
-    do; {product} stands for images or videos. None for a field of every model. off: the value of such a field that asks
+    do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
+    value of such a field that asks
     for nothing, which every model takes.
     used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
     generation without it says that it was not used. convert: makes the value that the request holds out of what a flag

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.core.options import MethodText
+from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
@@ -37,6 +38,7 @@ from diffusion_runtime.request.fields import (
     parse_scales,
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, parse_conditions
+from diffusion_runtime.request.given_images import as_image_paths
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
     SWITCH_MODES,
@@ -59,6 +61,11 @@ GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 # The fields that say the noise level of every step.
 EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
+
+
+def own_sampler(name: Any) -> Any:
+    """The sampler that another project's name stands for (`euler`); any other value as it is."""
+    return own_name("sampler", name, SAMPLERS)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class GenerationRequest:
             check=Number(),
             pipeline_parameters=("true_cfg_scale",),
             may_stay_none=True,
-            refusal="guidance_scale is this model's classifier-free guidance; use that",
+            refusal="this model's classifier-free guidance is guidance_scale; write --guidance-scale {value}",
         ).as_metadata(),
     )
     # guidance_scale of the second expert, at low noise; None is the same.
@@ -340,7 +347,7 @@ class GenerationRequest:
     sampler: str | None = field(
         default=None,
         metadata=RequestField(
-            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(REGISTERED_SAMPLERS)
+            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(REGISTERED_SAMPLERS), convert=own_sampler
         ).as_metadata(),
     )
     # `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
@@ -424,6 +431,7 @@ class GenerationRequest:
             help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
             check=OneOf(REGISTERED_SAMPLERS),
             may_stay_none=True,
+            convert=own_sampler,
             refusal=_NO_CACHE,
             is_of_chunks=True,
         ).as_metadata(),
@@ -627,6 +635,7 @@ class GenerationRequest:
             panel=WHAT,
             pipeline_parameters=("last_image",),
             may_stay_none=True,
+            convert=as_image_paths,
             refusal="this model takes no image to end with; leave it out",
         ).as_metadata(),
     )
@@ -689,6 +698,7 @@ class GenerationRequest:
             panel=WHAT,
             pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
             may_stay_none=True,
+            convert=as_image_paths,
             refusal="this model takes no mask; leave it out",
         ).as_metadata(),
     )
@@ -826,7 +836,7 @@ def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
     levels = parse_levels(earlier)
     if not isinstance(levels, tuple):
         return False
-    sampler = REGISTERED_SAMPLERS.get(level.get("sampler", ""))
+    sampler = REGISTERED_SAMPLERS.get(own_sampler(level.get("sampler", "")))
     num_steps = level.get("num_inference_steps")
     return (sampler is not None and not sampler.takes_levels) or (num_steps is not None and num_steps != len(levels))
 

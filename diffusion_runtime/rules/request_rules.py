@@ -330,7 +330,9 @@ class RequestRules(SamplingRules):
         for name, declared in REQUEST_FIELDS.items():
             asks = is_set(request, name) and getattr(request, name) != declared.off
             if declared.refusal is not None and name not in self.model_fields and asks:
-                raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
+                raise RequestError(
+                    f"{name}: {declared.refusal.format(product=self._product, value=shown(getattr(request, name)))}"
+                )
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """What was not applied of the LoRA files or of the images, what a resolved request sets beside the model's

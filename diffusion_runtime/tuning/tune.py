@@ -16,6 +16,7 @@ import torch
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
@@ -139,6 +140,7 @@ class _Run:
             for spec in specs
             if (kept := self.plan.kept(spec, [cell])) < 1.0
         ]
+        self._say_how_much(len(todo) * len(self.measured))
         found: dict[int, list[float]] = {index: [] for index in range(len(todo))}
         with self._counted(f"sensitivity of {len(self.plan.cells)} cells", len(todo) * len(self.measured)) as done:
             # Prompts outermost: the dense clip of one is kept.
@@ -151,6 +153,18 @@ class _Run:
             Sensitivity(cell, spec, kept, statistics.fmean(value**2 for value in found[index]))
             for index, (cell, spec, kept) in enumerate(todo)
         ]
+
+    def _say_how_much(self, num_passes: int) -> None:
+        """Say how much will be computed at least, before minutes of work on a CPU: the dense clips, and one clip from
+        its cell on for each cell and choice, on average half of it."""
+        if self.pipeline.device.type != "cpu":
+            return
+        num_clips = len(self.measured) + len(self.verified) + num_passes / 2
+        operations = num_clips * sum(part.operations for part in self.plan.explanation.parts)
+        self.reporter.say(
+            f"{num_passes} measurements, then a search that verifies on {len(self.verified)} prompts: the former are "
+            f"{estimate_text(operations, torch.float32)}"
+        )
 
     def _frontier(self, sensitivities: Sequence[Sensitivity]) -> list[Point]:
         """From dense to sparse."""

@@ -10,13 +10,38 @@ from diffusion_runtime.untrusted.files import read_file
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES = 4096
-_SNAPSHOTS = "snapshots"
+SNAPSHOTS = "snapshots"
 _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def commit_of(folder: Path) -> str | None:
     """The commit of a folder in the hub's cache; None for any other folder."""
-    return folder.name if folder.parent.name == _SNAPSHOTS and COMMIT.fullmatch(folder.name) else None
+    return folder.name if folder.parent.name == SNAPSHOTS and COMMIT.fullmatch(folder.name) else None
+
+
+def hub_id_of(folder: Path) -> str | None:
+    """The hub id of a model's folder in the hub's cache, `models--ORG--NAME`; None for any other folder."""
+    repository = _REPOSITORY.fullmatch(folder.absolute().name)
+    is_cache = repository is not None and any((folder / name).is_dir() for name in (SNAPSHOTS, "blobs"))
+    return f"{repository[1]}/{repository[2]}" if repository is not None and is_cache else None
+
+
+def commits_in(folder: Path) -> list[str]:
+    """The commits of a model's folder in the hub's cache whose snapshot is there, the latest first."""
+    try:
+        found = [path for path in (folder / SNAPSHOTS).iterdir() if path.is_dir() and COMMIT.fullmatch(path.name)]
+        return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]
+    except OSError:
+        return []
+
+
+def read_ref(folder: Path, name: str) -> str | None:
+    """The commit of a branch or a tag in a model's folder in the hub's cache; None where none is known. Raises
+    ModelLoadError."""
+    path = folder / "refs" / name
+    if not path.is_file():
+        return None
+    return read_file(path, max_bytes=_MAX_REF_BYTES, error=ModelLoadError).decode(errors="replace").strip()
 
 
 def way_to_complete(path: Path) -> str:
@@ -25,8 +50,6 @@ def way_to_complete(path: Path) -> str:
     for folder in (path, *path.parents):
         repository = _REPOSITORY.fullmatch(folder.parent.parent.name)
         if (commit := commit_of(folder)) is not None and repository is not None:
-            main = folder.parent.parent / "refs" / "main"
-            found = read_file(main, max_bytes=_MAX_REF_BYTES, error=ModelLoadError) if main.is_file() else b""
-            revision = "" if found.strip() == commit.encode() else f" --revision {commit}"
+            revision = "" if read_ref(folder.parent.parent, "main") == commit else f" --revision {commit}"
             return f"`diffusion-runtime models download {repository[1]}/{repository[2]}{revision}` downloads the rest"
     return "copy or download the whole model folder"

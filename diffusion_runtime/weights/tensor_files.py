@@ -17,7 +17,7 @@ from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.untrusted.files import check_file, open_file
 from diffusion_runtime.weights.parallel_reads import ParallelReads, StoredBytes
 from diffusion_runtime.weights.tensor_part import Ranges
-from diffusion_runtime.weights.weight_files import CONVERT, check_whole, stored_offsets
+from diffusion_runtime.weights.weight_files import CONVERT, SAFETENSORS, check_whole, stored_offsets
 
 # safetensors' names of what is read without it: bytes as they are.
 _DTYPES = {
@@ -152,7 +152,7 @@ def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[st
     from safetensors import SafetensorError, safe_open
 
     check_file(path, key, missing=ModelLoadError)
-    if path.suffix != ".safetensors":
+    if path.suffix not in SAFETENSORS:
         raise ModelLoadError(
             f"{path}: expected a .safetensors file; a pickle can run code when it is opened: {CONVERT}"
         )

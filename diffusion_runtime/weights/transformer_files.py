@@ -22,13 +22,14 @@ from diffusion_runtime.weights.weight_files import (
     COMPONENT_STEM,
     CONVERT,
     GGUF,
+    SAFETENSORS,
     check_quantization_config,
     find_weight_files,
     listed,
     refuse_other_than_fp8,
 )
 
-SUFFIXES = (".safetensors", GGUF)
+SUFFIXES = (*SAFETENSORS, GGUF)
 
 
 @dataclass(frozen=True)

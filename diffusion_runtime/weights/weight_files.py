@@ -38,6 +38,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # What to do about a pickle: only the converter opens one, and reads nothing but tensors of it.
 CONVERT = "`diffusion-runtime models convert` reads the tensors of a causal Wan's .pt, or of its LoRA, and nothing else"
 GGUF = ".gguf"
+# `.sft` is another name of the same format.
+SAFETENSORS = (".safetensors", ".sft")
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")

@@ -12,12 +12,21 @@ from cli_support import REPOSITORY, Command
 from tables import table
 
 import diffusion_runtime
-from diffusion_runtime import AttentionSpec, force_attention_backend, global_force_attn_backend
+from diffusion_runtime import (
+    AttentionSpec,
+    GenerationRequest,
+    RuntimeConfig,
+    force_attention_backend,
+    global_force_attn_backend,
+)
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.benchmark.shapes import find_shapes
-from diffusion_runtime.cli.flag_syntax import in_own_spelling
+from diffusion_runtime.cli.app import _command
+from diffusion_runtime.cli.flag_syntax import flags_in, in_own_spelling
+from diffusion_runtime.config import DTYPES
 from diffusion_runtime.core.spellings import resolve, table_of
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.request.generation_request import SAMPLERS
 
 # Of a verb: its flags -> whether they take no value.
 FLAGS = {
@@ -54,22 +63,61 @@ FLAGS = {
         (["--output", "x"], ["--output", "x"]),
         (["--tp-size", "2"], ["--tp-size", "2"]),
         (["--no_such_flag=1"], ["--no_such_flag=1"]),
+        # Advice that the verb could not take is not given.
+        (["--steps", "4"], ["--steps", "4"]),
+        (["--size", "832*480"], ["--size", "832*480"]),
     ],
 )
 def test_flags_are_taken_for_those_of_the_verb(typed: list[str], taken: list[str]) -> None:
     assert in_own_spelling(typed, FLAGS) == taken
 
 
-def test_every_flag_has_a_meaning_or_a_reason() -> None:
+def switches_of(*words: str) -> dict[str, bool]:
+    """The flags of a verb, and whether they take no value."""
+    found = _command(None)
+    for word in words:
+        found = found.commands[word]
+    options = [each for each in found.params if each.param_type_name == "option"]
+    return {name: bool(each.is_flag) for each in options for name in (*each.opts, *each.secondary_opts)}
+
+
+def test_every_flag_is_taken_as_it_is_typed_or_refused_with_the_reason_and_a_flag_that_there_is() -> None:
+    generate, bench = switches_of("generate"), switches_of("bench", "attention")
     for row in table_of("flag").values():
+        verb = bench if "bench" in row.remark else generate
         if row.means:
-            head = row.means.split(" ")[0].partition(".")[0]
-            taken = in_own_spelling([row.spelling, "x"], {head: False, "--dotted-attention": False})
-            assert taken[0] in (head, "--dotted-attention"), row
+            taken = in_own_spelling([row.spelling, row.example or "2"], verb)
+            assert all(flag in verb for flag in taken if flag.startswith("--")), row
+            assert taken[0].startswith("--"), row
             continue
         with pytest.raises(ConfigError) as failure:
-            in_own_spelling([row.spelling, "x"], FLAGS)
+            in_own_spelling([row.spelling, "x"], verb)
         assert str(failure.value) == f"{row.spelling}: {row.remark}; {row.instead}"
+        assert [flag for flag in flags_in(row.instead) if flag not in verb] == [], row
+
+
+def test_every_verb_that_is_refused_names_one_that_there_is() -> None:
+    for row in table_of("verb").values():
+        word = row.instead.removeprefix("write ").split(" ")[0]
+        assert word in _command(None).commands, row
+
+
+def test_every_dtype_and_sampler_is_taken_as_it_is_typed() -> None:
+    for row in table_of("dtype").values():
+        if row.means:
+            assert RuntimeConfig(dtype=row.spelling.upper()).dtype == row.means in DTYPES, row
+    for row in table_of("quantization").values():
+        if row.means:
+            assert RuntimeConfig(quantization=row.spelling.upper()).quantization == row.means, row
+    for kind in ("dtype", "quantization"):
+        for row in table_of(kind).values():
+            if not row.means:
+                with pytest.raises(ConfigError) as failure:
+                    RuntimeConfig(**{kind: row.spelling})
+                assert str(failure.value) == f"{kind}: {row.refusal}"
+                assert set(flags_in(row.instead)) <= set(switches_of("generate"))
+    for row in table_of("sampler").values():
+        assert GenerationRequest("a", sampler=row.spelling).sampler == row.means in SAMPLERS, row
 
 
 def test_a_command_line_in_the_words_of_others(command: Command, tiny_flags: tuple[str, ...], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
         assert page.read("document.documentElement.scrollWidth") <= 360
         widths = page.read("[...document.querySelectorAll('video')].map(v => v.getBoundingClientRect().width)")
         assert min(widths) >= 140
+        # Every figure of both tables is on the screen, beside its name.
+        cells = page.read(
+            "[...document.querySelectorAll('td')].map(t => [t.getBoundingClientRect().left, "
+            "t.getBoundingClientRect().right, t.scrollWidth - t.clientWidth, t.dataset.name || ''])"
+        )
+        assert len(cells) > 10
+        assert [cell for cell in cells if cell[0] < 0 or cell[1] > 360 or cell[2] > 1] == []
+        assert {"PSNR, dB", "speed", "total, s"} <= {name for *_, name in cells}
         # Texts of the plots as they are drawn, which a plot scaled to the screen would shrink.
         assert page.read("Math.min(...[...document.querySelectorAll('svg')].map(s => s.getScreenCTM().a))") >= 0.9
     finally:
@@ -137,6 +146,21 @@ def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
     )
     assert len(ratios) > 30
     assert min(ratios) >= 4.5
+
+
+def test_clips_grow_with_the_page(page: Page) -> None:
+    page.resize(1280, 1600)
+    widths = page.read("[...document.querySelectorAll('video')].map(v => v.getBoundingClientRect().width)")
+    page.resize(1200, 1600)
+    assert min(widths) >= 380
+
+
+def test_a_ratio_says_of_how_many_clips_it_is() -> None:
+    result = comparison()
+    texts = [result.speed_text(row) for row in result.rows]
+    assert texts == ["1.00x", "2.00x (2.00 to 2.00)", "3.00x (3.00 to 3.00)", "-"]
+    one = dataclasses.replace(result, rows=[dataclasses.replace(row, clips=row.clips[:1]) for row in result.rows])
+    assert one.speed_text(one.rows[1]) == "2.00x (from one clip)"
 
 
 def test_nothing_comes_from_outside(page: Page) -> None:
@@ -183,8 +207,8 @@ def test_texts_of_strangers_are_text(tmp_path: Path) -> None:
     assert "http" not in text.replace("http-equiv", "")
     assert "broken: failed: it cannot run" in text
     # Columns of which no row has a figure are left out.
-    assert "<th>PSNR, dB</th>" in text
-    assert "<th>SSIM</th>" not in text
+    assert ">PSNR, dB</th>" in text
+    assert ">SSIM</th>" not in text
     assert [row.first_step_text(0.5) for row in comparison().rows] == ["-", "none", "none", "-"]
     assert [row.first_step_text(0.3) for row in comparison().rows] == ["-", "none", "1", "-"]
     assert repr(comparison()) == "<Comparison: sparse, dense, 1 steps, broken beside dense, on cpu>"

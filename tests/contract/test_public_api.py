@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import diffusion_runtime
 import diffusion_runtime.attention
+from diffusion_runtime import errors
 
-PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError Cancelled DiffusionRuntimeError GeneratedMedia
-GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError __version__ attach follow
+PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError Cancelled ConfigError DeviceMemoryError
+DiffusionRuntimeError GeneratedMedia GenerationRequest ModelLoadError OutputError Pipeline
+PipelineBusyError RequestError RuntimeConfig UsageError __version__ attach follow
 force_attention_backend global_force_attn_backend join_processes lead load_pipeline parse_flags""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
-AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts
-LayerInfo LibraryAttention LocalAttention ReportRow RequestCache SparsePlan StepInfo TokenLayout USPAttention
-UlyssesAttention attention force_attention_backend list_backends plan_attention register_backend register_role
-select_backend unregister_backend""".split()
+AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes
+KeyCounts LayerInfo LibraryAttention LocalAttention ReportRow RequestCache SparseBackend
+SparseOptions SparsePlan StepInfo TokenLayout USPAttention UlyssesAttention attention
+force_attention_backend list_backends plan_attention plan_of_call register_backend register_role
+select_backend tiles_of unregister_backend""".split()
 
 
 def test_names_are_pinned_and_importable() -> None:
@@ -26,6 +30,17 @@ def test_names_are_pinned_and_importable() -> None:
         assert getattr(diffusion_runtime, name) is not None
     for name in ATTENTION_NAMES:
         assert getattr(diffusion_runtime.attention, name) is not None
+
+
+def test_errors_say_whose_fault_they_are_and_the_tree_lists_each() -> None:
+    classes = {name: each for name, each in vars(errors).items() if inspect.isclass(each) and name[0] != "_"}
+    classes = {name: each for name, each in classes.items() if issubclass(each, errors.DiffusionRuntimeError)}
+    callers = {name for name, each in classes.items() if each.is_callers_fault}
+    assert callers == {"UsageError", "ConfigError", "RequestError", "BackendUnavailableError", "Cancelled"}
+    for name in classes:
+        (line,) = (line for line in (errors.__doc__ or "").splitlines() if f" {name} " in f" {line} " and "  " in line)
+        is_marked = "  caller  " in line
+        assert is_marked == (name in callers - {"ConfigError", "RequestError"}), line
 
 
 def test_importing_the_package_and_the_command_line_loads_no_torch() -> None:

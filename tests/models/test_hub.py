@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -168,6 +169,30 @@ def test_a_dry_run_misses_the_weight_files_that_a_load_would(
         path.touch()
     shutil.rmtree(folder / "vae")
     assert run(flags) == 1
+
+
+def test_a_cache_without_refs_is_taken_or_its_snapshots_are_named(
+    hub: SimpleNamespace, tmp_path: Path, tiny_wan_folder: Path
+) -> None:
+    """As a copy of a cache may be: by hub id, and by its own folder."""
+    folder = tmp_path / "cache" / "models--owner--tiny"
+    one, two = "a" * 40, "b" * 40
+    shutil.copytree(tiny_wan_folder, folder / "snapshots" / one)
+    assert resolve_model_folder("owner/tiny", offline=True) == folder / "snapshots" / one
+    assert resolve_model_folder(str(folder)) == folder / "snapshots" / one
+    shutil.copytree(tiny_wan_folder, folder / "snapshots" / two)
+    with pytest.raises(ModelLoadError, match="without refs/main; write --model-path ") as failure:
+        resolve_model_folder(str(folder))
+    named = re.findall(r"--model-path (\S+)", str(failure.value))
+    assert {resolve_model_folder(path) for path in named} == {folder / "snapshots" / each for each in (one, two)}
+    with pytest.raises(ModelLoadError, match="a snapshot of it is there: write --model-path owner/tiny@") as failure:
+        resolve_model_folder("owner/tiny", offline=True)
+    path = re.findall(r"--model-path (\S+)", str(failure.value))[0]
+    assert resolve_model_folder(path, offline=True).parent == folder / "snapshots"
+    assert resolve_model_folder(str(folder), revision=two) == folder / "snapshots" / two
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(two)
+    assert resolve_model_folder(str(folder)) == folder / "snapshots" / two
 
 
 def test_a_revision_that_cannot_be(hub: SimpleNamespace, tiny_wan_folder: Path) -> None:

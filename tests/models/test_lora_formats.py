@@ -89,6 +89,14 @@ SPELLINGS: Mapping[str, tuple[Names, Callable[[str, str], str]]] = {
     "ComfyUI": (Names.ORIGINAL, lambda name, end: f"diffusion_model.{name}.lora_{end}.weight"),
     "AI toolkit": (Names.ORIGINAL, lambda name, end: f"diffusion_model.{name}.lora_{'AB'[end == 'up']}.weight"),
     "musubi-tuner": (Names.KOHYA, lambda name, end: f"lora_unet_{name.replace('.', '_')}.lora_{end}.weight"),
+    # Names as files of the hub have them: dots inside a block, and what a trainer calls the transformer.
+    "kohya, half with dots": (
+        Names.KOHYA,
+        lambda name, end: f"lora_unet_{name.replace('.', '_', 1)}.lora_{end}.weight",
+    ),
+    "unet": (Names.ORIGINAL, lambda name, end: f"unet.{DIFFUSERS[name]}.lora_{'AB'[end == 'up']}.weight"),
+    "dit": (Names.ORIGINAL, lambda name, end: f"dit.{name}.lora_{'AB'[end == 'up']}.weight"),
+    "model": (Names.ORIGINAL, lambda name, end: f"model.{name}.lora_{end}.weight"),
     "kohya, diffusers' names": (
         Names.KOHYA,
         lambda name, end: f"lora_transformer_{DIFFUSERS[name].replace('.', '_')}.lora_{end}.weight",
@@ -111,6 +119,7 @@ def test_low_rank_in_every_spelling(spelling: str, tmp_path: Path) -> None:
             if alpha is not None:
                 prefix = spell(original, "up").partition(".lora")[0]
                 tensors[f"{prefix}.alpha"] = torch.tensor(alpha)
+                tensors[f"{prefix}.rank"] = torch.tensor(RANK)
             factor = 1.0 if alpha is None else alpha / RANK
             expected[f"{module}.weight"] = weight + STRENGTH * factor * up @ down
         file = file_of(tmp_path, tensors)

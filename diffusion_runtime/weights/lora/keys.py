@@ -17,6 +17,7 @@ class Role(Enum):
     UP = "up"  # B [out, rank]
     UP_BIAS = "up bias"
     ALPHA = "alpha"
+    RANK = "rank"  # one number, which the shape of A says as well
     MAGNITUDE = "magnitude"  # of DoRA, [out]
     DIFF = "diff"  # added to the weight as it is
     DIFF_BIAS = "diff_b"  # added to the bias
@@ -65,6 +66,7 @@ _SUFFIXES = tuple(
         (r"(?<=_lora)\.down\.weight|(?<=_lora[12])\.down\.weight", Role.DOWN),
         (r"(?<=_lora)\.up\.weight|(?<=_lora[12])\.up\.weight", Role.UP),
         (r"\.(?:lora_)?alpha", Role.ALPHA),
+        (r"\.(?:lora_)?rank", Role.RANK),
         (rf"\.(?:dora_scale|lora_magnitude_vector{_ADAPTER}(?:\.weight)?)", Role.MAGNITUDE),
         (r"\.diff", Role.DIFF),
         (r"\.diff_b", Role.DIFF_BIAS),
@@ -84,7 +86,8 @@ _OTHER_METHODS = tuple(
 )
 _DIFF_MODULATION = ".diff_m"
 _PEFT = "base_model.model."
-_ORIGINAL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+# `unet.`, `dit.` and `model.`: what trainers call the transformer that they hold.
+_ORIGINAL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.", "unet.", "dit.", "model.")
 _FLATTENED_PREFIXES = {
     "lora_unet__": Names.KOHYA,
     "lora_unet_": Names.KOHYA,
@@ -130,7 +133,11 @@ def parse_key(key: str) -> LoraKey | None:
     for pattern, role in _SUFFIXES:
         found = pattern.search(rest)
         if found is not None:
-            return LoraKey(key, rest[: found.start()], role, names, component) if found.start() else None
+            module = rest[: found.start()]
+            if names in _FLATTENED_PREFIXES.values():
+                # Some write the dots inside a block: `lora_unet_blocks_22.self_attn.k`.
+                module = module.replace(".", "_")
+            return LoraKey(key, module, role, names, component) if module else None
     return None
 
 

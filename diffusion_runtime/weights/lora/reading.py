@@ -160,7 +160,7 @@ def _refuse_other_methods(path: Path, unknown: Sequence[str]) -> None:
 
 def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
-    if is_integer and key.role is Role.ALPHA:
+    if is_integer and key.role in (Role.ALPHA, Role.RANK):
         # Trainers that were given no alpha save the rank, as it is.
         return tensor.double()
     if not tensor.is_floating_point():
@@ -239,6 +239,10 @@ class _Reader:
         stated = self.settings.rank_of(self.name)
         if stated is not None and stated != rank:
             raise self._error(f"a rank that does not fit: its settings say {stated}, its tensors have {rank}")
+        if Role.RANK in self.tensors and self.tensors[Role.RANK].tolist() not in (rank, [rank]):
+            raise self._error(
+                f"a rank that does not fit: {shown(self.tensors[Role.RANK].tolist())} beside tensors of {rank}"
+            )
         return LowRank(down, up, self.settings.scale(self._alpha(rank), rank))
 
     def _kronecker(self) -> Kronecker:
