@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,9 +63,9 @@ def convert(
     terminal = Terminal()
     with terminal.log():
         from diffusion_runtime.models.conversion.conversion import checkpoint_of, convert_lora, convert_model
-        from diffusion_runtime.untrusted.files import expand_home
+        from diffusion_runtime.untrusted.files import user_path
 
-        source, place = Path(expand_home(file)), Path(expand_home(output))
+        source, place = user_path(file, "FILE"), user_path(output, "OUT")
         if checkpoint is None or base is None:
             report = convert_lora(source, place, key=key, dtype=dtype)
         else:
@@ -74,7 +73,7 @@ def convert(
                 source,
                 place,
                 checkpoint_of(checkpoint),
-                Path(expand_home(base)),
+                user_path(base, "--base"),
                 key=key,
                 dtype=dtype,
                 copies=copies,

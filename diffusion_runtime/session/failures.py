@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from dataclasses import dataclass
 
-from diffusion_runtime.errors import Cancelled, DeviceMemoryError, DiffusionRuntimeError
+from diffusion_runtime.errors import Cancelled, ConfigError, DeviceMemoryError, DiffusionRuntimeError, shown
 
 INTERRUPTED = 130
 _WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guidance-mode two_pass"
@@ -34,6 +35,10 @@ class Failure:
         if isinstance(error, MemoryError) or _is_device_memory_error(error):
             message = f"out of memory: {_first_line(error)}; {_WHAT_NEEDS_LESS}"
             return cls(DeviceMemoryError.__name__, message, DeviceMemoryError.exit_code, trace)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            # A path was checked as every file system bounds it; some bound it further (eCryptfs: 143 bytes per name).
+            message = f"{shown(error.filename)}: expected a shorter path; this file system takes no name so long"
+            return cls(ConfigError.__name__, message, ConfigError.exit_code, trace)
         message = f"unexpected {type(error).__name__}: {_first_line(error)}; run again with --verbose to see where"
         return cls(type(error).__name__, message, 1, trace)
 

@@ -29,7 +29,7 @@ from diffusion_runtime.models.conversion.pickle_file import (
     read_checkpoint,
 )
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.untrusted.files import check_place
+from diffusion_runtime.untrusted.files import check_path, check_place
 from diffusion_runtime.weights.lora.detection import families_of
 from diffusion_runtime.weights.lora.reading import read_lora_file
 from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
@@ -118,7 +118,7 @@ def convert_model(
 
 def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> ConversionReport:
     """Write a safetensors file of a pickled LoRA of Wan. Raises what convert_model raises."""
-    if not source.is_file():
+    if not check_path(source, "FILE").is_file():
         raise ModelLoadError(f"{source}: expected a checkpoint that torch.save wrote, but there is no such file")
     if output.suffix != ".safetensors":
         raise ConfigError(
