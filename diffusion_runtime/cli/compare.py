@@ -18,7 +18,7 @@ from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
 from diffusion_runtime.cli.tables import figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
-from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffusion_runtime.comparison.compare import CheckRequest, SaveClip
@@ -186,19 +186,9 @@ def _checked_page(path: Path | None, folders: ExitStack) -> Path | None:
     """Raises OutputError before minutes of work for a page that could not be written after them."""
     if path is None:
         return None
-    from diffusion_runtime.media.publish import temporary_file
-    from diffusion_runtime.session.outputs import make_folders, remove_empty
-    from diffusion_runtime.untrusted.files import check_place
+    from diffusion_runtime.session.outputs import prepare_result, remove_empty
 
-    check_place(str(path), "--html")
-    try:
-        folders.callback(remove_empty, make_folders(path.parent))
-        with temporary_file(path.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
-    if path.is_dir():
-        raise OutputError(f"--html {path}: it is a folder; give the name of a file in it")
+    folders.callback(remove_empty, prepare_result(path, "--html"))
     return path
 
 

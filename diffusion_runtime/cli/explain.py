@@ -6,7 +6,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,18 @@ def explain(context: typer.Context, **given: Any) -> None:
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = flags_of({**missing, **given})
-    with terminal.log():
-        explanation, others = _explain(flags, terminal, given["plan_for"])
-    if html is not None:
-        from diffusion_runtime.explanation.page import write_page
+    # Folders that are made for the page and stay empty are removed.
+    with terminal.log(), ExitStack() as folders:
+        if html is not None:
+            from diffusion_runtime.session.outputs import prepare_result, remove_empty
 
-        write_page(explanation, html)
-        terminal.say(f"wrote {html}")
+            folders.callback(remove_empty, prepare_result(html, "--html"))
+        explanation, others = _explain(flags, terminal, given["plan_for"])
+        if html is not None:
+            from diffusion_runtime.explanation.page import write_page
+
+            write_page(explanation, html)
+            terminal.say(f"wrote {html}")
     if as_json:
         put_on_stdout(json_text(explanation.to_dict()))
         return

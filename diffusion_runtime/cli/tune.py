@@ -198,22 +198,15 @@ def _checked_target(path: str | None, folders: ExitStack) -> Path:
     file that could not be written."""
     if path is None:
         raise ConfigError("--output-path: expected the config file to write: -o tuned.yaml")
-    from diffusion_runtime.media.publish import temporary_file
-    from diffusion_runtime.session.outputs import make_folders, remove_empty
+    from diffusion_runtime.session.outputs import prepare_result, remove_empty
     from diffusion_runtime.untrusted.files import check_place
 
-    check_place(path, "--output-path")
-    target = Path(path)
+    target = check_place(path, "--output-path")
     if target.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output-path {path}: expected a name that ends with .yaml")
     if target.exists():
         raise OutputError(f"{path} exists already; choose another --output-path, or move it")
-    try:
-        folders.callback(remove_empty, make_folders(target.parent))
-        with temporary_file(target.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--output-path {path}: cannot be written: {error.strerror or error}") from error
+    folders.callback(remove_empty, prepare_result(target, "--output-path"))
     return target
 
 

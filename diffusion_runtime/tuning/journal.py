@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import replace_text
+from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "diffusion_runtime.tune_journal/1"
@@ -46,8 +45,5 @@ class Journal:
     def _write(self) -> None:
         if self._path is None:
             return
-        try:
-            content = {"format": FORMAT, "identity": self._identity, "values": self._values}
-            replace_text(self._path, json.dumps(content))
-        except OSError as error:
-            raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+        content = {"format": FORMAT, "identity": self._identity, "values": self._values}
+        publish_text(self._path, json.dumps(content))
