@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
@@ -235,10 +235,9 @@ def progress_line(terminal: Terminal) -> Iterator[Callable[[str], None]]:
 
 def show(result: AttentionBenchmark) -> None:
     """A table a shape: the fastest first, what did not run below."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     console.print(Text(f"{result.device}, {result.dtype}"))
     columns = ("backend", "ms", "from to", "TF/s", "of matmul", "error", "computed by")
     for shape in result.shapes:

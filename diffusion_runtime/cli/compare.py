@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.compare_settings import parse_settings
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
@@ -91,13 +91,12 @@ def compare(context: typer.Context, **given: Any) -> None:
 
 def show(result: Comparison) -> None:
     """Two tables of at most 100 columns, and what the figures are of."""
-    from rich.console import Console
     from rich.text import Text
 
     from diffusion_runtime.comparison.result import filled_columns
     from diffusion_runtime.core.memory_size import size_text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     quality: list[tuple[str, ...]] = []
     cost: list[tuple[str, ...]] = []
     for row in result.rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.tables import facts_table, plain_table
@@ -115,9 +115,8 @@ def _needed_images(
 
 def _show(explanation: Explanation, terminal: Terminal) -> None:
     """Tables of at most 100 columns on standard output; with `--log-format json` as lines of the log."""
-    from rich.console import Console
 
-    put = terminal.show if terminal.log_format == "json" else Console(highlight=False, file=sys.stdout).print
+    put = terminal.show if terminal.log_format == "json" else console_on_stdout().print
     from diffusion_runtime.cli.dry_run import attention_plan, device_row
     from diffusion_runtime.explanation.explanation import implementation_rows
     from diffusion_runtime.explanation.page import in_tera

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diffusion_runtime.cli import options
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.conversion.conversion import ConversionReport
@@ -86,10 +86,9 @@ def convert(
 
 def show(report: ConversionReport) -> None:
     """One line per fact, and what to type next."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout, soft_wrap=True)
+    console = console_on_stdout(soft_wrap=True)
     keys = ", ".join(f"{key} ({count} tensors, {size / 1e9:.2f} GB)" for key, (count, size) in report.keys.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in report.stored.items())
     lines = [

@@ -274,6 +274,32 @@ def test_a_path_that_no_file_can_have_is_a_usage_error_of_every_verb(command: Co
     assert not wrong, "\n".join(map(str, wrong))
 
 
+def test_no_verb_writes_its_result_into_what_is_no_file(command: Command) -> None:
+    """Said before minutes of work: a FIFO would block, and nothing is made in its place."""
+    os.mkfifo("fifo")
+    os.mkfifo("fifo.png")
+    os.mkfifo("fifo.yaml")
+    Path("folder.html").mkdir()
+    wrong = []
+    for arguments in (
+        ("bench", "step", "shapes", "-o", "fifo"),
+        ("bench", "step", "shapes", "--plot", "fifo.png"),
+        ("bench", "generate", "shapes", "-o", "fifo"),
+        ("bench", "attention", "-o", "fifo"),
+        ("bench", "attention", "-o", "folder.html"),
+        ("calibrate", "a ring", "-o", "fifo"),
+        ("compare", "a ring", "--setting", "dense:", "--setting", "six: --num-inference-steps 6", "--html", "fifo"),
+        ("explain", "--html", "fifo"),
+        ("explain", "--html", "folder.html"),
+        ("tune", "--prompt-set", "shapes:4", "-o", "fifo.yaml"),
+    ):
+        result = command(*arguments)
+        if result.code not in (1, 2) or not re.search("FIFO|folder|exists already", result.said):
+            wrong.append((arguments, result.code, result.said[-300:]))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert sorted(path.name for path in Path().iterdir()) == ["fifo", "fifo.png", "fifo.yaml", "folder.html"]
+
+
 def test_more_generations_than_can_be_meant_are_refused(command: Command) -> None:
     Path("prompts.txt").write_text("a\n" * 100_000)
     result = command("generate", "--dry-run", "--prompt-file", "prompts.txt")

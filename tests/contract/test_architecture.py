@@ -272,6 +272,28 @@ def scattered_writers() -> Iterator[tuple[str, str]]:
                 yield here(path), f"{here(path)}:{node.lineno}: {called}"
 
 
+# Files that print past the consoles, and what.
+OWN_PRINTERS = {
+    "cli/consoles.py": "the consoles",
+    "cli/log_lines.py": "JSON in ASCII",
+    "cli/script_flags.py": "an error of a script, printable",
+    "cli/terminal.py": "JSON in ASCII, paths for programs; to a terminal what is printable",
+    "session/processes.py": "an error of a script, printable",
+}
+
+
+def scattered_printers() -> Iterator[tuple[str, str]]:
+    """(file, where) of what prints elsewhere than through a console that keeps control characters back."""
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            streams = ("sys.stdout.write", "sys.stderr.write", "stream.buffer.write")
+            if called in ("print", "Console", "typer.echo", "click.echo", *streams):
+                yield here(path), f"{here(path)}:{node.lineno}: {called}"
+
+
 # What a cache of the whole process may hold in attention/ and kernels/ though it is asked per device: plain values.
 PLAIN_VALUES = {"KeyCounts", "FlashAttention", "int | None", "str | None"}
 
@@ -389,6 +411,12 @@ def test_results_are_written_in_one_place() -> None:
     found = list(scattered_writers())
     assert [where for file, where in found if file not in OWN_WRITERS] == [], "use diffusion_runtime.media.publish"
     assert set(OWN_WRITERS) <= {file for file, _ in found}, "a reason without a writer"
+
+
+def test_nothing_is_printed_past_the_consoles() -> None:
+    """Names of models, folders and files, and prompts, may hold what drives a terminal."""
+    found = [where for file, where in scattered_printers() if file not in OWN_PRINTERS]
+    assert found == [], "use diffusion_runtime.cli.consoles, or Terminal"
 
 
 # Identifiers that had another name before the field's: whoever searches for the term must find it.
