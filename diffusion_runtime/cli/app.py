@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +41,34 @@ def main() -> None:
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
+    if code == INTERRUPTED:
+        # Who interrupts does not wait for a model to be freed, nor for a thread that computes yet.
+        _end_at_once(code)
     sys.exit(code)
+
+
+def _ignore_signals() -> None:
+    """From here on the interpreter frees what it holds, for which it puts its handlers away: a signal would be a
+    failure of a command that has succeeded. Those that are ignored stay so."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+# What is registered first is called last: with the import of this module, before any library is.
+atexit.register(_ignore_signals)
+
+
+def _end_at_once(code: int) -> None:
+    """End the process without freeing what it made object by object. Returns where what was
+    written cannot be flushed, as the interpreter knows how to say that."""
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
 
 
 def run(arguments: Sequence[str], *, has_output: bool = True) -> int:

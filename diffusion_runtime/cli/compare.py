@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
 from diffusion_runtime.cli.tables import figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.session.failures import Interrupted
 
 if TYPE_CHECKING:
     from diffusion_runtime.comparison.compare import CheckRequest, SaveClip
@@ -75,7 +76,17 @@ def compare(context: typer.Context, **given: Any) -> None:
             settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
         check, save = _saver(folder, file_format, folders)
         choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
-        result = compare_settings(settings, terminal, choices, save)
+        made: dict[str, int] = {}
+
+        def count(name: str, request: GenerationRequest, media: GeneratedMedia) -> str | None:
+            path = save(name, request, media)
+            made[name] = made.get(name, 0) + 1
+            return path
+
+        try:
+            result = compare_settings(settings, terminal, choices, count)
+        except KeyboardInterrupt as error:
+            raise Interrupted(_finished(made, len(settings[0].requests), folder)) from error
         if not as_json:
             # Before the page, which may fail for a full disk.
             show(result)
@@ -87,6 +98,18 @@ def compare(context: typer.Context, **given: Any) -> None:
     if as_json:
         put_on_stdout(json_text(result.to_dict()))
     raise typer.Exit(result.exit_code)
+
+
+def _finished(made: Mapping[str, int], num_clips: int, folder: str | None) -> str:
+    """What an interrupted comparison has left, and how to go on. made: clips by setting."""
+    if not made:
+        return "nothing was finished"
+    counts = ", ".join(f"{name} {count} of {num_clips}" for name, count in made.items())
+    where = f"saved in {folder}" if folder is not None else "not saved, as --output-path FOLDER was not given"
+    return (
+        f"clips that are made: {counts} ({where}); no figures and no page are written. The same command begins "
+        "anew, as times of different runs are not compared"
+    )
 
 
 def show(result: Comparison) -> None:

@@ -57,6 +57,8 @@ def tune(context: typer.Context, **given: Any) -> None:
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = without_prompts(flags_of({**missing, **given}), own["prompt_set"])
     # A folder that is made for the file and stays empty is removed.
+    from diffusion_runtime.session.failures import Interrupted
+
     with terminal.log(), _each_warning_once(), ExitStack() as folders:
         target = _checked_target(output_path, folders)
         tuning = _tuning(flags, own, terminal)
@@ -67,8 +69,11 @@ def tune(context: typer.Context, **given: Any) -> None:
         from diffusion_runtime.tuning.tune import tune as run_tuning
 
         journal = Journal.beside(target)
-        result = run_tuning(tuning, terminal, journal)
-        result.write(target, schema_comment())
+        try:
+            result = run_tuning(tuning, terminal, journal)
+            result.write(target, schema_comment())
+        except KeyboardInterrupt as error:
+            raise Interrupted(Journal.kept_in(journal)) from error
         journal.unlink(missing_ok=True)
     if as_json:
         put_on_stdout(json_text({**result.to_dict(), "path": str(target)}))

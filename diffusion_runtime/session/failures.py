@@ -13,7 +13,11 @@ _WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guida
 
 
 class Interrupted(Exception):
-    """Ctrl-C before anything was finished, as an exception that the parser does not turn into a bare exit."""
+    """A command that a signal ended, as an exception that the parser does not turn into a bare exit. finished: what is
+    finished, where it is, and how to go on."""
+
+    def __init__(self, finished: str = "nothing was finished") -> None:
+        super().__init__(f"interrupted: {finished}")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Failure:
         if isinstance(error, DiffusionRuntimeError | Cancelled):
             return cls(type(error).__name__, str(error), error.exit_code, trace)
         if isinstance(error, Interrupted | KeyboardInterrupt):
-            return cls(Interrupted.__name__, "interrupted: nothing was finished", INTERRUPTED, trace)
+            said = error if isinstance(error, Interrupted) else Interrupted()
+            return cls(Interrupted.__name__, str(said), INTERRUPTED, trace)
         if isinstance(error, MemoryError) or _is_device_memory_error(error):
             message = f"out of memory: {_first_line(error)}; {_WHAT_NEEDS_LESS}"
             return cls(DeviceMemoryError.__name__, message, DeviceMemoryError.exit_code, trace)

@@ -31,6 +31,18 @@ class Journal:
         self.num_found = len(self._values)
 
     @staticmethod
+    def kept_in(path: Path) -> str:
+        """What an interrupted tuning has left, and how to go on, for people."""
+        content: Any = read_json_file(path, str(path)) if path.exists() else {}
+        values = content.get("values") if isinstance(content, dict) else None
+        if not isinstance(values, dict) or not values:
+            return "nothing was finished"
+        return (
+            f"{len(values)} measurements are finished and kept in {path}; the same command again goes on from them "
+            "(remove that file to begin anew)"
+        )
+
+    @staticmethod
     def beside(result: Path) -> Path:
         """Where the journal of a tuning is that writes `result`."""
         return result.with_name(f".{result.name}.journal.json")

@@ -63,7 +63,10 @@ def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
 
     with monkeypatch.context() as patched:
         patched.setattr(Measurement, "_latents", ending)
-        assert command(*flags).code == 130
+        interrupted = command(*flags)
+    assert interrupted.code == 130
+    assert "interrupted: 2 measurements are finished and kept in" in interrupted.said
+    assert "the same command again goes on from them" in interrupted.said
     assert [each.name for each in tmp_path.iterdir()] == [".tuned.yaml.journal.json"]
     made = command(*flags, "--json")
     assert made.code == 0, made.err
