@@ -201,12 +201,23 @@ def _unavailable(
     requirements: AttentionRequirements, source: str, key: str, refused: list[tuple[str, str]]
 ) -> BackendUnavailableError:
     lines = [f"  {name}: {reason}" for name, reason in refused]
-    usable = [name for name in available_names() if not refusals(name, requirements)]
+    others = {name: refusals(name, requirements) for name in available_names()}
+    usable = [name for name, reasons in others.items() if not reasons]
+    if usable:
+        advice = [f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default."]
+    else:
+        # By reason: what stands in the way of most of them is one thing, which no other backend gets around.
+        named: dict[str, list[str]] = {}
+        for name, reasons in others.items():
+            if name not in {each for each, _ in refused}:
+                named.setdefault("; ".join(reasons), []).append(name)
+        advice = ["  no backend that is installed here can serve this role; change what the reasons name:"]
+        advice += [f"    {', '.join(names)}: {reason}" for reason, names in named.items()]
     message = "\n".join(
         [
             f"no attention backend of the choice for role {shown(requirements.role)} can run here ({source}, {key}):",
             *lines,
-            f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default.",
+            *advice,
         ]
     )
     return BackendUnavailableError(message, refused)
