@@ -34,7 +34,7 @@ from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
     from diffusion_runtime.loading.description import PipelineDescription
-    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 SCHEMA = "diffusion_runtime.generate/1"
 # Timings that `load` is the sum of: of the libraries, from the folder to the memory plan, of the weights.

@@ -35,8 +35,8 @@ class Failure:
         if isinstance(error, DiffusionRuntimeError | Cancelled):
             return cls(type(error).__name__, str(error), error.exit_code, trace)
         if isinstance(error, Interrupted | KeyboardInterrupt):
-            said = error if isinstance(error, Interrupted) else Interrupted()
-            return cls(Interrupted.__name__, str(said), INTERRUPTED, trace)
+            interrupted = error if isinstance(error, Interrupted) else Interrupted()
+            return cls(Interrupted.__name__, str(interrupted), INTERRUPTED, trace)
         if isinstance(error, MemoryError) or _is_device_memory_error(error):
             message = f"out of memory: {_first_line(error)}; {_WHAT_NEEDS_LESS}"
             return cls(DeviceMemoryError.__name__, message, DeviceMemoryError.exit_code, trace)

@@ -244,7 +244,7 @@ OWN_WRITERS = {
     "models/published_folders.py": "json in a temporary folder",
     "models/tensor_files.py": "a format: into the file that it is given",
     "parallel/failure.py": "records for the launcher, in its temporary folder",
-    "request_profile.py": "a trace, renamed by publish_numbered",
+    "profiling/request_profile.py": "a trace, renamed by publish_numbered",
     "session/outputs.py": "a byte in a temporary file, to see whether there is room",
 }
 WRITING = (".write_text", ".write_bytes", ".savefig", ".touch", ".copytree", ".copyfile", "json.dump", "save_file")
