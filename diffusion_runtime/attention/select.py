@@ -206,12 +206,13 @@ def _unavailable(
     if usable:
         advice = [f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default."]
     else:
-        # By reason: what stands in the way of most of them is one thing, which no other backend gets around.
+        # Those that lack least: the others have further reasons, such as a package that is not installed.
+        fewest = min(map(len, others.values()), default=0)
         named: dict[str, list[str]] = {}
         for name, reasons in others.items():
-            if name not in {each for each, _ in refused}:
+            if len(reasons) == fewest:
                 named.setdefault("; ".join(reasons), []).append(name)
-        advice = ["  no backend that is installed here can serve this role; change what the reasons name:"]
+        advice = ["  no backend can serve this role here. What stands in the way of those that lack least:"]
         advice += [f"    {', '.join(names)}: {reason}" for reason, names in named.items()]
     message = "\n".join(
         [

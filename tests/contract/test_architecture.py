@@ -226,14 +226,14 @@ def scattered_readers() -> Iterator[str]:
 
 # Files that write elsewhere than through media/publish.py, and why nobody finds half a result of theirs.
 OWN_WRITERS = {
-    "attention/machine_cache.py": "a cache, renamed from cache_folder.complete_file; media is not below it",
+    "attention/machine_cache.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
-    "cache_folder.py": "the temporary file of a cache, renamed by its user",
+    "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
     "cli/launching.py": "prompts for other processes, in a temporary folder",
     "cli/terminal.py": "the standard streams",
-    "kernels/kept_kernels.py": "a lock, without content",
-    "kernels/remembered_imports.py": "a cache, renamed from cache_folder.complete_file; media is not below it",
+    "startup/kept_kernels.py": "a lock, without content",
+    "startup/remembered_imports.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
     "media/attention_plot.py": "into what published() gives",
     "media/audio.py": "an encoder: into the file that it is given, a temporary one",
     "media/encode.py": "encoders: into the file that they are given, a temporary one",
@@ -242,7 +242,7 @@ OWN_WRITERS = {
     "media/notebook.py": "a picture in memory",
     "models/conversion/conversion.py": "into a temporary folder, which take_name puts in its place",
     "models/published_folders.py": "json in a temporary folder",
-    "models/tensor_files.py": "a format: into the file that it is given",
+    "weights/tensor_files.py": "a format: into the file that it is given",
     "parallel/failure.py": "records for the launcher, in its temporary folder",
     "profiling/request_profile.py": "a trace, renamed by publish_numbered",
     "session/outputs.py": "a byte in a temporary file, to see whether there is room",
