@@ -230,7 +230,7 @@ def test_the_place_of_the_file_is_checked_first(command: Command, tiny_wan_folde
         ((), "expected the config file to write", 2),
         (("-o", str(tmp_path / "there.yaml")), "exists already", 1),
         (("-o", str(tmp_path / "tuned.json")), "ends with .yaml", 2),
-        (("-o", str(tmp_path / "there.yaml" / "tuned.yaml")), "cannot be written", 1),
+        (("-o", str(tmp_path / "there.yaml" / "tuned.yaml")), "cannot write", 1),
     ):
         answer = command("tune", *tiny_arguments(tiny_wan_folder), "--budget", "psnr>=30", "--methods", "vsa", *flags)
         assert answer.code == code
