@@ -178,6 +178,47 @@ def test_the_pipeline_is_busy_until_the_stream_ends_however_it_does(pipeline: Pi
         pipeline(dataclasses.replace(REQUEST, num_frames=9))
 
 
+def test_a_stream_that_is_closed_while_it_computes_is_released_behind_its_chunk(pipeline: Pipeline) -> None:
+    """By a hook of the model or by another thread: nobody generates inside the chunk, whose frames are those of a
+    stream that nobody closed."""
+    with pipeline.stream(REQUEST) as stream:
+        expected = [next(stream).frames, next(stream).frames]
+
+    def close_here(stream: GenerationStream) -> None:
+        stream.close()
+
+    def close_there(stream: GenerationStream) -> None:
+        thread = threading.Thread(target=stream.close)
+        thread.start()
+        thread.join()
+
+    for close in (close_here, close_there):
+        # The second chunk begins after a few forward passes; the 6th to 14th of a stream were seen to be entered.
+        for at in (1, 4, 7):
+            num_passes, refused = 0, []
+            stream = pipeline.stream(REQUEST)
+
+            def count(*_: object) -> None:
+                nonlocal num_passes
+                num_passes += 1
+                if num_passes == at:  # noqa: B023 - called in this round alone
+                    close(stream)  # noqa: B023
+                    with pytest.raises(PipelineBusyError):
+                        pipeline(REQUEST)
+                    refused.append(at)  # noqa: B023
+
+            hook = pipeline.transformer.register_forward_hook(count)
+            try:
+                frames = [chunk.frames for chunk in stream]
+            finally:
+                hook.remove()
+            assert refused == [at]
+            assert 1 <= len(frames) <= 4
+            for made, wanted in zip(frames, expected, strict=False):
+                assert numpy.array_equal(made, wanted)
+            assert pipeline(dataclasses.replace(REQUEST, num_frames=9)).frames.shape[0] == 9
+
+
 def test_what_cannot_be_streamed_is_refused_before_any_work(pipeline: Pipeline, tiny_wan_folder: Path) -> None:
     cases = {
         "a video without an end cannot see all of its frames; give --kv-window": {"kv_window": 0, "kv_sink": 0},

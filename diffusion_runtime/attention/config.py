@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -31,6 +32,9 @@ _SPEC_KEYS = ("backend", "name", "extra", "options")
 _RULE_KEYS = ("role", "steps", "layers", "phase", "chunks", *_SPEC_KEYS)
 _CONFIG_KEYS = ("default", "per_role", "schedule")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
+# More than the layers of a model times the steps of a schedule by hand; parsing takes 60 us per rule, and every layer
+# looks through all of them.
+MAX_RULES = 1000
 
 
 @dataclass(frozen=True, init=False)
@@ -236,7 +240,15 @@ class AttentionConfig:
         object.__setattr__(self, "per_role", FrozenMapping(specs))
         if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
             raise ConfigError(f"schedule: expected a list of rules, got {shown(self.schedule)}")
-        rules = [ScheduleRule.parse(rule, f"schedule[{index}]") for index, rule in enumerate(self.schedule)]
+        # Before any is parsed; an iterator is taken no further than it may be long.
+        given = tuple(itertools.islice(self.schedule, MAX_RULES + 1))
+        if len(given) > MAX_RULES:
+            count = f"{len(self.schedule)}" if isinstance(self.schedule, Sized) else "more"
+            raise ConfigError(
+                f"schedule: expected at most {MAX_RULES} rules, got {count}; one rule takes several ranges: steps: "
+                "0-3,8-11"
+            )
+        rules = [ScheduleRule.parse(rule, f"schedule[{index}]") for index, rule in enumerate(given)]
         object.__setattr__(self, "schedule", tuple(rules))
 
     def __hash__(self) -> int:

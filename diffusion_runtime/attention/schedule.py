@@ -12,6 +12,8 @@ from typing import Any, Self
 from diffusion_runtime.core.step_info import PHASES, LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
+# Of one value: every layer and step is looked up in them.
+MAX_RANGES = 1000
 _RANGE = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 # What language-model servers call the phases of a model with a key-value cache.
 _OTHER_SPELLINGS = {"decode": "denoise", "prefill": "commit"}
@@ -32,6 +34,8 @@ class IndexRanges:
         if value is None or isinstance(value, IndexRanges):
             return cls(() if value is None else value.ranges)
         parts = value if isinstance(value, list | tuple) else value.split(",") if isinstance(value, str) else [value]
+        if len(parts) > MAX_RANGES:
+            raise ConfigError(f"{where}: expected at most {MAX_RANGES} ranges, got {len(parts)}")
         ranges = []
         for part in parts:
             match = _RANGE.fullmatch(part.strip() if isinstance(part, str) else shown(part))

@@ -201,12 +201,24 @@ def _unavailable(
     requirements: AttentionRequirements, source: str, key: str, refused: list[tuple[str, str]]
 ) -> BackendUnavailableError:
     lines = [f"  {name}: {reason}" for name, reason in refused]
-    usable = [name for name in available_names() if not refusals(name, requirements)]
+    others = {name: refusals(name, requirements) for name in available_names()}
+    usable = [name for name, reasons in others.items() if not reasons]
+    if usable:
+        advice = [f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default."]
+    else:
+        # Those that lack least: the others have further reasons, such as a package that is not installed.
+        fewest = min(map(len, others.values()), default=0)
+        named: dict[str, list[str]] = {}
+        for name, reasons in others.items():
+            if len(reasons) == fewest:
+                named.setdefault("; ".join(reasons), []).append(name)
+        advice = ["  no backend can serve this role here. What stands in the way of those that lack least:"]
+        advice += [f"    {', '.join(names)}: {reason}" for reason, names in named.items()]
     message = "\n".join(
         [
             f"no attention backend of the choice for role {shown(requirements.role)} can run here ({source}, {key}):",
             *lines,
-            f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default.",
+            *advice,
         ]
     )
     return BackendUnavailableError(message, refused)

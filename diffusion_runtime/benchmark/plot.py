@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
 from diffusion_runtime.benchmark.shapes import AttentionShape
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.media.publish import published
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".webp")
 _COLUMNS = 2
@@ -48,8 +50,13 @@ def plot_benchmark(benchmark: AttentionBenchmark, path: Path) -> None:
         _draw(axis, shape, _bars(benchmark, shape), backends)
     for axis in axes[len(shapes) :]:
         axis.set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture, whole or not at all; its extension selects the format. Raises OutputError."""
+    with published(path, "--plot") as partial:
+        figure.savefig(partial, dpi=120, format=path.suffix.lower().removeprefix("."))
 
 
 def _bars(benchmark: AttentionBenchmark, shape: AttentionShape) -> list[Measurement]:

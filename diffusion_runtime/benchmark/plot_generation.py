@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diffusion_runtime.benchmark.generation_result import STAGES, GenerationBenchmark
-from diffusion_runtime.benchmark.plot import check_plotting
+from diffusion_runtime.benchmark.plot import check_plotting, save_figure
 
 
 def plot_generation(benchmark: GenerationBenchmark, path: Path) -> None:
@@ -42,5 +42,4 @@ def plot_generation(benchmark: GenerationBenchmark, path: Path) -> None:
     axis.grid(axis="x", alpha=0.3)
     if bars:
         figure.legend(loc="outside lower center", ncols=len(STAGES), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

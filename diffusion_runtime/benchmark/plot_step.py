@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diffusion_runtime.benchmark.plot import check_plotting
+from diffusion_runtime.benchmark.plot import check_plotting, save_figure
 from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
 
 # (what, colour)
@@ -40,8 +40,7 @@ def plot_step(benchmark: StepBenchmark, path: Path) -> None:
     axis.set_xlabel("milliseconds of one forward", fontsize=8)
     axis.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(_PARTS), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _parts(row: StepRow) -> tuple[float, ...]:

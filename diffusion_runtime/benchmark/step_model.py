@@ -4,6 +4,7 @@ folder."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, component_class, read_json
 from diffusion_runtime.diffusers_bridge.random_transformer import class_in_diffusers, random_transformer
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSample, step_inputs
-from diffusion_runtime.errors import ConfigError, RequestError, nearest
+from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, resolve_model_folder
@@ -184,13 +185,13 @@ def with_size(
 
 
 def _find_published(name: str) -> PublishedModel | None:
-    if name in EMBEDDED_FOLDERS or Path(name).exists():
+    if name in EMBEDDED_FOLDERS or os.path.exists(name):
         return None
     found = next((each for each in published_models() if name in (each.name, each.model_path)), None)
     if found is None:
         known = [each.name for each in published_models()]
         raise ConfigError(
-            f"MODEL: {name!r} is neither a folder nor a published model.{nearest(name, known)} "
+            f"MODEL: {shown(name)} is neither a folder nor a published model.{nearest(name, known)} "
             f"Expected one of {', '.join(known)}, or a diffusers folder"
         )
     return found
@@ -206,7 +207,7 @@ def published_files(name: str) -> FolderFiles:
     """The json files of a published model's folder. Raises ConfigError for a name of none."""
     published = _find_published(name)
     if published is None:
-        raise ConfigError(f"MODEL: {name!r} is not a published model")
+        raise ConfigError(f"MODEL: {shown(name)} is not a published model")
     return _published_files(published)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +18,6 @@ import typer.main
 
 from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
 from diffusion_runtime.cli.interruptible import has_abandoned_work
-from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout
 from diffusion_runtime.cli.verbs import VERBS, program
 from diffusion_runtime.core.spellings import resolve
@@ -24,6 +25,7 @@ from diffusion_runtime.errors import OutputError, UsageError, nearest, shown
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
+from diffusion_runtime.untrusted.printable import printable
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -42,12 +44,35 @@ def main() -> None:
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
     interruptions.all_is_reported(code)
     remove_unfinished_files()
-    if has_abandoned_work():
-        # A thread computes inside torch, whose pools must not be taken down around it.
+    if code == INTERRUPTED or has_abandoned_work():
+        # Who interrupts does not wait for a model to be freed; and a thread that computes inside torch must not have
+        # torch's pools taken down around it.
+        _end_without_freeing(code)
+    sys.exit(code)
+
+
+def _ignore_signals() -> None:
+    """From here on the interpreter frees what it holds, for which it puts its handlers away: a signal would be a
+    failure of a command that has succeeded. Those that are ignored stay so."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+# What is registered first is called last: with the import of this module, before any library is.
+atexit.register(_ignore_signals)
+
+
+def _end_without_freeing(code: int) -> None:
+    """End the process without freeing what it made object by object. Returns where what was
+    written cannot be flushed, as the interpreter knows how to say that."""
+    atexit._run_exitfuncs()
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    except (OSError, ValueError):
+        return
+    os._exit(code)
 
 
 def run(arguments: Sequence[str], *, has_output: bool = True) -> int:

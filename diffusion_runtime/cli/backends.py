@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
@@ -120,10 +120,9 @@ def _to_json_object(listing: Listing) -> dict[str, Any]:
 
 
 def show(listing: Listing, *, show_all: bool) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     default_name = None if listing.default is None else listing.default.backend
     usable = [info for info in listing.backends if info.usable]
     others = [info for info in listing.backends if not info.usable]

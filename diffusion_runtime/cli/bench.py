@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.interruptible import run_interruptibly
 from diffusion_runtime.cli.tables import plain_table
@@ -215,18 +215,10 @@ def _measure(
 
 def check_result_place(path: Path | None) -> None:
     """Raises OutputError before minutes of measuring when the file could not be written after them."""
-    from diffusion_runtime.errors import OutputError
-    from diffusion_runtime.untrusted.files import check_place
+    from diffusion_runtime.session.outputs import prepare_result
 
-    if path is None:
-        return
-    check_place(path, "--output-path or --plot")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error}") from error
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; give the name of a file in it")
+    if path is not None:
+        prepare_result(path, "--output-path or --plot")
 
 
 def write_results(
@@ -237,17 +229,14 @@ def write_results(
     terminal: Terminal,
 ) -> None:
     """The JSON and the picture that were asked for. draw: writes the picture. Raises OutputError."""
-    from diffusion_runtime.errors import OutputError
+    from diffusion_runtime.media.publish import publish_text
 
-    try:
-        if output_path is not None:
-            output_path.write_text(json_text(result.to_dict()) + "\n")
-            terminal.say(f"wrote {output_path}")
-        if plot is not None:
-            draw(plot)
-            terminal.say(f"wrote {plot}")
-    except OSError as error:
-        raise OutputError(f"the result cannot be written: {error}") from error
+    if output_path is not None:
+        publish_text(output_path, json_text(result.to_dict()) + "\n", "--output-path")
+        terminal.say(f"wrote {output_path}")
+    if plot is not None:
+        draw(plot)
+        terminal.say(f"wrote {plot}")
 
 
 @contextmanager
@@ -264,10 +253,9 @@ def progress_line(terminal: Terminal) -> Iterator[Callable[[str], None]]:
 
 def show(result: AttentionBenchmark) -> None:
     """A table a shape: the fastest first, what did not run below."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     console.print(Text(f"{result.device}, {result.dtype}"))
     columns = ("backend", "ms", "from to", "TF/s", "of matmul", "error", "computed by")
     for shape in result.shapes:

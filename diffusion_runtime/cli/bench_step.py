@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.bench import check_result_place, progress_line, write_results
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import figures, figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
@@ -139,10 +139,9 @@ def step(
 
 def show(result: StepBenchmark) -> None:
     """One row per way of computing the step, and what the figures are of."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     console.print(Text(f"{result.device}, {result.dtype}"))
     console.print(Text(f"\n{result.model}", style="bold"))
     console.print(figures_table(_COLUMNS, _cells(result)), soft_wrap=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.hub import CachedModel
@@ -40,10 +40,9 @@ def show_cached(*, as_json: bool) -> None:
         ]
         put_on_stdout(json_text({"schema": SCHEMA, "cache": str(cache), "models": values, "damaged": damaged}))
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
 
     def row(model: CachedModel) -> tuple[str, str, str]:
         revision = f"{', '.join((*model.refs, model.commit[:12]))}"

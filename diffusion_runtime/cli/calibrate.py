@@ -66,6 +66,8 @@ def calibrate(
         raise OutputError("--output-path: expected the file to write: -o calibration.json")
     path = Path(output_path)
     _check_target(path)
+    from diffusion_runtime.media.publish import publish_text
+
     terminal = Terminal(log_format=log_format)
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
@@ -111,7 +113,7 @@ def calibrate(
         assert isinstance(pipeline, Pipeline)
         with contextlib.ExitStack() as shown:
             calibration = calibrate(pipeline, requests, on_progress=_progress(requests, terminal, shown))
-    _write(path, json.dumps(calibration.to_dict(), indent=1) + "\n")
+    publish_text(path, json.dumps(calibration.to_dict(), indent=1) + "\n", "--output-path")
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, "path": str(path), "calibration": calibration.to_dict()}))
     else:
@@ -153,24 +155,10 @@ def spectrum_text(spectrum: Mapping[str, float]) -> str:
 
 def _check_target(path: Path) -> None:
     """Whether the file can be written, before anything is generated. Raises OutputError."""
-    from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.session.outputs import prepare_result
 
     if path.exists():
         raise OutputError(f"{path} exists already; choose another --output-path, or move it")
     if not path.parent.is_dir():
         raise OutputError(f"{path.parent} is no folder; make it first")
-    try:
-        with temporary_file(path.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--output-path: cannot write to {path.parent}: {error.strerror}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none. Raises OutputError."""
-    from diffusion_runtime.media.publish import replace_text
-
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    prepare_result(path, "--output-path")

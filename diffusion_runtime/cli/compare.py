@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +12,14 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.compare_settings import parse_settings
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
 from diffusion_runtime.cli.tables import figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
-from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.session.failures import Interrupted
 
 if TYPE_CHECKING:
     from diffusion_runtime.comparison.compare import CheckRequest, SaveClip
@@ -75,7 +76,17 @@ def compare(context: typer.Context, **given: Any) -> None:
             settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
         check, save = _saver(folder, file_format, folders)
         choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
-        result = compare_settings(settings, terminal, choices, save)
+        made: dict[str, int] = {}
+
+        def count(name: str, request: GenerationRequest, media: GeneratedMedia) -> str | None:
+            path = save(name, request, media)
+            made[name] = made.get(name, 0) + 1
+            return path
+
+        try:
+            result = compare_settings(settings, terminal, choices, count)
+        except KeyboardInterrupt as error:
+            raise Interrupted(_finished(made, len(settings[0].requests), folder)) from error
         if not as_json:
             # Before the page, which may fail for a full disk.
             show(result)
@@ -89,15 +100,26 @@ def compare(context: typer.Context, **given: Any) -> None:
     raise typer.Exit(result.exit_code)
 
 
+def _finished(made: Mapping[str, int], num_clips: int, folder: str | None) -> str:
+    """What an interrupted comparison has left, and how to go on. made: clips by setting."""
+    if not made:
+        return "nothing was finished"
+    counts = ", ".join(f"{name} {count} of {num_clips}" for name, count in made.items())
+    where = f"saved in {folder}" if folder is not None else "not saved, as --output-path FOLDER was not given"
+    return (
+        f"clips that are made: {counts} ({where}); no figures and no page are written. The same command begins "
+        "anew, as times of different runs are not compared"
+    )
+
+
 def show(result: Comparison) -> None:
     """Two tables of at most 100 columns, and what the figures are of."""
-    from rich.console import Console
     from rich.text import Text
 
     from diffusion_runtime.comparison.result import filled_columns
     from diffusion_runtime.core.memory_size import size_text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     quality: list[tuple[str, ...]] = []
     cost: list[tuple[str, ...]] = []
     for row in result.rows:
@@ -188,19 +210,9 @@ def _checked_page(path: Path | None, folders: ExitStack) -> Path | None:
     """Raises OutputError before minutes of work for a page that could not be written after them."""
     if path is None:
         return None
-    from diffusion_runtime.media.publish import temporary_file
-    from diffusion_runtime.session.outputs import make_folders, remove_empty
-    from diffusion_runtime.untrusted.files import check_place
+    from diffusion_runtime.session.outputs import prepare_result, remove_empty
 
-    check_place(str(path), "--html")
-    try:
-        folders.callback(remove_empty, make_folders(path.parent))
-        with temporary_file(path.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
-    if path.is_dir():
-        raise OutputError(f"--html {path}: it is a folder; give the name of a file in it")
+    folders.callback(remove_empty, prepare_result(path, "--html"))
     return path
 
 

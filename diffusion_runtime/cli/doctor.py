@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,11 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import SHORT_DTYPES
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.session.outputs import DEFAULT_FOLDER
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,9 +119,8 @@ def _progress(terminal: Terminal) -> Iterator[Callable[[str, str], None]]:
 
 
 def _show(diagnosis: Diagnosis, *, verbose: bool) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     console.print(facts_table(_machine_facts(diagnosis), "Machine"))
     installed = [check for check in diagnosis.packages if check.version is not None]
     rows = [(check.name, check.version, _package_state(check)) for check in installed]

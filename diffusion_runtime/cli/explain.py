@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.tables import facts_table, plain_table
@@ -46,13 +46,18 @@ def explain(context: typer.Context, **given: Any) -> None:
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = flags_of({**missing, **given})
-    with terminal.log():
-        explanation, others = _explain(flags, terminal, given["plan_for"])
-    if html is not None:
-        from diffusion_runtime.explanation.page import write_page
+    # Folders that are made for the page and stay empty are removed.
+    with terminal.log(), ExitStack() as folders:
+        if html is not None:
+            from diffusion_runtime.session.outputs import prepare_result, remove_empty
 
-        write_page(explanation, html)
-        terminal.say(f"wrote {html}")
+            folders.callback(remove_empty, prepare_result(html, "--html"))
+        explanation, others = _explain(flags, terminal, given["plan_for"])
+        if html is not None:
+            from diffusion_runtime.explanation.page import write_page
+
+            write_page(explanation, html)
+            terminal.say(f"wrote {html}")
     if as_json:
         put_on_stdout(json_text(explanation.to_dict()))
         return
@@ -110,9 +115,8 @@ def _needed_images(
 
 def _show(explanation: Explanation, terminal: Terminal) -> None:
     """Tables of at most 100 columns on standard output; with `--log-format json` as lines of the log."""
-    from rich.console import Console
 
-    put = terminal.show if terminal.log_format == "json" else Console(highlight=False, file=sys.stdout).print
+    put = terminal.show if terminal.log_format == "json" else console_on_stdout().print
     from diffusion_runtime.cli.dry_run import attention_plan, device_row
     from diffusion_runtime.explanation.explanation import implementation_rows
     from diffusion_runtime.explanation.page import in_tera

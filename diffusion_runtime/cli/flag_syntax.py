@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from diffusion_runtime.core.spellings import Spelling, resolve
 from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.session.failures import Interrupted
 
 # Flags of a time and what comes with it.
 _TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
@@ -151,6 +152,13 @@ class CheckedCommand(TyperCommand):
             if not flags[name].multiple:
                 flags[name].process_value(ctx, value)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises Interrupted for a signal that the verb says nothing about: the parser would end without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
 
 
 def _is_switch(flag: Any) -> bool:

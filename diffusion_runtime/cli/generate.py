@@ -125,7 +125,6 @@ def generate(context: typer.Context, **given: Any) -> None:
     from diffusion_runtime.cli.output_flags import OutputFlags
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
-    from diffusion_runtime.session.failures import Interrupted
     from diffusion_runtime.session.rank_runner import RankRunner
 
     what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
@@ -163,11 +162,8 @@ def generate(context: typer.Context, **given: Any) -> None:
         RankRunner(process_info, lambda failure: report_failure(terminal, failure, schema), verbose=run.verbose).run(
             work
         )
-    try:
-        with terminal.log():
-            code = run_generate(flags, output_flags, terminal, command_line)
-    except KeyboardInterrupt as error:
-        raise Interrupted from error
+    with terminal.log():
+        code = run_generate(flags, output_flags, terminal, command_line)
     raise typer.Exit(code)
 
 

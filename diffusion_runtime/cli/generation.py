@@ -34,6 +34,7 @@ from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
     from diffusion_runtime.loading.description import PipelineDescription
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 SCHEMA = "diffusion_runtime.generate/1"
 # Timings that `load` is the sum of: of the libraries, from the folder to the memory plan, of the weights.
@@ -232,14 +233,20 @@ def to_json_object(result: BatchResult, timings: dict[str, float]) -> dict[str, 
 
 
 def _failed_lines(result: BatchResult) -> list[str]:
-    """One for each failed item of several, but for the one that has just been reported as the end of the batch."""
+    """One for each cause for which items of several failed, but for what has just been reported: what ended the batch,
+    and the one cause of all of them."""
     outcomes = result.outcomes[: -1 if result.disk_is_full else None]
-    failed = [outcome for outcome in outcomes if outcome.failure is not None] if result.num_items > 1 else []
-    return [
-        f"  {each.request.prompt!r}, seed {each.request.seed}: {each.failure.message}"
-        for each in failed
-        if each.failure is not None
-    ]
+    failed: dict[str, list[GenerationRequest]] = {}
+    for outcome in outcomes if result.num_items > 1 else ():
+        if outcome.failure is not None:
+            failed.setdefault(outcome.failure.message, []).append(outcome.request)
+    if len(failed) == 1 and not result.finished:
+        return []
+    lines = []
+    for message, requests in failed.items():
+        others = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
+        lines.append(f"  {requests[0].prompt!r}, seed {requests[0].seed}{others}: {message}")
+    return lines
 
 
 def _report_end(result: BatchResult, timings: dict[str, float], terminal: Terminal) -> None:
@@ -254,7 +261,8 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
                 f"interrupted: {len(result.finished)} of {result.num_items} finished{_finished_paths(result)}"
             )
     elif lines := _failed_lines(result):
-        terminal.error("\n".join([f"{len(lines)} of {result.num_items} failed:", *lines]))
+        num_failed = len(result.failures) - result.disk_is_full
+        terminal.error("\n".join([f"{num_failed} of {result.num_items} failed:", *lines]))
     if result.finished:
         count = f"{len(result.finished)} file{'s' if len(result.finished) > 1 else ''}"
         whole = {name: seconds for name, seconds in timings.items() if name not in _PARTS_OF_LOAD}

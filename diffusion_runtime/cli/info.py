@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 from diffusion_runtime.cli.weights_info import WEIGHT_SUFFIXES
 from diffusion_runtime.session.reporter import seconds_text
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import MediaFile
@@ -55,10 +55,9 @@ def _to_json_object(media: MediaFile) -> dict[str, Any]:
 
 
 def _show(media: MediaFile) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     facts: list[tuple[str, object]] = [("file", media.path)]
     if media.num_frames:
         facts += [("size", f"{media.width} x {media.height}"), ("frames", media.num_frames)]

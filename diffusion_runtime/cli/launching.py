@@ -84,7 +84,10 @@ def launch_processes(
             with interruptions.reporting():
                 if not interrupted.is_reported:
                     message = f"interrupted: files that were finished are in {outputs.folder}"
-                    report_failure(terminal, RankFailure.of_interruption(message), schema)
+                    ended = RankFailure.of_interruption(message)
+                    if interrupted.growing_file is not None:
+                        ended = with_kept_frames(ended, Path(interrupted.growing_file))
+                    report_failure(terminal, ended, schema)
             return INTERRUPTED
     if failure is None:
         return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
+from diffusion_runtime.untrusted.printable import printable
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS
 
 if TYPE_CHECKING:
@@ -80,10 +80,9 @@ def _values(file: LoraFile, families: tuple[str, ...], lora: Lora | None) -> dic
 
 
 def _show(file: LoraFile, values: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     hint = file.few_step_hint
     facts: list[tuple[str, object]] = [
         ("file", values["path"]),

@@ -3,13 +3,13 @@ weights."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
@@ -128,10 +128,9 @@ def _to_json_object(
 
 
 def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout)
+    console = console_on_stdout()
     rows = [
         (
             # Three columns: the longest path and four do not fit into 80 characters.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diffusion_runtime.cli import options
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.conversion.conversion import ConversionReport
@@ -66,9 +65,9 @@ def convert(
     terminal = Terminal()
     with terminal.log():
         from diffusion_runtime.models.conversion.conversion import checkpoint_of, convert_lora, convert_model
-        from diffusion_runtime.untrusted.files import expand_home
+        from diffusion_runtime.untrusted.files import user_path
 
-        source, place = Path(expand_home(file)), Path(expand_home(output))
+        source, place = user_path(file, "FILE"), user_path(output, "OUT")
         if checkpoint is None or base is None:
             report = convert_lora(source, place, key=key, dtype=dtype)
         else:
@@ -76,7 +75,7 @@ def convert(
                 source,
                 place,
                 checkpoint_of(checkpoint),
-                Path(expand_home(base)),
+                user_path(base, "--base"),
                 key=key,
                 dtype=dtype,
                 copies=copies,
@@ -89,10 +88,9 @@ def convert(
 
 def show(report: ConversionReport) -> None:
     """One line per fact, and what to type next."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, file=sys.stdout, soft_wrap=True)
+    console = console_on_stdout(soft_wrap=True)
     keys = ", ".join(f"{key} ({count} tensors, {size / 1e9:.2f} GB)" for key, (count, size) in report.keys.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in report.stored.items())
     lines = [

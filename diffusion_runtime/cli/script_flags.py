@@ -15,6 +15,7 @@ from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_fla
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.cli.settings import Settings
@@ -96,5 +97,5 @@ def _parse(arguments: Sequence[str], program: str) -> Any:
 
 
 def _end(message: str, exit_code: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     raise SystemExit(exit_code)

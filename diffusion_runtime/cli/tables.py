@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from diffusion_runtime.cli.printable import printable
+from diffusion_runtime.untrusted.printable import printable
 
 # rich is imported where it is used: a shell's completion and --version need none of it.
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.consoles import console_on_stderr
 from diffusion_runtime.cli.log_lines import LOG_FORMATS, LogLines
-from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.progress import show_progress
 from diffusion_runtime.errors import ConfigError, OutputError, nearest, shown
+from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -52,7 +53,7 @@ class Terminal:
     @cached_property
     def console(self) -> Console:
         """Made at its first use: importing rich takes a tenth of a second."""
-        return _make_console()
+        return console_on_stderr()
 
     @property
     def is_live(self) -> bool:
@@ -213,18 +214,19 @@ def put_path_on_stdout(path: Path) -> None:
     """A result's path, for programs: where the stream's encoding lacks a character, in the bytes of the file's name."""
     text = str(path)
     stream = sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and not _can_encode(text, stream.encoding):
+    if isinstance(stream, io.TextIOWrapper) and not stream.isatty() and not _can_encode(text, stream.encoding):
         _put(lambda: stream.buffer.write(os.fsencode(text) + b"\n"))
         return
     put_on_stdout(text)
 
 
 def put_on_stdout(text: str) -> None:
-    """One line on standard output, at once, so that whoever reads a pipe has it. A reader that left is no error.
+    """One line on standard output, at once, so that whoever reads a pipe has it. A reader that left is no error. A pipe
+    and a file get it as it is, a terminal without what would drive it.
 
     Raises OutputError when it cannot be written, as on a full disk; later lines go nowhere.
     """
-    _put(lambda: sys.stdout.write(text + "\n"))
+    _put(lambda: sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + "\n"))
 
 
 def _put(write: Callable[[], object]) -> None:
@@ -257,14 +259,3 @@ def json_text(value: dict[str, Any]) -> str:
     import json
 
     return json.dumps(value, indent=2, ensure_ascii=True, default=str)
-
-
-def _make_console() -> Console:
-    from rich.console import Console
-
-    class StandardError(Console):
-        def on_broken_pipe(self) -> None:
-            """A reader that left: rich would end the process."""
-            self.quiet = True
-
-    return StandardError(stderr=True, highlight=False)

@@ -57,6 +57,8 @@ def tune(context: typer.Context, **given: Any) -> None:
     missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = without_prompts(flags_of({**missing, **given}), own["prompt_set"])
     # A folder that is made for the file and stays empty is removed.
+    from diffusion_runtime.session.failures import Interrupted
+
     with terminal.log(), _each_warning_once(), ExitStack() as folders:
         target = _checked_target(output_path, folders)
         tuning = _tuning(flags, own, terminal)
@@ -67,8 +69,11 @@ def tune(context: typer.Context, **given: Any) -> None:
         from diffusion_runtime.tuning.tune import tune as run_tuning
 
         journal = Journal.beside(target)
-        result = run_tuning(tuning, terminal, journal)
-        result.write(target, schema_comment())
+        try:
+            result = run_tuning(tuning, terminal, journal)
+            result.write(target, schema_comment())
+        except KeyboardInterrupt as error:
+            raise Interrupted(Journal.kept_in(journal)) from error
         journal.unlink(missing_ok=True)
     if as_json:
         put_on_stdout(json_text({**result.to_dict(), "path": str(target)}))
@@ -198,22 +203,15 @@ def _checked_target(path: str | None, folders: ExitStack) -> Path:
     file that could not be written."""
     if path is None:
         raise ConfigError("--output-path: expected the config file to write: -o tuned.yaml")
-    from diffusion_runtime.media.publish import temporary_file
-    from diffusion_runtime.session.outputs import make_folders, remove_empty
+    from diffusion_runtime.session.outputs import prepare_result, remove_empty
     from diffusion_runtime.untrusted.files import check_place
 
-    check_place(path, "--output-path")
-    target = Path(path)
+    target = check_place(path, "--output-path")
     if target.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output-path {path}: expected a name that ends with .yaml")
     if target.exists():
         raise OutputError(f"{path} exists already; choose another --output-path, or move it")
-    try:
-        folders.callback(remove_empty, make_folders(target.parent))
-        with temporary_file(target.parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"--output-path {path}: cannot be written: {error.strerror or error}") from error
+    folders.callback(remove_empty, prepare_result(target, "--output-path"))
     return target
 
 

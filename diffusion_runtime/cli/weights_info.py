@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 
@@ -53,9 +53,7 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
     if model_path is not None:
         facts.append(("fits", model_path))
 
-    from rich.console import Console
-
-    Console(highlight=False, file=sys.stdout).print(facts_table(facts, "Weights"))
+    console_on_stdout().print(facts_table(facts, "Weights"))
     return 0
 
 

@@ -13,17 +13,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
 from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
 from diffusion_runtime.core.memory_size import size_text
-from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import replace_text
+from diffusion_runtime.media.publish import publish_text
 
 
 def write_page(result: Comparison, path: Path) -> None:
     """The whole page or none. Raises OutputError."""
-    text = render(result)
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+    publish_text(path, render(result), "--html")
 
 
 def render(result: Comparison) -> str:

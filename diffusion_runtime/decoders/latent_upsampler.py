@@ -15,7 +15,7 @@ from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_conf
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.untrusted.files import check_path, expand_home
+from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.checkpoint import Checkpoint
 
 _FOLDER = "latent_upsampler"
@@ -111,7 +111,7 @@ def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num
     """
     if second_stage is None:
         raise ConfigError(f"upsampler_path: {family} models have no second stage; leave out --upsampler-path")
-    place = upsampler_place(check_path(expand_home(path), "upsampler_path"))
+    place = upsampler_place(user_path(path, "upsampler_path"))
     if not (place / "config.json").is_file():
         raise ConfigError(
             f"upsampler_path: {place} has no config.json; expected the folder of a "

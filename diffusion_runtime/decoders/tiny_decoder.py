@@ -26,7 +26,7 @@ from diffusion_runtime.decoders.sample_decoder import DecodeNext
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.untrusted.files import expand_home
+from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.tensor_files import read_tensors
 from diffusion_runtime.weights.weight_files import DAMAGED, listed
 
@@ -203,7 +203,7 @@ def read_tiny_decoder(
         raise ConfigError(
             f"{KEY}: no tiny decoder is published for latents of {family} models; leave out --vae-decoder"
         )
-    path = folder / f"{expected}.safetensors" if choice == TINY else Path(expand_home(choice))
+    path = folder / f"{expected}.safetensors" if choice == TINY else user_path(choice, KEY)
     where = f"{expected}.safetensors from {SOURCE}"
     if choice == TINY and not path.is_file():
         raise ConfigError(f"{KEY}: {TINY}: {path} is missing; download {where}, put it there, or name it instead")

@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffusion_runtime.attention.select import Decision
-from diffusion_runtime.errors import OutputError
 from diffusion_runtime.explanation.explanation import (
     Explanation,
     LayerSchedule,
@@ -18,6 +17,7 @@ from diffusion_runtime.explanation.explanation import (
     layer_map,
 )
 from diffusion_runtime.explanation.text_map import describe
+from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.report.attention_report import index_ranges
 
 _CELL = 12
@@ -28,12 +28,8 @@ NOTE = "Expected time: by what one H200 reached in bfloat16; `diffusion-runtime 
 
 
 def write_page(explanation: Explanation, path: Path) -> None:
-    """Raises OutputError where the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(explanation), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+    """The whole page or none. Raises OutputError."""
+    publish_text(path, render(explanation), "--html")
 
 
 def render(explanation: Explanation) -> str:

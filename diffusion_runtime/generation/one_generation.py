@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from diffusion_runtime.errors import PipelineBusyError, PipelineClosedError
 
@@ -58,17 +59,41 @@ class SharedGeneration:
             "this stream, or a fork of the same video, is computing in another thread: one of them computes at a time. "
             "Ask for their chunks one after the other, in one thread, or load a pipeline per thread"
         )
+        # Appended to and taken from without a lock: the garbage collector may close a stream between any two lines.
+        self._closing: deque[Callable[[], None]] = deque()
 
     def join(self) -> None:
         """One more stream."""
         self._num_inside += 1
 
     def leave(self) -> None:
-        """One stream less."""
+        """One stream less. Call it from what `release` was given."""
         self._num_inside -= 1
         if self._num_inside == 0:
             self._resources.close()
 
-    def turn(self) -> AbstractContextManager[None]:
+    def release(self, close: Callable[[], None]) -> None:
+        """Call `close` as soon as no stream computes: now, or at the end of the turn of whoever computes, in its
+        thread."""
+        self._closing.append(close)
+        self._close_waiting()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
         """While one of them computes. Raises PipelineBusyError while another one does."""
-        return self._turn.held()
+        try:
+            with self._turn.held():
+                yield
+        finally:
+            # After the turn was given back: a `release` that came before it found the turn taken, and is here.
+            self._close_waiting()
+
+    def _close_waiting(self) -> None:
+        while self._closing:
+            try:
+                with self._turn.held():
+                    if self._closing:
+                        self._closing.popleft()()
+            except PipelineBusyError:
+                # Whoever holds the turn looks here when it ends.
+                return

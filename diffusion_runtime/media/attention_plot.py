@@ -6,13 +6,11 @@ Drawn with Pillow, which is always there, of what the attention report holds (`d
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.media.publish import published
 
 if TYPE_CHECKING:
     from PIL import ImageDraw, ImageFont
@@ -35,12 +33,8 @@ def save_attention_plot(report: Mapping[str, Any], path: str | Path, subtitle: s
     The file appears complete or not at all. Raises OutputError where it cannot be written.
     """
     target = Path(path)
-    try:
-        with temporary_file(target.parent) as unfinished:
-            draw_attention_plot(report, subtitle).save(unfinished, format="PNG")
-            os.replace(unfinished, target)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+    with published(target) as unfinished:
+        draw_attention_plot(report, subtitle).save(unfinished, format="PNG")
     return target
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +13,10 @@ from typing import Any, TypeAlias
 
 import numpy
 
-from diffusion_runtime.errors import DiskFullError, OutputError
+from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.encode import FrameChunks, encode
 from diffusion_runtime.media.formats import SOUND_FORMATS, check_format, check_writable, format_of
-from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
+from diffusion_runtime.media.publish import cannot_write, remove_abandoned_files, temporary_file
 from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, embedded_recipe
 
 # Chunks of frames that wait for the encoder; a decoder that is farther ahead waits. One latent frame's frames each: 32
@@ -171,9 +170,3 @@ class FileWriter:
 
 class _Abandoned(Exception):
     """Raised in the thread."""
-
-
-def cannot_write(target: Path, error: OSError) -> OutputError:
-    """The error for users when a file cannot be written."""
-    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
-    return kind(f"cannot write {target}: {error.strerror or error}; nothing was left behind")

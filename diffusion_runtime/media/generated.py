@@ -16,9 +16,15 @@ import numpy
 from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import FrameChunks, encode
-from diffusion_runtime.media.file_writer import ClipHeader, FileWriter, cannot_write
+from diffusion_runtime.media.file_writer import ClipHeader, FileWriter
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, check_writable, format_of
-from diffusion_runtime.media.publish import publish_pair, remove_abandoned_files, temporary_file, uninterrupted
+from diffusion_runtime.media.publish import (
+    cannot_write,
+    publish_pair,
+    remove_abandoned_files,
+    temporary_file,
+    uninterrupted,
+)
 from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
     RECIPE_SCHEMA,

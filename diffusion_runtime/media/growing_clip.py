@@ -25,9 +25,14 @@ from diffusion_runtime.media.ffmpeg import (
     num_frames_in,
 )
 from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
-from diffusion_runtime.media.file_writer import cannot_write
 from diffusion_runtime.media.formats import format_of, without_ffmpeg
-from diffusion_runtime.media.publish import numbered, remove_abandoned_files, temporary_file, uninterrupted
+from diffusion_runtime.media.publish import (
+    cannot_write,
+    numbered,
+    remove_abandoned_files,
+    temporary_file,
+    uninterrupted,
+)
 from diffusion_runtime.media.sidecar import embedded_recipe, sidecar_path, to_json
 
 # What a stream goes to standard output by.
@@ -82,12 +87,15 @@ class GrowingClip:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_cut = False
         if not self._is_finished:
             # What came so far is to be in the file, whatever ended the block.
-            with contextlib.suppress(OSError):
+            try:
                 self._encoder.finish()
+            except OSError:
+                is_cut = True
         self._encoder.__exit__(kind, error, trace)
-        if self.num_frames == 0 and self._path is not None:
+        if self._path is not None and (self.num_frames == 0 or (is_cut and num_frames_in(self._path) == 0)):
             self._path.unlink(missing_ok=True)
 
     def write(self, frames: numpy.ndarray) -> None:
@@ -130,9 +138,13 @@ class GrowingClip:
         except OSError as error:
             # The encoder had taken more than it could write.
             num_kept = 0 if self._path is None else num_frames_in(self._path)
+            if num_kept == 0 and self._path is not None:
+                # The first fragment was cut: nothing in it can be played.
+                self._path.unlink(missing_ok=True)
+                raise cannot_write(self._path, error) from error
             kept = f"{num_kept} of the {self.num_frames} frames before are in it and can be played"
-            if num_kept == 0:
-                kept = "no frame of it can be played"
+            if self._path is None:
+                kept = "whoever reads it has what came before"
             raise OutputError(f"cannot write {self._name}: {error.strerror or error}; {kept}") from error
 
     @property

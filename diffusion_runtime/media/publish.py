@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -12,6 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from diffusion_runtime.errors import DiskFullError, OutputError
+from diffusion_runtime.untrusted.files import check_place, shown_path
 
 if sys.platform != "win32":
     import fcntl
@@ -36,13 +40,34 @@ def temporary_file(folder: Path) -> Iterator[Path]:
         os.close(file)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """The whole file or none, over one that is there; its folder is made where another run has removed it. Raises
-    OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_file(path.parent) as partial:
+@contextlib.contextmanager
+def published(target: Path, key: str = "") -> Iterator[Path]:
+    """A temporary file beside `target`, which takes its name when the block ends: over a file that is there, in a
+    folder that is made where it is missing. An error leaves everything as it was. key: the flag that named it.
+
+    Raises OutputError for a place that no file can have (a folder, FIFO or device), and for any OSError of the block.
+    """
+    check_place(target, key, OutputError)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(target.parent) as partial:
+            yield partial
+            os.replace(partial, target)
+    except OSError as error:
+        raise cannot_write(target, error, key) from error
+
+
+def publish_text(target: Path, text: str, key: str = "") -> None:
+    """The whole file or none, as `published`."""
+    with published(target, key) as partial:
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+
+
+def cannot_write(target: Path, error: OSError, key: str = "") -> OutputError:
+    """The error for users when a file cannot be written."""
+    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
+    where = f"{key}: " if key else ""
+    return kind(f"{where}cannot write {shown_path(target)}: {error.strerror or error}; nothing was left behind")
 
 
 def _create(folder: Path) -> tuple[Path, int]:
@@ -125,7 +150,7 @@ def publish_numbered(source: Path, target: Path) -> Path:
     """Rename a finished temporary file to `target`, or to the first of its numbered names that is free; returns it.
     Raises OSError."""
     number = 1
-    while not _take_name(source, path := numbered(target, number)):
+    while not take_name(source, path := numbered(target, number)):
         number += 1
     return path
 
@@ -155,7 +180,7 @@ def _take_names(files: Sequence[tuple[Path, str]], path: Path) -> bool:
     for source, suffix in files:
         name = path.with_suffix(suffix)
         try:
-            is_free = _take_name(source, name)
+            is_free = take_name(source, name)
         except BaseException:
             for _, earlier in taken:
                 earlier.unlink()
@@ -169,8 +194,10 @@ def _take_names(files: Sequence[tuple[Path, str]], path: Path) -> bool:
     return True
 
 
-def _take_name(source: Path, path: Path) -> bool:
-    """Rename `source` to `path` unless that name is taken; False when it is."""
+def take_name(source: Path, path: Path) -> bool:
+    """Rename `source`, a file or a folder, to `path` unless that name is taken; False when it is. Raises OSError."""
+    if source.is_dir():
+        return _take_folder_name(source, path)
     try:
         os.link(source, path)
     except FileExistsError:
@@ -182,7 +209,7 @@ def _take_name(source: Path, path: Path) -> bool:
 
 
 def _take_name_without_links(source: Path, path: Path) -> bool:
-    """As _take_name, on a file system without hard links: reserve the name, then move over it."""
+    """As take_name, on a file system without hard links: reserve the name, then move over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileExistsError:
@@ -191,5 +218,20 @@ def _take_name_without_links(source: Path, path: Path) -> bool:
         os.replace(source, path)
     except BaseException:
         path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _take_folder_name(source: Path, path: Path) -> bool:
+    try:
+        # The one of several that makes it has the name; a folder goes over an empty one as a whole.
+        path.mkdir()
+    except FileExistsError:
+        return False
+    try:
+        os.replace(source, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.rmdir()
         raise
     return True

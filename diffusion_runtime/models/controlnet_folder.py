@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, read_index, read_json
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.untrusted.component_sizes import check_sizes
-from diffusion_runtime.untrusted.files import check_place, expand_home
+from diffusion_runtime.untrusted.files import check_place, user_path
 from diffusion_runtime.weights.weight_files import check_quantization_config
 
 COMPONENT = "controlnet"
@@ -29,7 +27,7 @@ def with_controlnet(folder: ModelFolder, path: str | None, expected: str | None,
             f"{_FLAG}, or put the ControlNet into the model's folder as {COMPONENT}/, name it and diffusers' pipeline "
             f"for it in {INDEX_FILE}, and say --backend diffusers --image-path FILE"
         )
-    place = check_place(Path(expand_home(path)), _KEY)
+    place = check_place(user_path(path, _KEY), _KEY)
     if (place / INDEX_FILE).exists():
         raise ModelLoadError(
             f"{_KEY}: {place} is the folder of a whole model: give {place / COMPONENT}, or --model-path"

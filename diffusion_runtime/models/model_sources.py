@@ -14,7 +14,7 @@ from diffusion_runtime.models import hub
 from diffusion_runtime.models.misplaced_files import advice_for_comfyui, advice_for_file
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
-from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
+from diffusion_runtime.untrusted.files import check_place, user_path
 from diffusion_runtime.weights.cached_folder import commit_of
 from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, find_component_files, listed
@@ -56,7 +56,7 @@ def resolve_model_folder(
         if (embedded / INDEX_FILE).is_file():
             return embedded
         raise ModelLoadError(f"the embedded model is not in {embedded}; install diffusion-runtime again")
-    path = check_path(expand_home(model_path), "model_path")
+    path = user_path(model_path, "model_path")
     if path.is_dir():
         if not (path / INDEX_FILE).exists():
             if (snapshot := hub.snapshot_in(path, revision)) is not None:
@@ -165,7 +165,7 @@ def check_weights_are_there(
 
 
 def _is_local(model_path: str) -> bool:
-    return model_path in EMBEDDED_FOLDERS or check_path(expand_home(model_path), "model_path").is_dir()
+    return model_path in EMBEDDED_FOLDERS or user_path(model_path, "model_path").is_dir()
 
 
 def _siblings(path: Path, typed: str = "") -> str:

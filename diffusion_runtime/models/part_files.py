@@ -19,7 +19,7 @@ from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
-from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
+from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
 from diffusion_runtime.weights.file_parts import FilePart, parts_of
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
@@ -118,7 +118,7 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     if not isinstance(entry, list) or len(entry) != 2 or library not in STEMS:
         raise ConfigError(f"{part.key}: the model has no {part.component}; leave out {part.flag}")
     stem = STEMS[library]
-    path = check_place(Path(expand_home(part.path)), part.key)
+    path = check_place(user_path(part.path, part.key), part.key)
     own = folder.read_json(part.component, "config.json")
     if not path.exists():
         raise ModelLoadError(f"{part.key}: {path}: no such file or folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,14 +111,14 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
 def model_of_name(model_path: str) -> PublishedModel | None:
     """The published model on the hub that `model_path` names; None for a folder of that name, and for anything else."""
     named = next((model for model in published_models() if model.is_download and model.name == model_path), None)
-    return None if named is None or Path(model_path).exists() else named
+    return None if named is None or os.path.exists(model_path) else named
 
 
 def published_model_of(model_path: str) -> PublishedModel | None:
     """The published model that a name or a hub id stands for; None for a folder of that name, and for anything else."""
     known = (each for each in published_models() if each.is_download and model_path in (each.name, each.model_path))
     found = next(known, None)
-    return None if found is None or Path(model_path).exists() else found
+    return None if found is None or os.path.exists(model_path) else found
 
 
 def published_defaults(name: str, *keys: str) -> dict[str, Any]:

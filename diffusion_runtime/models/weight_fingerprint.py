@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.untrusted.files import expand_home, open_file
+from diffusion_runtime.untrusted.files import open_file, user_path
 from diffusion_runtime.weights.lora.shipped import lora_path
 from diffusion_runtime.weights.weight_files import GGUF, SAFETENSORS
 
@@ -34,7 +34,7 @@ def weight_fingerprints(config: RuntimeConfig) -> Fingerprints:
         # Or the name of a published one, which is not a file here.
         is_path |= field.name == "vae_decoder" and config.vae_decoder != "tiny"
         value = getattr(config, field.name) if is_path else None
-        place = None if value is None else Path(expand_home(value))
+        place = None if value is None else user_path(value, field.name)
         if place is not None and field.name == "upsampler_path":
             place = upsampler_place(place)
         digest = None if place is None else fingerprint(place)

@@ -29,6 +29,9 @@ from diffusion_runtime.parallel.signs_of_life import children_of, is_alive
 _ELASTIC_LOGGER = "torch.distributed.elastic"
 # torch's C++ code logs to stderr what it also raises.
 _QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+# What an interrupted rank has to end in order, of the 3 s in which all are gone: then it is killed, as one in a call
+# into CUDA or NCCL hears no signal until that returns. torch's own limit is 30 s.
+_INTERRUPTED_SECONDS = 2.5
 # How long to wait for killed processes to be gone.
 _KILL_SECONDS = 5.0
 # Sent to this process by a check that failed, and what the ranks are ended with then: they have nothing to unwind yet.
@@ -44,11 +47,13 @@ _KILLED = (
 
 
 class Interrupted(Exception):
-    """A signal ended the run. is_reported: rank 0 has printed what was finished."""
+    """A signal ended the run. is_reported: rank 0 has printed what was finished. growing_file: what it was writing
+    while that was made, which stays."""
 
-    def __init__(self, *, is_reported: bool) -> None:
+    def __init__(self, *, is_reported: bool, growing_file: str | None = None) -> None:
         super().__init__("interrupted")
         self.is_reported = is_reported
+        self.growing_file = growing_file
 
 
 def this_program() -> tuple[str, ...]:
@@ -96,6 +101,7 @@ def launch(
             logs_specs=DefaultLogsSpecs(
                 log_dir=folder, redirects={} if verbose else dict.fromkeys(range(1, num_processes), Std.ERR)
             ),
+            shutdown_timeout=cast(int, _INTERRUPTED_SECONDS),
             # Not the signals that end a run: `_signals` handles those.
             signals_to_handle="SIGUSR2",
         )
@@ -127,7 +133,8 @@ def launch(
             if isinstance(error, SignalException) and error.sigval == _KILL:
                 _kill_ranks(others)
                 checked.raise_error()
-            raise Interrupted(is_reported=any(record.is_reported for record in _records(folder))) from error
+            is_reported = any(record.is_reported for record in _records(folder))
+            raise Interrupted(is_reported=is_reported, growing_file=read_growing_file(folder)) from error
     return None
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from diffusion_runtime.core.progress import OnProgress, Progress
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.generation.interface import GenerationPipeline
-from diffusion_runtime.media.publish import publish_numbered, temporary_file
+from diffusion_runtime.media.publish import cannot_write, publish_numbered, temporary_file
 from diffusion_runtime.profiling.instruments import named_ranges
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RequestProfile:
                 file.write_text(json.dumps({**trace, "traceName": target.name}))
                 return publish_numbered(file, target)
         except OSError as error:
-            raise OutputError(f"cannot write {target}: {error.strerror or error}; nothing was left behind") from error
+            raise cannot_write(target, error) from error
 
     def _after(self, progress: Progress) -> None:
         is_last = progress.step >= progress.num_steps

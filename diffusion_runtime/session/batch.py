@@ -173,9 +173,18 @@ def _run_item(
 ) -> None:
     """outcomes: where this one's is added, for a file as soon as it has its name."""
     request = item.request
+
+    def report(failure: Failure, rest: str = "") -> None:
+        """One error line for each cause: the next item that fails of it alike says so beside."""
+        title = title_of(request, number, num_items)
+        if any(each.failure is not None and each.failure.message == failure.message for each in outcomes):
+            reporter.say(f"{title}: failed alike")
+        else:
+            reporter.error(f"{title}: {failure.message}{rest}", failure.trace)
+        outcomes.append(Outcome(request, failure))
+
     if item.failure is not None:
-        reporter.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
-        outcomes.append(Outcome(request, item.failure))
+        report(item.failure)
         return
     from diffusion_runtime.media import FileWriter
 
@@ -195,9 +204,7 @@ def _run_item(
     if failure is not None:
         left = num_items - number
         rest = f"; {left} of {num_items} were not begun: make room, and --resume goes on"
-        message = f"{failure.message}{rest}" if left and _disk_is_full(failure) else failure.message
-        reporter.error(f"{title_of(request, number, num_items)}: {message}", failure.trace)
-        outcomes.append(Outcome(request, failure))
+        report(failure, rest if left and _disk_is_full(failure) else "")
         return
     assert media is not None
     assert path is not None

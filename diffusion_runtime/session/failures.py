@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from dataclasses import dataclass
 
-from diffusion_runtime.errors import Cancelled, DeviceMemoryError, DiffusionRuntimeError
+from diffusion_runtime.errors import Cancelled, ConfigError, DeviceMemoryError, DiffusionRuntimeError, shown
 
 INTERRUPTED = 130
 _WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guidance-mode two_pass"
 
 
 class Interrupted(Exception):
-    """Ctrl-C before anything was finished, as an exception that the parser does not turn into a bare exit."""
+    """A command that a signal ended, as an exception that the parser does not turn into a bare exit. finished: what is
+    finished, where it is, and how to go on."""
+
+    def __init__(self, finished: str = "nothing was finished") -> None:
+        super().__init__(f"interrupted: {finished}")
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,15 @@ class Failure:
         if isinstance(error, DiffusionRuntimeError | Cancelled):
             return cls(type(error).__name__, str(error), error.exit_code, trace)
         if isinstance(error, Interrupted | KeyboardInterrupt):
-            return cls(Interrupted.__name__, "interrupted: nothing was finished", INTERRUPTED, trace)
+            interrupted = error if isinstance(error, Interrupted) else Interrupted()
+            return cls(Interrupted.__name__, str(interrupted), INTERRUPTED, trace)
         if isinstance(error, MemoryError) or _is_device_memory_error(error):
             message = f"out of memory: {_first_line(error)}; {_WHAT_NEEDS_LESS}"
             return cls(DeviceMemoryError.__name__, message, DeviceMemoryError.exit_code, trace)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            # A path was checked as every file system bounds it; some bound it further (eCryptfs: 143 bytes per name).
+            message = f"{shown(error.filename)}: expected a shorter path; this file system takes no name so long"
+            return cls(ConfigError.__name__, message, ConfigError.exit_code, trace)
         message = f"unexpected {type(error).__name__}: {_first_line(error)}; run again with --verbose to see where"
         return cls(type(error).__name__, message, 1, trace)
 

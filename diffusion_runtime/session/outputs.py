@@ -139,6 +139,26 @@ def _files_of_name(target: Path) -> list[Path]:
     return [path for name in (*FORMATS, *SOUND_FORMATS) if (path := target.with_suffix(f".{name}")).exists()]
 
 
+def prepare_result(path: Path, key: str) -> tuple[Path, ...]:
+    """Before the work that makes a file: the folders that were made for it, innermost first. key: the flag that named
+    it. Raises OutputError for a place that cannot be written."""
+    from diffusion_runtime.media.publish import cannot_write, temporary_file
+    from diffusion_runtime.untrusted.files import check_place
+
+    check_place(path, key, OutputError)
+    created: tuple[Path, ...] = ()
+    try:
+        created = make_folders(path.parent)
+        if path.is_dir():
+            raise OutputError(f"{key} {path}: it is a folder; give the name of a file in it")
+        with temporary_file(path.parent) as probe:
+            probe.write_bytes(b"0")
+    except OSError as error:
+        remove_empty(created)
+        raise cannot_write(path, error, key) from error
+    return created
+
+
 def make_folders(folder: Path) -> tuple[Path, ...]:
     """Make the folder and those it is in; returns those that this call created, innermost first. Raises OSError; what
     was created is gone then."""

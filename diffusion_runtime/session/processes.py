@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import ProcessInfo, read_process_info
 from diffusion_runtime.parallel.world import World
+from diffusion_runtime.untrusted.printable import printable
 
 _ALONE = ProcessInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, address="", port=0)
 
@@ -53,4 +54,4 @@ def join_processes(
 
 
 def _print_failure(failure: RankFailure) -> None:
-    print(f"error: {failure.message}", file=sys.stderr, flush=True)
+    print(f"error: {printable(failure.message)}", file=sys.stderr, flush=True)

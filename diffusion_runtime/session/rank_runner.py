@@ -21,8 +21,10 @@ from diffusion_runtime.session.interruptions import interruptions, remove_unfini
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
 
-# How long an interrupted rank waits for rank 0 to report what was finished: rank 0 may be in the middle of a step.
+# How long an interrupted rank waits for rank 0 to report what was finished: rank 0 may be in the middle of a step. With
+# our own launcher, which reports where no rank does and kills what is left after 2.5 s, no longer than that allows.
 _SECONDS_FOR_RANK_0 = 5.0
+_SECONDS_FOR_RANK_0_LAUNCHED = 1.0
 # How long a rank that got SIGTERM looks for the reason, which another rank may be reporting.
 _SECONDS_TO_LEARN_WHY = 2.0
 # After which a SIGTERM that was lost is sent again: the finalizer that lost it has returned by then.
@@ -134,7 +136,8 @@ class RankRunner:
             if world is not None:
                 world.end_unreported(failure)
             return INTERRUPTED
-        if self._learn_why(world, _SECONDS_FOR_RANK_0, by_signal=False) is None:
+        seconds = _SECONDS_FOR_RANK_0_LAUNCHED if self._process_info.is_launched else _SECONDS_FOR_RANK_0
+        if self._learn_why(world, seconds, by_signal=False) is None:
             rank = self._process_info.rank
             failure = RankFailure(rank, Interrupted.__name__, f"rank {rank}: this process alone was interrupted", 130)
             if world is None:

@@ -281,6 +281,8 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     def _begin_ahead(self) -> None:
         """Denoise the next chunk, where there is one. What fails is the failure of that chunk and not of this one."""
+        if self._is_closed:
+            return
         try:
             self._place.ahead = self._begin_chunk()
         except StopIteration:
@@ -348,10 +350,18 @@ class GenerationStream(Iterator[StreamedFrames]):
         return now
 
     def close(self) -> None:
-        """No chunk follows: the pipeline is free again, unless a fork goes on. What was made stays known."""
+        """No chunk follows: the pipeline is free again, unless a fork goes on. What was made stays known.
+
+        While a chunk is computed (another thread, a hook of the model) this returns at once, and the pipeline is free
+        when that chunk has ended: whoever computes it gets its frames, and no chunk after it.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        self._source.generation.release(self._release)
+
+    def _release(self) -> None:
+        """Give back what the stream holds. Nothing computes meanwhile."""
         # Whatever happens to the report, the pipeline is free again.
         with self._resources:
             self._closed_bytes = self._chunks.num_bytes

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import OutputError
-from diffusion_runtime.media.publish import replace_text
+from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "diffusion_runtime.tune_journal/1"
@@ -32,6 +31,18 @@ class Journal:
         self.num_found = len(self._values)
 
     @staticmethod
+    def kept_in(path: Path) -> str:
+        """What an interrupted tuning has left, and how to go on, for people."""
+        content: Any = read_json_file(path, str(path)) if path.exists() else {}
+        values = content.get("values") if isinstance(content, dict) else None
+        if not isinstance(values, dict) or not values:
+            return "nothing was finished"
+        return (
+            f"{len(values)} measurements are finished and kept in {path}; the same command again goes on from them "
+            "(remove that file to begin anew)"
+        )
+
+    @staticmethod
     def beside(result: Path) -> Path:
         """Where the journal of a tuning is that writes `result`."""
         return result.with_name(f".{result.name}.journal.json")
@@ -46,8 +57,5 @@ class Journal:
     def _write(self) -> None:
         if self._path is None:
             return
-        try:
-            content = {"format": FORMAT, "identity": self._identity, "values": self._values}
-            replace_text(self._path, json.dumps(content))
-        except OSError as error:
-            raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+        content = {"format": FORMAT, "identity": self._identity, "values": self._values}
+        publish_text(self._path, json.dumps(content))

@@ -11,8 +11,8 @@ from typing import Any
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.token_layout import Extent
-from diffusion_runtime.errors import BUDGET_NOT_MET, OutputError
-from diffusion_runtime.media.publish import replace_text
+from diffusion_runtime.errors import BUDGET_NOT_MET
+from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.tuning.cells import Cell
 from diffusion_runtime.tuning.measurement import Figures
@@ -159,10 +159,7 @@ class TuneResult:
             f"{' '.join(self.budgets)} on {len(self.verified_prompts)} prompts that were not measured.\n"
             "# `tuning` says what was measured and is not read by generate.\n"
         )
-        try:
-            replace_text(path, first_line + head + yaml_document(self.config()))
-        except OSError as error:
-            raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+        publish_text(path, first_line + head + yaml_document(self.config()), "--output-path")
 
 
 def by_name(tuned: Outcome, uniform: Mapping[str, Outcome]) -> dict[str, Outcome]:

@@ -42,10 +42,12 @@ def check_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeErro
     return Path(path)
 
 
-def expand_home(path: str) -> str:
-    """`~` and `~name` at the start as the folder that they stand for, where there is one."""
+def user_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeError] = ConfigError) -> Path:
+    """A path that somebody typed, `~` and `~name` at its start expanded: the one way from a text to a Path, which may
+    then be asked for without an error of the system's own. Raises what check_path raises."""
+    text = str(path)
     # Not Path.expanduser, which raises for an unknown user name.
-    return os.path.expanduser(path) if "\0" not in path else path
+    return check_path(os.path.expanduser(text) if "\0" not in text else text, key, error)
 
 
 def open_file(

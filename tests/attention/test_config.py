@@ -134,6 +134,9 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
         ({"schedule": [{"role": ["self"], "backend": "torch_sdpa"}]}, r"schedule\[0\]\.role: unknown attention role"),
         ({"schedule": [{"step": "1", "backend": "torch_sdpa"}]}, "'steps'"),
         ({"schedule": {"steps": "1"}}, "schedule: expected a list"),
+        # Parsing takes 60 us for each: refused before.
+        ({"schedule": [{"steps": "x"}] * 100_000}, "schedule: expected at most 1000 rules, got 100000"),
+        ({"schedule": [{"steps": "0," * 5000, "backend": "reference"}]}, "at most 1000 ranges, got 5001"),
         ("{not json", "not valid JSON"),
         ("missing.yaml", "attention config: missing.yaml: no such file"),
         ("a=1,a=2", "given twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_an_explicit_choice_fails_with_every_reason(blocky: str) -> None:
         "cannot do lse",
     ]
     assert "usable here for this role: torch_sdpa, reference" in str(failure.value)
+
+
+def test_where_nothing_can_run_every_reason_is_said(blocky: str) -> None:
+    """In place of an empty list: as for a causal model over a ring."""
+    with pytest.raises(BackendUnavailableError) as failure:
+        choose(config=blocky, needs=("gate", "cached_keys"))
+    said = str(failure.value)
+    assert "usable here" not in said
+    assert "no backend can serve this role here. What stands in the way of those that lack least:" in said
+    assert re.search(r"reference.*: cannot do gate", said)
 
 
 def test_a_missing_package_says_what_to_type(absent: str) -> None:

@@ -238,6 +238,68 @@ def test_names_that_are_not_utf8_are_said_in_json(command: Command) -> None:
     )
 
 
+def test_a_path_that_no_file_can_have_is_a_usage_error_of_every_verb(command: Command) -> None:
+    """A name of 300 bytes and a path of 6,000: asking the system about either is an error of its own."""
+    wrong = []
+    for path in (LONG, "/".join(["d" * 200] * 30)):
+        for arguments in (
+            ("models", "convert", path, "out.safetensors"),
+            ("models", "convert", "in.pt", f"{path}.safetensors"),
+            ("models", "convert", "in.pt", "out", "--as", "self-forcing", "--base", path),
+            ("bench", "generate", path),
+            ("bench", "step", path),
+            ("bench", "step", "shapes", "-o", path),
+            ("bench", "attention", "-o", path),
+            ("calibrate", "a ring", "-o", path),
+            ("compare", "a ring", "--setting", "torch_sdpa", "--html", f"{path}.html"),
+            ("explain", "--model-path", path),
+            ("explain", "--html", f"{path}.html"),
+            ("tune", "--output-path", f"{path}.yaml"),
+            ("generate", "a ring", "--dry-run", "--transformer-path", path),
+            ("generate", "a ring", "--dry-run", "--text-encoder-path", path),
+            ("generate", "a ring", "--dry-run", "--vae-path", path),
+            ("generate", "a ring", "--dry-run", "--vae-decoder", path),
+            ("generate", "a ring", "--dry-run", "--image-path", path),
+            ("generate", "a ring", "--dry-run", "--profile", path),
+            ("generate", "a ring", "--dry-run", "--attention-plot", f"{path}.png"),
+            ("info", path),
+            ("info", f"{path}.gguf"),
+            ("info", f"{path}.safetensors"),
+            ("config", "show", path),
+            ("models", "download", path),
+        ):
+            result = command(*arguments)
+            if (result.code in (0, 1) and "expected" not in result.said) or "unexpected" in result.said:
+                wrong.append((arguments[:3], len(path), result.code, result.said[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_no_verb_writes_its_result_into_what_is_no_file(command: Command) -> None:
+    """Said before minutes of work: a FIFO would block, and nothing is made in its place."""
+    os.mkfifo("fifo")
+    os.mkfifo("fifo.png")
+    os.mkfifo("fifo.yaml")
+    Path("folder.html").mkdir()
+    wrong = []
+    for arguments in (
+        ("bench", "step", "shapes", "-o", "fifo"),
+        ("bench", "step", "shapes", "--plot", "fifo.png"),
+        ("bench", "generate", "shapes", "-o", "fifo"),
+        ("bench", "attention", "-o", "fifo"),
+        ("bench", "attention", "-o", "folder.html"),
+        ("calibrate", "a ring", "-o", "fifo"),
+        ("compare", "a ring", "--setting", "dense:", "--setting", "six: --num-inference-steps 6", "--html", "fifo"),
+        ("explain", "--html", "fifo"),
+        ("explain", "--html", "folder.html"),
+        ("tune", "--prompt-set", "shapes:4", "-o", "fifo.yaml"),
+    ):
+        result = command(*arguments)
+        if result.code not in (1, 2) or not re.search("FIFO|folder|exists already", result.said):
+            wrong.append((arguments, result.code, result.said[-300:]))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert sorted(path.name for path in Path().iterdir()) == ["fifo", "fifo.png", "fifo.yaml", "folder.html"]
+
+
 def test_more_generations_than_can_be_meant_are_refused(command: Command) -> None:
     Path("prompts.txt").write_text("a\n" * 100_000)
     result = command("generate", "--dry-run", "--prompt-file", "prompts.txt")

@@ -81,6 +81,21 @@ def test_a_killed_process_of_a_stream_leaves_a_clip_that_the_error_names(tmp_pat
     assert result.err.count("error: ") == result.err.count("x.mp4") == 1, result.err
 
 
+def test_a_rank_that_hears_no_interruption_is_killed_soon(tmp_path: Path) -> None:
+    """As one is that waits inside of CUDA. torch's launcher would wait for 30 s, and the test fails before."""
+    deaf = {"faults": [{"rank": 1, "stage": "load", "fault": "deaf"}]}
+    running = start(tmp_path / "deaf", *GENERATE, "--num-gpus", 2, plan=deaf)
+    try:
+        wait_for(tmp_path / "deaf" / "happened", running)
+        running.process.send_signal(signal.SIGINT)
+        result = running.finish(timeout=25)
+        assert result.code == 130
+        assert result.err.count("error: ") == result.err.count("error: interrupted") == 1, result.err
+        assert running.remaining() == []
+    finally:
+        end(running)
+
+
 def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(tmp_path: Path) -> None:
     """While one process loads, and the other waits for it."""
     folders = [tmp_path / name for name in ("killed", "twice")]

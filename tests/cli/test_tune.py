@@ -63,7 +63,10 @@ def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
 
     with monkeypatch.context() as patched:
         patched.setattr(Measurement, "_latents", ending)
-        assert command(*flags).code == 130
+        interrupted = command(*flags)
+    assert interrupted.code == 130
+    assert "interrupted: 2 measurements are finished and kept in" in interrupted.said
+    assert "the same command again goes on from them" in interrupted.said
     assert [each.name for each in tmp_path.iterdir()] == [".tuned.yaml.journal.json"]
     made = command(*flags, "--json")
     assert made.code == 0, made.err
@@ -227,7 +230,7 @@ def test_the_place_of_the_file_is_checked_first(command: Command, tiny_wan_folde
         ((), "expected the config file to write", 2),
         (("-o", str(tmp_path / "there.yaml")), "exists already", 1),
         (("-o", str(tmp_path / "tuned.json")), "ends with .yaml", 2),
-        (("-o", str(tmp_path / "there.yaml" / "tuned.yaml")), "cannot be written", 1),
+        (("-o", str(tmp_path / "there.yaml" / "tuned.yaml")), "cannot write", 1),
     ):
         answer = command("tune", *tiny_arguments(tiny_wan_folder), "--budget", "psnr>=30", "--methods", "vsa", *flags)
         assert answer.code == code

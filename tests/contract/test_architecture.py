@@ -224,6 +224,76 @@ def scattered_readers() -> Iterator[str]:
                 yield f"{here(path)}:{node.lineno}: {called}"
 
 
+# Files that write elsewhere than through media/publish.py, and why nobody finds half a result of theirs.
+OWN_WRITERS = {
+    "attention/machine_cache.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
+    "benchmark/plot.py": "into what published() gives",
+    "benchmark/sample_images.py": "images in a temporary folder",
+    "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
+    "cli/launching.py": "prompts for other processes, in a temporary folder",
+    "cli/terminal.py": "the standard streams",
+    "startup/kept_kernels.py": "a lock, without content",
+    "startup/remembered_imports.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
+    "media/attention_plot.py": "into what published() gives",
+    "media/audio.py": "an encoder: into the file that it is given, a temporary one",
+    "media/encode.py": "encoders: into the file that they are given, a temporary one",
+    "media/generated.py": "a sidecar, renamed with its clip by publish_pair",
+    "media/growing_clip.py": "a file that is watched while it grows; finished by a rename",
+    "media/notebook.py": "a picture in memory",
+    "models/conversion/conversion.py": "into a temporary folder, which take_name puts in its place",
+    "models/published_folders.py": "json in a temporary folder",
+    "weights/tensor_files.py": "a format: into the file that it is given",
+    "parallel/failure.py": "records for the launcher, in its temporary folder",
+    "profiling/request_profile.py": "a trace, renamed by publish_numbered",
+    "session/outputs.py": "a byte in a temporary file, to see whether there is room",
+}
+WRITING = (".write_text", ".write_bytes", ".savefig", ".touch", ".copytree", ".copyfile", "json.dump", "save_file")
+RENAMING = ("os.replace", "os.rename", "os.link", "shutil.copy", "shutil.move")
+
+
+def scattered_writers() -> Iterator[tuple[str, str]]:
+    """(file, where) of calls that write a file, or give one its name, elsewhere than in media/publish.py."""
+    for path in MODULES:
+        if here(path) == "media/publish.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called, text = ast.unparse(node.func), ast.unparse(node)
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            modes = [str(each.value) for each in given if isinstance(each, ast.Constant)]
+            opens = (called == "open" or called.endswith(".open")) and any(
+                set(mode) <= set("rwxabt+") and set(mode) & set("wxa+") for mode in modes
+            )
+            opens |= called == "os.open" and any(flag in text for flag in ("O_WRONLY", "O_RDWR", "O_CREAT"))
+            # Pictures of Pillow, which say their format.
+            saves = called.endswith(".save") and ("format=" in text or called.startswith("Image."))
+            if opens or saves or called.endswith(WRITING) or called in RENAMING:
+                yield here(path), f"{here(path)}:{node.lineno}: {called}"
+
+
+# Files that print past the consoles, and what.
+OWN_PRINTERS = {
+    "cli/consoles.py": "the consoles",
+    "cli/log_lines.py": "JSON in ASCII",
+    "cli/script_flags.py": "an error of a script, printable",
+    "cli/terminal.py": "JSON in ASCII, paths for programs; to a terminal what is printable",
+    "session/processes.py": "an error of a script, printable",
+}
+
+
+def scattered_printers() -> Iterator[tuple[str, str]]:
+    """(file, where) of what prints elsewhere than through a console that keeps control characters back."""
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            streams = ("sys.stdout.write", "sys.stderr.write", "stream.buffer.write")
+            if called in ("print", "Console", "typer.echo", "click.echo", *streams):
+                yield here(path), f"{here(path)}:{node.lineno}: {called}"
+
+
 # What a cache of the whole process may hold in attention/ and kernels/ though it is asked per device: plain values.
 PLAIN_VALUES = {"KeyCounts", "FlashAttention", "int | None", "str | None"}
 
@@ -334,6 +404,19 @@ def test_files_are_named_for_what_they_hold() -> None:
 def test_files_of_strangers_are_read_in_one_place() -> None:
     """A path that somebody names may be a FIFO, a device or endless; JSON may nest without end."""
     assert list(scattered_readers()) == [], "read it with diffusion_runtime.untrusted"
+
+
+def test_results_are_written_in_one_place() -> None:
+    """A full disk, or a run beside, must not leave half a file where a whole one was."""
+    found = list(scattered_writers())
+    assert [where for file, where in found if file not in OWN_WRITERS] == [], "use diffusion_runtime.media.publish"
+    assert set(OWN_WRITERS) <= {file for file, _ in found}, "a reason without a writer"
+
+
+def test_nothing_is_printed_past_the_consoles() -> None:
+    """Names of models, folders and files, and prompts, may hold what drives a terminal."""
+    found = [where for file, where in scattered_printers() if file not in OWN_PRINTERS]
+    assert found == [], "use diffusion_runtime.cli.consoles, or Terminal"
 
 
 # Identifiers that had another name before the field's: whoever searches for the term must find it.

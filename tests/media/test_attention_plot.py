@@ -138,7 +138,7 @@ def test_a_picture_is_written_whole_or_not_at_all(made: GeneratedMedia, tmp_path
     with Image.open(path) as picture:
         assert picture.size[0] > 600
     with pytest.raises(OutputError, match="cannot write"):
-        save_attention_plot(report, tmp_path / "none" / "plot.png")
+        save_attention_plot(report, path / "below a file.png")
     report["plan"]["cells"] = ["x"]
     with pytest.raises(ValueError, match="x"):
         save_attention_plot(report, tmp_path / "half.png")

@@ -116,6 +116,31 @@ def test_a_full_disk_leaves_what_came_before(tmp_path: Path) -> None:
     assert int(numbers[1]) == kept <= int(numbers[2])
 
 
+def test_a_disk_that_is_full_in_the_first_bytes_leaves_no_file(tmp_path: Path) -> None:
+    """However the block ends: one that cannot be played is no result."""
+    noise = numpy.random.default_rng(0).integers(0, 256, (12, 49, 63, 3), dtype=numpy.uint8)
+
+    def write(*, finishes: bool) -> None:
+        with clip_at(tmp_path / "x.mp4") as clip:
+            for frame in noise:
+                clip.write(frame[None])
+            if not finishes:
+                raise KeyboardInterrupt
+            clip.finish(SIDECAR)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for finishes in (True, False):
+        # Less than the first fragment.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+        try:
+            with pytest.raises((OutputError, KeyboardInterrupt)) as raised:
+                write(finishes=finishes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not finishes or "nothing was left behind" in str(raised.value)
+        assert list(tmp_path.iterdir()) == []
+
+
 PIPED = """
 import numpy
 from diffusion_runtime.errors import OutputError

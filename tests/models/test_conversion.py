@@ -193,6 +193,7 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
     empty: dict[str, Any] = {}
     for _ in range(4):
         empty = {str(index): empty for index in range(40)}
+    shared_storage = torch.ones(100)
     contents: dict[str, object] = {
         "system": {"generator": {**theirs, "x": Hostile(folder / "ran")}},
         "the file is for FLUX": {
@@ -207,8 +208,9 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
         "torch.int64": {"generator": {**theirs, first: torch.ones(theirs[first].shape, dtype=torch.int64)}},
         "NaN": {"generator": {**theirs, first: torch.full(theirs[first].shape, float("nan"))}},
         "larger than what the file holds": {"generator": {**theirs, "x": torch.zeros(1).expand(10**6, 10**6)}},
-        "at most 100000 tensors": {"generator": shared},
-        "at most 100000 mappings": {"generator": empty},
+        "at most 20000 tensors": {"generator": shared},
+        "at most 20000 mappings": {"generator": empty},
+        "expected at most 2 times as many": {"generator": {f"{index}": shared_storage for index in range(3)}},
         "two tensors are 1": {1: torch.ones(1), "1": torch.ones(1)},
         "two tensors are": {"generator": {**theirs, f"module.{first}": theirs[first]}},
     }
@@ -225,7 +227,13 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
     torch.save({"generator": theirs}, cut)
     cut.write_bytes(cut.read_bytes()[:-200])
     yield "copy or download it again|since 1.6", cut
+    marks = folder / "marks.pt"
+    with zipfile.ZipFile(marks, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"(" * 1_000_000 + b".")
+        archive.writestr("archive/version", b"3")
+    yield "expected a pickle of at most 266240 bytes beside 1 other entries", marks
     yield "no such file", folder / "absent.pt"
+    yield "expected names of at most 255 bytes", folder / ("x" * 300)
 
 
 def test_what_is_no_such_checkpoint_is_refused_and_leaves_nothing(tmp_path: Path, base: Path, weights: Tensors) -> None:

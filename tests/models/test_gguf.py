@@ -210,6 +210,7 @@ HUGE = 2**62
         (head(version=1), "expected GGUF of version 2 or 3, got 1"),
         (head(version=3 << 24), "the other byte order"),
         (head(num_tensors=HUGE), f"would hold {HUGE} tensors"),
+        (head(num_tensors=gguf_header.MAX_TENSORS + 1), f"values, more than {gguf_header.MAX_TENSORS} and"),
         (head(num_values=HUGE), f"1 tensors and {HUGE} values"),
         (head(num_values=1, values=text("k", HUGE)), f"a text in its head would be {HUGE} bytes"),
         (head(num_values=1, values=text("k") + struct.pack("<I", 77)), "has type 77"),

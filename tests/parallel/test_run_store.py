@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.parallel import run_store
 from diffusion_runtime.parallel.failure import RankFailure
 from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.run_store import RunStore, connect
@@ -71,3 +73,58 @@ def test_nobody_answers(place: ProcessInfo) -> None:
         DiffusionRuntimeError, match=f"rank 1: no rendezvous store answers at localhost:{place.port} after 1 s"
     ):
         connect(dataclasses.replace(place, rank=1), timedelta(seconds=1))
+
+
+def errors_of(*places: ProcessInfo) -> list[BaseException | None]:
+    """What each of several ranks meets, that connect at the same time."""
+    found: list[BaseException | None] = [None] * len(places)
+
+    def join(index: int) -> None:
+        try:
+            connect(places[index], SECONDS)
+        except BaseException as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=join, args=(index,)) for index in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_that_were_given_different_world_sizes_are_all_told(place: ProcessInfo) -> None:
+    others = [dataclasses.replace(place, rank=rank, world_size=3) for rank in (1, 2)]
+    for error in errors_of(place, *others):
+        assert isinstance(error, ConfigError)
+        assert "WORLD_SIZE differs between ranks: rank" in str(error)
+        assert "has 2" in str(error)
+        assert "has 3" in str(error)
+
+
+def test_ranks_that_agree_meet(place: ProcessInfo) -> None:
+    assert errors_of(place, dataclasses.replace(place, rank=1)) == [None, None]
+
+
+def test_a_rank_that_does_not_come_is_named(place: ProcessInfo) -> None:
+    with pytest.raises(DiffusionRuntimeError, match=r"rank 0: ranks 1 of 2 did not come to localhost:\d+ within 1 s"):
+        connect(place, timedelta(seconds=1))
+
+
+def test_a_port_that_another_program_holds_and_never_answers(
+    place: ProcessInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("localhost", place.port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"rank 1: something listens at .* and is no rendezvous store"):
+            connect(dataclasses.replace(place, rank=1), timedelta(seconds=60))
+
+
+def test_an_address_that_nobody_knows(place: ProcessInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "RESOLVE_SECONDS", 0.5)
+    for rank in (0, 1):
+        unknown = dataclasses.replace(place, rank=rank, address="machine.invalid")
+        with pytest.raises(ConfigError, match=f"rank {rank}: MASTER_ADDR 'machine.invalid' cannot be resolved"):
+            connect(unknown, timedelta(seconds=60))

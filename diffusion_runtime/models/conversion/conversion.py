@@ -15,6 +15,7 @@ import torch
 
 from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.errors import ConfigError, ModelLoadError, OutputError, nearest, shown, shown_name
+from diffusion_runtime.media.publish import cannot_write, take_name
 from diffusion_runtime.models.conversion.checkpoints import (
     CAUSAL_CLASS,
     CHECKPOINTS,
@@ -29,7 +30,7 @@ from diffusion_runtime.models.conversion.pickle_file import (
     read_checkpoint,
 )
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.untrusted.files import check_place
+from diffusion_runtime.untrusted.files import check_path, check_place
 from diffusion_runtime.weights.lora.detection import families_of
 from diffusion_runtime.weights.lora.reading import read_lora_file
 from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
@@ -118,7 +119,7 @@ def convert_model(
 
 def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> ConversionReport:
     """Write a safetensors file of a pickled LoRA of Wan. Raises what convert_model raises."""
-    if not source.is_file():
+    if not check_path(source, "FILE").is_file():
         raise ModelLoadError(f"{source}: expected a checkpoint that torch.save wrote, but there is no such file")
     if output.suffix != ".safetensors":
         raise ConfigError(
@@ -250,18 +251,17 @@ def _written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_f
     if free < num_bytes:
         raise OutputError(f"OUT: {output} takes {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=parent, ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            folder.chmod(0o755)
+        with tempfile.TemporaryDirectory(prefix=".converted-", dir=parent, ignore_cleanup_errors=True) as name:
+            folder = Path(name) / "made"
+            folder.mkdir()
             size = write(folder)
-            if is_file:
-                os.replace(folder / output.name, output)
-            else:
-                output.mkdir()
-                for each in folder.iterdir():
-                    os.replace(each, output / each.name)
+            if not take_name(folder / output.name if is_file else folder, output):
+                raise OutputError(
+                    f"OUT: {output} was made by another program meanwhile, and stays as it is; remove it, or give "
+                    "another place"
+                )
     except OSError as error:
-        raise OutputError(f"OUT: {output} cannot be written: {error.strerror or error}") from error
+        raise cannot_write(output, error, "OUT") from error
     return size
 
 

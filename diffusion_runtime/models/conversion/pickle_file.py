@@ -22,9 +22,14 @@ from diffusion_runtime.weights.tensor_files import TensorFile, TensorHead
 from diffusion_runtime.weights.tensor_part import Ranges
 from diffusion_runtime.weights.weight_files import listed
 
-MAX_ENTRIES = 100_000
+MAX_ENTRIES = 20_000
 """Of the archive. Wan 14B has 1,095 tensors, and a checkpoint of training four such models."""
-MAX_PICKLE_BYTES = 64 * 2**20
+MAX_PICKLE_BYTES = 4 * 2**20
+"""Of the pickle beside the tensors. Every byte may be an instruction, and torch reads about a million per second: so a
+file of few tensors has a short one, of at most these bytes for each entry and some for the rest."""
+_PICKLE_BYTES_OF_ENTRY, _PICKLE_BYTES_OF_REST = 2048, 256 * 2**10
+MAX_SHARING = 2
+"""How many times the bytes of a file its tensors may be together: some models tie two of theirs."""
 MAX_DEPTH = 6
 TOP = "(top)"
 """The key of a file whose tensors stand at its top."""
@@ -98,10 +103,11 @@ def _check_archive(path: Path) -> None:
     size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size:
         raise ModelLoadError(f"{path}: claims {size} bytes, and has {path.stat().st_size}")
+    most = min(MAX_PICKLE_BYTES, _PICKLE_BYTES_OF_REST + _PICKLE_BYTES_OF_ENTRY * len(entries))
     for entry in entries:
-        if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
+        if entry.filename.endswith("data.pkl") and entry.file_size > most:
             raise ModelLoadError(
-                f"{path}: expected a pickle of at most {MAX_PICKLE_BYTES} bytes beside the tensors, got "
+                f"{path}: expected a pickle of at most {most} bytes beside {len(entries) - 1} other entries, got "
                 f"{entry.file_size}"
             )
 
@@ -170,6 +176,12 @@ def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     if larger:
         raise ModelLoadError(
             f"{path}: tensors larger than what the file holds of them: {listed(map(shown_name, larger))}"
+        )
+    storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors.values())}
+    held, claimed = sum(storages.values()), sum(tensor.nbytes for tensor in tensors.values())
+    if claimed > MAX_SHARING * held:
+        raise ModelLoadError(
+            f"{path}: its tensors are {claimed} bytes, and share {held}: expected at most {MAX_SHARING} times as many"
         )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 

@@ -15,7 +15,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.untrusted.files import check_path, shown_path
+from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.weights.lora.adapters import (
     Adapter,
     Decomposed,
@@ -127,12 +127,12 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
 
 def lora_file(given: str, key: str) -> Path:
     """The safetensors file behind what `read_lora_file` is given. Raises ConfigError."""
-    path = lora_path(given)
-    if not os.path.lexists(check_path(path, key)):
+    path = lora_path(given, key)
+    if not os.path.lexists(path):
         close = nearest(given, SHIPPED_LORAS)
         how = close if "Did you mean" in close else f" {_HOW_TO_GIVE}" if key == "lora.path" else ""
         raise ModelLoadError(f"{key}: {shown_path(given)}: no such file.{how}")
-    if not check_path(path, key).is_dir():
+    if not path.is_dir():
         return path
     for name in _FILES_IN_FOLDERS:
         if (path / name).exists():

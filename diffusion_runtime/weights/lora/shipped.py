@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diffusion_runtime.untrusted.files import expand_home
+from diffusion_runtime.untrusted.files import user_path
 
 _ASSETS = Path(__file__).parents[2] / "assets"
 # For the embedded model: four steps without guidance (scripts/train_shapes/distill.py).
 SHIPPED_LORAS = {"shapes-fast": _ASSETS / "shapes_fast"}
 
 
-def lora_path(path: str) -> Path:
-    """Where a LoRA is: the folder of a shipped one, else the path itself, `~` expanded."""
+def lora_path(path: str, key: str = "lora") -> Path:
+    """Where a LoRA is: the folder of a shipped one, else the path itself, `~` expanded. Raises ConfigError for a path
+    that no file can have, which `key` named."""
     shipped = SHIPPED_LORAS.get(path)
-    return Path(expand_home(path)) if shipped is None else shipped
+    return user_path(path, key) if shipped is None else shipped
