@@ -101,7 +101,6 @@ class Cancelled(Exception):
     """
 
     exit_code = 1
-    is_callers_fault = True
 
     def __init__(self, request_indices: Iterable[int] | None = None) -> None:
         super().__init__("cancelled while it was being made")
