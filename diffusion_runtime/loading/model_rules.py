@@ -15,8 +15,8 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.request.fields import RequestField
-from diffusion_runtime.request.generation_request import GenerationRequest, layered
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
+from diffusion_runtime.request.layers import layered
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.lora.binding import Lora
 
@@ -111,12 +111,7 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
         "conditioning_scale": model.control is not None,
         "decode_timestep": model.decodes_with_noise,
         "decode_noise_scale": model.decodes_with_noise,
-        **dict.fromkeys(_fields_of_chunks(), model.is_causal),
+        **{name: model.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
     }
     own = (*model.family.request_fields, *model.request_fields, *model.images)
     return frozenset((*own, *(name for name, holds in facts.items() if holds)))
-
-
-def _fields_of_chunks() -> list[str]:
-    fields = dataclasses.fields(GenerationRequest)
-    return [field.name for field in fields if RequestField.of(field.metadata).is_of_chunks]

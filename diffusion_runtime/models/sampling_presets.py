@@ -14,7 +14,8 @@ from typing import Any
 from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.models.published import embedded_names
-from diffusion_runtime.request.generation_request import EXPLICIT_LEVELS, GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.layers import EXPLICIT_LEVELS
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
