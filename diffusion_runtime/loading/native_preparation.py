@@ -76,7 +76,7 @@ def prepare_native(
         else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
     )
     rules = request_rules_of(model, config)
-    rules.try_scheduler()
+    rules.sampling.try_scheduler(rules.defaults)
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):
@@ -132,7 +132,6 @@ def prepare_native(
             rules_with_loras(model, config, folder.digest, rules, config.lora, loras),
             attention_layers=layers,
             num_blocks=transformer.num_blocks,
-            needs_whole_passes=config.cuda_graphs == "on",
         ),
         attention=planned_attention(layers),
         libraries=(

@@ -1,4 +1,4 @@
-"""How a request field is declared: metadata of a dataclass field, which flags, checks and model rules follow from."""
+"""Declaration of a request field: metadata of a dataclass field, from which flags, checks and model rules follow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _P = ParamSpec("_P")
 
 
 class Check(Protocol):
-    """What values a field may have. metavar: of its flag; kind: of its text on the command line."""
+    """The values that a field may have. metavar: of its flag; kind: of its text on the command line."""
 
     @property
     def metavar(self) -> str: ...
@@ -140,7 +140,7 @@ class Count:
 
 @dataclass(frozen=True)
 class SeedNumber:
-    """What a generator takes: a whole number of 63 bits."""
+    """A seed of a generator: a whole number of 63 bits."""
 
     metavar: ClassVar[str] = "N"
     kind: ClassVar[type] = int
@@ -256,7 +256,7 @@ def parse_levels(value: object) -> object:
 
 
 def parse_scales(value: object) -> object:
-    """What `parse_levels` reads; one of them as a number."""
+    """Return what `parse_levels` reads; one of them as a number."""
     numbers = parse_levels(value)
     return numbers[0] if isinstance(numbers, tuple) and len(numbers) == 1 else numbers
 
@@ -290,7 +290,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class RequestField:
-    """What is declared of one field of GenerationRequest beside its name and type.
+    """The declaration of one field of GenerationRequest beside its name and type.
 
     help: of its flag. check: of its values. default: of the request, dataclasses.MISSING where it must be given; None
     is filled from what the model says. is_filled: whether every model has to fill it; None may stay otherwise.
@@ -328,7 +328,7 @@ class RequestField:
 
     @property
     def may_stay_none(self) -> bool:
-        """Whether a request may leave it open although no model fills it."""
+        """True where a request may leave it open although no model fills it."""
         return self.default is None and not self.is_filled
 
     @staticmethod
@@ -354,7 +354,7 @@ request_field = _as_dataclass_field(RequestField)
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
+    """Return whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

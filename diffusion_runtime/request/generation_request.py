@@ -509,17 +509,6 @@ class GenerationRequest:
         missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
 
-    def without_seconds(self, temporal_factor: int) -> Self:
-        """This request, whose fps is known, with num_frames in place of seconds: the nearest number that the model
-        makes. temporal_factor: frames of every latent frame but the first. Raises RequestError for images."""
-        if self.seconds is None:
-            return self
-        if temporal_factor == 1:
-            raise RequestError("seconds: this model makes images; leave it out")
-        assert self.fps is not None
-        num_latent_frames = max(0, round((self.seconds * self.fps - 1) / temporal_factor))
-        return dataclasses.replace(self, seconds=None, num_frames=1 + temporal_factor * num_latent_frames)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them, for a recipe."""
         values = dataclasses.asdict(self)
@@ -560,7 +549,11 @@ INPUT_FIELDS: tuple[str, ...] = tuple(
 
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
     """The paths of the files that a request names in one of INPUT_FIELDS, in their order."""
-    value = getattr(request, field)
+    return paths_of(field, getattr(request, field))
+
+
+def paths_of(field: str, value: Any) -> tuple[str, ...]:
+    """Return the paths in the value of one of INPUT_FIELDS, in their order."""
     if value is None:
         return ()
     if isinstance(REQUEST_FIELDS[field].check, FrameConditions):
@@ -582,7 +575,7 @@ def request_field_types() -> dict[str, type]:
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:
-    """Whether a request says anything of a field."""
+    """Return whether a request says anything of a field."""
     return bool(getattr(request, name) != UNSET[name])
 
 
