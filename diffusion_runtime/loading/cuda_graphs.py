@@ -16,6 +16,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.agreement import agreed_refusal
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.rules.combinations import refusal
+from diffusion_runtime.rules.features import ChosenRuntime
 
 # Under `auto`: the tests on two GPUs (tests/parallel/test_graphs_of_ranks_gpu.py) have not run yet.
 UNTRIED_EXCHANGES = "several processes, whose exchanges --cuda-graphs on captures"
@@ -47,7 +48,7 @@ def make_graphs(
     graph reads them at the addresses they had. group: all processes that run the model, which all have graphs or none;
     a collective call of them. Raises ConfigError for `on` with such weights."""
     if is_offloaded and config.cuda_graphs == "on":
-        raise refusal("CUDA graphs", "Offloading")
+        raise refusal("CUDA graphs", "offloaded weights", ChosenRuntime(config))
     if config.cuda_graphs == "off" or device.type != "cuda":
         return None
     reason = "its weights are offloaded" if is_offloaded else None

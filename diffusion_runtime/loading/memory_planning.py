@@ -39,7 +39,8 @@ from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.combinations import OF_NATIVE_MODELS, check_combinations
+from diffusion_runtime.rules.combinations import check_combinations
+from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.checkpoint import WeightChange
 
@@ -61,7 +62,7 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
             "wait; leave out --offload"
             + ("; --memory-limit reads blocks from their files where they do not fit" if device.type == "cpu" else "")
         )
-    check_combinations(OF_NATIVE_MODELS, config)
+    check_combinations("native", ChosenRuntime(config))
 
 
 def is_planned(config: RuntimeConfig, device: torch.device) -> bool:

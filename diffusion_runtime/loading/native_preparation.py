@@ -221,7 +221,7 @@ def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: Reques
             f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
             "are cut; leave out --num-gpus"
         )
-    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.sampling.is_guided_by(rules.defaults))
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:

@@ -97,27 +97,30 @@ class MaskFile(ImageFile):
 
 
 @dataclass(frozen=True)
-class VideoFile:
-    """The path of a video, an animation or a still image; whether it can be read is the model's rules to check."""
+class InputFile:
+    """The path of a file; whether it can be read is the model's rules to check. noun: for messages."""
 
+    noun: ClassVar[str]
     metavar: ClassVar[str] = "FILE"
     kind: ClassVar[type] = str
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: expected the path of a video or an image, got {shown(value)}")
+            raise RequestError(f"{name}: expected the path of {self.noun}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
-class SoundFile:
-    """The path of a sound file, or of a video with sound; whether it can be read is the model's rules to check."""
+class VideoFile(InputFile):
+    """The path of a video, an animation or a still image."""
 
-    metavar: ClassVar[str] = "FILE"
-    kind: ClassVar[type] = str
+    noun: ClassVar[str] = "a video or an image"
 
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: expected the path of a sound file, got {shown(value)}")
+
+@dataclass(frozen=True)
+class SoundFile(InputFile):
+    """The path of a sound file, or of a video with sound."""
+
+    noun: ClassVar[str] = "a sound file"
 
 
 @dataclass(frozen=True)

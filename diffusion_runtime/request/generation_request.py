@@ -25,6 +25,7 @@ from diffusion_runtime.request.fields import (
     Blocks,
     Count,
     ImageFile,
+    InputFile,
     Levels,
     MaskFile,
     Number,
@@ -532,19 +533,14 @@ REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
 )
 
 
-# Those that name an image file, in the order of the class.
-IMAGE_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile)
-)
+def _fields_of(*checks: type) -> tuple[str, ...]:
+    return tuple(name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, checks))
 
 
-# Those that name a video or its mask, and those that name any file, in the order of the class.
-VIDEO_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, VideoFile | MaskFile)
-)
-INPUT_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile | SoundFile)
-)
+# The fields that name an image, a video or its mask, and any file, in the order of the class.
+IMAGE_FIELDS = _fields_of(ImageFile)
+VIDEO_FIELDS = _fields_of(VideoFile, MaskFile)
+INPUT_FIELDS = _fields_of(ImageFile, InputFile)
 
 
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
-    """Return whether noise levels of an earlier level have no place beside the number of steps or the sampler of `level`."""
+    """Return whether noise levels of an earlier level do not fit the number of steps or the sampler of `level`."""
     levels = parse_levels(earlier)
     if not isinstance(levels, tuple):
         return False

@@ -18,6 +18,7 @@ from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
 from diffusion_runtime.rules.chunking import Chunking
+from diffusion_runtime.rules.draft import filled
 from diffusion_runtime.rules.guidance import Guidance
 from diffusion_runtime.rules.sizes import Sizes
 
@@ -65,7 +66,7 @@ class BatchSettings:
 
     @property
     def has_condition(self) -> bool:
-        """True where the transformer is given a condition beside the text: of images, of a sound, or of control blocks."""
+        """True where the transformer has a condition beside the text: of images, of a sound, or of control blocks."""
         shared = self.shared
         given = (shared.image_path, shared.last_image_path, shared.frame_conditions, shared.audio_path)
         return any(path is not None for path in given) or self.sampling.control is not None
@@ -73,8 +74,7 @@ class BatchSettings:
     @property
     def num_inference_steps(self) -> int:
         """Steps of the first stage."""
-        assert self.shared.num_inference_steps is not None
-        return self.shared.num_inference_steps
+        return filled(self.shared.num_inference_steps)
 
     @property
     def second_levels(self) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from diffusion_runtime.denoising.chunks import frames_needed, is_rolling
 from diffusion_runtime.denoising.prompt_times import T, resolve_switches
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.combinations import LARGE_PATCHES
+from diffusion_runtime.rules.features import LARGE_PATCHES
 
 
 def check_chunks(settings: BatchSettings) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.generation_request import UNSET, GenerationRequest
 from diffusion_runtime.request.layers import layered
+
+_T = TypeVar("_T")
 
 
 class Draft:
@@ -43,3 +45,9 @@ class Draft:
     def request(self) -> GenerationRequest:
         """Make the request. Raises RequestError for a value that its field cannot have."""
         return GenerationRequest(**self.values)
+
+
+def filled(value: _T | None) -> _T:
+    """Return a value of a resolved request that every model fills."""
+    assert value is not None
+    return value

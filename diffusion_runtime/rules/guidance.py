@@ -10,6 +10,7 @@ from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.draft import filled
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,12 @@ class Guidance:
     @property
     def scale(self) -> float:
         """The value of guidance_scale."""
-        assert self.shared.guidance_scale is not None
-        return self.shared.guidance_scale
+        return filled(self.shared.guidance_scale)
 
     @property
     def mode(self) -> str:
         """The value of guidance_mode."""
-        assert self.shared.guidance_mode is not None
-        return self.shared.guidance_mode
+        return filled(self.shared.guidance_mode)
 
     @property
     def embedded(self) -> float | None:

@@ -16,10 +16,10 @@ from diffusion_runtime.models.sampling_presets import names_of
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request.progressive_options import LatentSpectrum
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.chosen_request import ChosenRequest
 from diffusion_runtime.rules.chunk_rules import check_chunks, chunk_values, try_first_chunk
-from diffusion_runtime.rules.combinations import OF_REQUESTS, check_combinations
+from diffusion_runtime.rules.combinations import check_combinations
 from diffusion_runtime.rules.draft import Draft
+from diffusion_runtime.rules.features import ChosenRequest
 from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
 from diffusion_runtime.rules.presets import PresetRules
@@ -60,7 +60,7 @@ class RequestRules:
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
         check_second_stage(settings.sizes)
-        check_combinations(OF_REQUESTS, self._chosen(settings), RequestError)
+        check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
         values = chunk_values(settings)
@@ -114,11 +114,6 @@ class RequestRules:
         return BatchSettings.of(batch, self.sampling)
 
     @property
-    def takes_image(self) -> bool:
-        """True where requests may bring an image that the video starts from."""
-        return "image_path" in self.model_fields
-
-    @property
     def makes_sound(self) -> bool:
         """True where the model generates sound."""
         return self.sampling.geometry.makes_sound
@@ -132,11 +127,6 @@ class RequestRules:
             return self.sampling.geometry.num_tokens(height, width, num_frames)
         except RequestError:
             return None
-
-    @property
-    def is_guided_by_default(self) -> bool:
-        """True where a request without guidance values runs two branches."""
-        return self.sampling.is_guided_by(self.defaults)
 
     def is_guided(self, request: GenerationRequest) -> bool:
         """Return whether a resolved request runs two branches of guidance."""

@@ -18,7 +18,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
-from diffusion_runtime.rules.draft import Draft
+from diffusion_runtime.rules.draft import Draft, filled
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,7 @@ class Sizes:
     def clip(self) -> ClipSize:
         """The size of what is made."""
         shared = self.shared
-        height, width, num_frames, fps = shared.height, shared.width, shared.num_frames, shared.fps
-        assert height is not None
-        assert width is not None
-        assert num_frames is not None
-        assert fps is not None
-        return ClipSize(height, width, num_frames, fps)
+        return ClipSize(filled(shared.height), filled(shared.width), filled(shared.num_frames), filled(shared.fps))
 
     @property
     def first(self) -> ClipSize:
@@ -104,8 +99,7 @@ class Sizes:
         raises."""
         if stages := self.stages():
             return tuple((self.halved(stage.level), stage.end - stage.first) for stage in stages)
-        assert self.shared.num_inference_steps is not None
-        first, levels = (self.first, self.shared.num_inference_steps), self.shared.second_stage_sigmas
+        first, levels = (self.first, filled(self.shared.num_inference_steps)), self.shared.second_stage_sigmas
         return (first, (self.clip, len(levels))) if levels else (first,)
 
 
@@ -121,12 +115,8 @@ def check_second_stage(sizes: Sizes) -> None:
 def shift_of_size(request: GenerationRequest | Draft, sampling: Sampling) -> dict[str, Any]:
     """Return the flow shift that grows with the size, as a request value; nothing where none follows from it. Raises
     RequestError for sizes that do not divide."""
-    height, width, num_frames, num_steps = (
-        request.height,
-        request.width,
-        request.num_frames,
-        request.num_inference_steps,
-    )
+    height, width, num_frames = request.height, request.width, request.num_frames
+    num_steps = request.num_inference_steps
     if height is None or width is None or num_frames is None or num_steps is None:
         return {}
     geometry = sampling.geometry

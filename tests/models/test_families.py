@@ -71,7 +71,7 @@ def test_json_alone_says_geometry_schedule_and_attention(json_of: FolderOf, fami
     found = (geometry.num_channels, geometry.spatial_factor, geometry.temporal_factor, geometry.patch)
     assert found == case.geometry
     assert rules.sampling.embeds_guidance == case.embeds_guidance
-    assert rules.takes_image == case.takes_image
+    assert ("image_path" in rules.model_fields) == case.takes_image
     assert rules.sampling.schedule.sigmas(4) == case.sigmas
     assert {row.role for row in description.attention} == case.layers.keys()
 

@@ -118,7 +118,7 @@ def test_image_to_video_with_the_shift_of_fasthunyuan_is_not_fasthunyuan(tmp_pat
     shifted = {SCHEDULER: {"shift": 17.0}}
     assert rules_of(tmp_path / "i2v", "HunyuanVideo-I2V", **shifted).preset_rules.few_steps is None
     fast = rules_of(tmp_path / "fast", "HunyuanVideo", **shifted)
-    assert fast.few_steps is not None
+    assert fast.preset_rules.few_steps is not None
     assert fast.resolve(GenerationRequest("a")).num_inference_steps == 6
 
 
