@@ -14,7 +14,7 @@ import torch
 from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, chunked_denoiser, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionCall, AttentionResult, TokenLayout, register_backend
 from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
@@ -32,6 +32,7 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation import chunked_denoiser
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.memory_planning import planned_batch
