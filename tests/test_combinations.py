@@ -94,7 +94,7 @@ def test_a_pair_of_a_request_is_refused_in_the_words_of_its_row(
 
 
 def test_a_request_is_resolved_in_one_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Twelve requests were made on the way to one, two or three samplers built, and an image decoded twice or more."""
+    """Four requests were made on the way to one, and its image was decoded twice."""
     counts = Counter[str]()
 
     def counted(owner: Any, name: str) -> None:

@@ -86,6 +86,13 @@ class BatchSettings:
         """Steps of both stages together."""
         return self.num_inference_steps + len(self.second_levels)
 
+    @property
+    def num_predictions(self) -> int:
+        """Calls of the model by the samplers of a clip that is made at once, guidance branches not counted."""
+        if self.sampling.is_causal:
+            return self.num_steps
+        return len(self.build_sampler().steps(torch.device("cpu"))) + len(self.second_levels)
+
     def build_sampler(self, chunk: int | None = None) -> Sampler:
         """Build the sampler of these values, or of one chunk of a causal model's video. Raises what `sampler_of`
         raises."""

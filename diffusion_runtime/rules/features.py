@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from diffusion_runtime.config import WEIGHT_PATHS, RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, weight_paths
 from diffusion_runtime.denoising.chunks import is_rolling
 from diffusion_runtime.request.generation_request import GenerationRequest, is_set
 from diffusion_runtime.request.layers import EXPLICIT_LEVELS
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
-from diffusion_runtime.request.samplers import SAMPLERS
+from diffusion_runtime.request.samplers import SAMPLERS, RegisteredSampler
 from diffusion_runtime.request.step_cache_options import DBCacheOptions, MagCacheOptions, TeaCacheOptions
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.step_cache_rules import step_cache_of
@@ -52,7 +52,8 @@ class ChosenRequest:
             "positions in the window": lambda: request.positions not in (None, "absolute"),
             "recaching at once": lambda: request.switch_mode == "recache_at_once",
             "another sampler than dmd": lambda: request.sampler != "dmd",
-            "sampler that adds noise": lambda: sampler.adds_noise,
+            "sampler that cannot change the size": lambda: not _changes_size(sampler),
+            "sampler of several predictions a step": lambda: sampler.num_predictions_per_step > 1,
             "two experts": lambda: self.has_two_experts,
             "explicit noise levels": lambda: any(is_set(request, name) for name in EXPLICIT_LEVELS),
             "other steps of the first chunk": lambda: other_steps,
@@ -75,7 +76,11 @@ class ChosenRequest:
             "cache": step_cache_of(request),
             "history": LARGE_PATCHES,
             "levels": next((name for name in EXPLICIT_LEVELS if is_set(request, name)), None),
-            "without_noise": " or ".join(name for name, declared in SAMPLERS.items() if not declared.adds_noise),
+            "predictions": SAMPLERS[str(request.sampler)].num_predictions_per_step,
+            "of_one_prediction": ", ".join(
+                name for name, each in SAMPLERS.items() if each.num_predictions_per_step == 1
+            ),
+            "of_any_size": " or ".join(name for name, each in SAMPLERS.items() if _changes_size(each)),
         }
 
 
@@ -96,7 +101,7 @@ class ChosenRuntime:
             "CUDA graphs": lambda: config.cuda_graphs == "on",
             "several processes": lambda: config.parallel.num_processes > 1,
             "another decoder": lambda: any(map(self.is_set, decoding)),
-            "weights from elsewhere": lambda: any(map(self.is_set, WEIGHT_PATHS)),
+            "weights from elsewhere": lambda: any(map(self.is_set, weight_paths())),
             # Asked for them alone.
             "diffusers' own pipeline": lambda: True,
             "tune": lambda: True,
@@ -108,10 +113,15 @@ class ChosenRuntime:
 
     def values(self) -> dict[str, Any]:
         """Return what the refusals name."""
-        weights = next(filter(self.is_set, WEIGHT_PATHS), "")
+        weights = next(filter(self.is_set, weight_paths()), "")
         return {"config": self.config, "weights": weights, "weights_flag": f"--{weights.replace('_', '-')}"}
 
 
 def _is_progressive(request: GenerationRequest) -> bool:
     text = request.progressive_resolution
     return text is not None and ProgressiveSettings.parse(text) is not None
+
+
+def _changes_size(sampler: RegisteredSampler) -> bool:
+    """Return whether a sampler goes on at another size between two steps: it is a schedule of single predictions."""
+    return not sampler.adds_noise and sampler.num_predictions_per_step == 1

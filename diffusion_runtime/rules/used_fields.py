@@ -17,9 +17,9 @@ def refuse_unused(draft: Draft, model_fields: Collection[str], product: str) -> 
     """Raises RequestError for a value of a field that this model does not use. model_fields: those that not every model
     uses and it does. product: images or videos."""
     for name, declared in REQUEST_FIELDS.items():
-        asks = getattr(draft, name) not in (UNSET[name], declared.off)
-        if declared.refusal is not None and name not in model_fields and asks:
-            raise RequestError(f"{name}: {declared.refusal.format(product=product)}")
+        value = getattr(draft, name)
+        if declared.refusal is not None and name not in model_fields and value not in (UNSET[name], declared.off):
+            raise RequestError(f"{name}: {declared.refusal.format(product=product, value=shown(value))}")
 
 
 def unused_values(settings: BatchSettings, defaults: Mapping[str, Any]) -> list[str]:
