@@ -59,7 +59,7 @@ def measure(name: str, size: tuple[int, int, int], device: torch.device) -> dict
         decoder = random_decoder(prepared, folder).for_request(request)
     plan = plans_of(found.demand, None, ["none"])[0]
     granted = plan.parts["decode"]["activations of decode"] + plan.parts["decode"]["libraries and rounding"]
-    shape = prepared.rules.geometry.latent_shape(height, width, num_frames)
+    shape = prepared.rules.sampling.geometry.latent_shape(height, width, num_frames)
     latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1)).to(device)
 
     def decode() -> torch.Tensor:

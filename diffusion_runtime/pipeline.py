@@ -186,12 +186,13 @@ class Pipeline:
             thread = DecodingThread(self.device, run.guarded) if decodes_beside else None
             if thread is not None:
                 resources.callback(thread.close)
+            plan = settings.chunking.plan
             source = StreamSource(
                 decoder=self.decoder.for_request(request),
                 device=self.device,
                 fps=settings.size.fps,
-                plan=settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None),
-                temporal_factor=self.rules.geometry.temporal_factor,
+                plan=dataclasses.replace(plan, num_frames=None) if endless else plan,
+                temporal_factor=self.rules.sampling.geometry.temporal_factor,
                 encoder=lambda recorder: lambda prompt: run.encode(prompt, recorder),
                 count_products=lambda recorder: self.parts.products.start(recorder.record_product),
                 recipe={**self.recipe, **_preset_recipe(self.rules, settings)},
@@ -269,7 +270,7 @@ class Pipeline:
     ) -> tuple[list[GenerationRequest], BatchSettings]:
         """Resolve a batch, check its settings and make room for it in memory."""
         batch = [self.resolve(request) for request in requests]
-        settings = BatchSettings.of(batch, self.rules)
+        settings = BatchSettings.of(batch, self.rules.sampling)
         check(settings)
         self.parts.memory.make_room(batch)
         return batch, settings
@@ -312,7 +313,7 @@ class Pipeline:
                 return open_sink(index, header)
 
             if cancellations.is_wanted(index):
-                settings = BatchSettings.of([request], self.rules)
+                settings = BatchSettings.of([request], self.rules.sampling)
                 media = self._generate(
                     [request],
                     settings,

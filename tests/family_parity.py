@@ -118,7 +118,7 @@ def assert_equal_runs(
     assert first.height is not None
     assert first.width is not None
     assert first.num_frames is not None
-    shape = ours.rules.geometry.latent_shape(first.height, first.width, first.num_frames)
+    shape = ours.rules.sampling.geometry.latent_shape(first.height, first.width, first.num_frames)
     shape = (shape[0], shape[1] + num_frames_before, *shape[2:])
     noise = initial_noise(shape, [request.seed for request in requests])
     kept.clear()

@@ -10,7 +10,8 @@ from tables import table
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
-from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SAMPLERS, layered, request_field_types
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SAMPLERS, request_field_types
+from diffusion_runtime.request.layers import layered
 
 
 @table(

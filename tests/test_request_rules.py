@@ -14,6 +14,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
@@ -36,9 +37,10 @@ DEFAULTS: dict[str, Any] = {
 IMAGES = RequestRules(
     defaults=DEFAULTS,
     presets={},
-    geometry=LatentGeometry(num_channels=4, temporal_factor=1, spatial_factor=8, patch=(1, 2, 2)),
-    scheduler=SchedulerConfig("FlowMatchEulerDiscreteScheduler"),
-    attention_layers=(),
+    sampling=Sampling(
+        geometry=LatentGeometry(num_channels=4, temporal_factor=1, spatial_factor=8, patch=(1, 2, 2)),
+        scheduler=SchedulerConfig("FlowMatchEulerDiscreteScheduler"),
+    ),
 )
 
 
@@ -73,7 +75,7 @@ def test_requests_of_one_batch_may_differ_in_what_is_declared_so_and_nothing_els
             continue
         other = dataclasses.replace(first, **{name: another(name, getattr(first, name))})
         try:
-            BatchSettings.of([first, other], IMAGES)
+            BatchSettings.of([first, other], IMAGES.sampling)
             is_refused = False
         except RequestError as error:
             is_refused = str(error).startswith(f"{name}: the requests of one batch must agree")
@@ -122,11 +124,12 @@ def test_what_a_generation_does_not_use_is_said() -> None:
 def test_patches_of_two_latent_frames_need_nothing_of_features_that_are_not_asked_for() -> None:
     """One frame, which a keyframe adds, is no whole token there."""
     geometry = LatentGeometry(num_channels=4, temporal_factor=4, spatial_factor=8, patch=(2, 2, 2))
-    rules = dataclasses.replace(IMAGES, geometry=geometry, schedule=ShiftByTokens())
-    rules = dataclasses.replace(rules, defaults={**DEFAULTS, "num_frames": 13, "flow_shift": None})
+    sampling = dataclasses.replace(IMAGES.sampling, geometry=geometry, schedule=ShiftByTokens())
+    defaults = {**DEFAULTS, "num_frames": 13, "flow_shift": None}
+    rules = dataclasses.replace(IMAGES, sampling=sampling, defaults=defaults)
     resolved = rules.resolve(GenerationRequest("a"))
     assert resolved.num_frames == 13
-    assert resolved.flow_shift == rules.schedule.flow_shift(2 * 2 * 2, 2)
+    assert resolved.flow_shift == rules.sampling.schedule.flow_shift(2 * 2 * 2, 2)
     assert rules.unused(resolved) == ()
     with pytest.raises(RequestError, match="num_frames: expected a multiple of 8 plus 5, got 14; use 13 or 21"):
         rules.resolve(GenerationRequest("a", num_frames=14))
@@ -136,7 +139,7 @@ def test_the_second_of_two_experts_may_be_guided_alone() -> None:
     """diffusers' pipelines guide neither where the first scale is 1 or less."""
     rules = dataclasses.replace(IMAGES, model_fields=frozenset({"guidance_scale_2"}))
     request = rules.resolve(GenerationRequest("a", guidance_scale=1.0, guidance_scale_2=3.0, negative_prompt="blue"))
-    settings = BatchSettings.of([request], rules)
-    assert settings.is_guided
-    assert [settings.cfg_scale_at(StepInfo(0, 2, expert=expert)) for expert in (0, 1)] == [1.0, 3.0]
+    settings = BatchSettings.of([request], rules.sampling)
+    assert settings.guidance.is_guided
+    assert [settings.guidance.cfg_scale_at(StepInfo(0, 2, expert=expert)) for expert in (0, 1)] == [1.0, 3.0]
     assert rules.unused(request) == ()

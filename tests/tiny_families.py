@@ -41,14 +41,14 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
 
 def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
     """64 x 64 pixels, one latent frame and another where the model makes videos."""
-    num_frames = 1 + pipeline.rules.geometry.temporal_factor if makes_videos(pipeline) else 1
+    num_frames = 1 + pipeline.rules.sampling.geometry.temporal_factor if makes_videos(pipeline) else 1
     return GenerationRequest(
         prompt="a red circle", height=64, width=64, num_frames=num_frames, num_inference_steps=num_steps, seed=3
     )
 
 
 def makes_videos(pipeline: Pipeline) -> bool:
-    return pipeline.rules.geometry.temporal_factor > 1
+    return pipeline.rules.sampling.geometry.temporal_factor > 1
 
 
 PROMPTS = ('a red circle and the words "a star" moving left', "a star")
@@ -61,13 +61,13 @@ def given_to(pipeline: Pipeline) -> Given:
     request = small_request(pipeline)
     assert request.num_frames is not None
     size = ClipSize(64, 64, request.num_frames, 24)
-    latents = torch.randn(2, *pipeline.rules.geometry.sample_shape(size), generator=generator)
+    latents = torch.randn(2, *pipeline.rules.sampling.geometry.sample_shape(size), generator=generator)
     text = pipeline.text_encoder.encode(PROMPTS)
     further = tuple(
         TextStream(with_noise(stream.embeddings, stream.lengths), stream.lengths) for stream in text.further
     )
     noisy = dataclasses.replace(text, embeddings=with_noise(text.embeddings, text.lengths), further=further)
-    guidance = 3.5 if pipeline.rules.embeds_guidance else None
+    guidance = 3.5 if pipeline.rules.sampling.embeds_guidance else None
     return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance)
 
 

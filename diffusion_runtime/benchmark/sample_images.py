@@ -38,8 +38,8 @@ def wanted_images(rules: GenerationRules) -> tuple[str, ...]:
     """The request fields of those images."""
     needed: frozenset[str] = frozenset()
     if isinstance(rules, RequestRules):
-        edits = rules.references is not None and rules.references.usual > 0
-        needed = rules.needed_images | (frozenset({"image_path"}) if edits else frozenset())
+        edits = rules.inputs.references is not None and rules.inputs.references.usual > 0
+        needed = rules.inputs.needed | (frozenset({"image_path"}) if edits else frozenset())
     elif isinstance(rules, PassthroughRules):
         needed = frozenset(field for field in _FIELDS if rules.interface.needs(field))
     return tuple(field for field in _FIELDS if field in needed)

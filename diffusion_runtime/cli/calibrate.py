@@ -108,7 +108,7 @@ def calibrate(
             for seed, prompt in enumerate(prompts)
         ]
         # What cannot be generated is refused before the weights load.
-        BatchSettings.of([rules.resolve(request) for request in requests], rules)
+        BatchSettings.of([rules.resolve(request) for request in requests], rules.sampling)
         pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
         assert isinstance(pipeline, Pipeline)
         with contextlib.ExitStack() as shown:

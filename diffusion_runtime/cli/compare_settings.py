@@ -19,7 +19,7 @@ from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_fla
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.errors import ConfigError, UsageError, shown
-from diffusion_runtime.request.generation_request import layered
+from diffusion_runtime.request.layers import layered
 
 _NOT_IN_A_SETTING = (*options.OUTPUT_FLAGS, "as_json", "quiet", "verbose", "log_format")
 MAX_NAME_CHARACTERS = 28

@@ -98,7 +98,7 @@ def _needed_images(
     they show costs nothing."""
     from diffusion_runtime.rules.request_rules import RequestRules
 
-    needed: frozenset[str] = prepared.rules.needed_images if isinstance(prepared.rules, RequestRules) else frozenset()
+    needed: frozenset[str] = prepared.rules.inputs.needed if isinstance(prepared.rules, RequestRules) else frozenset()
     missing = {name for name in needed if getattr(request, name) is None}
     if not missing:
         yield {}

@@ -18,7 +18,8 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
-from diffusion_runtime.request.generation_request import GenerationRequest, layered
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.layers import layered
 
 _RUNTIME_KEYS = tuple(runtime_options())
 _REPEATED_RUNTIME = tuple(name for name, option in runtime_options().items() if option.repeated_by_from)

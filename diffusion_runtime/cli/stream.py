@@ -108,7 +108,7 @@ def run_stream(
     from diffusion_runtime.rules.batch_settings import BatchSettings
     from diffusion_runtime.streaming.generation_stream import check_streamable
 
-    check_streamable(rules, BatchSettings.of([request], rules), endless=is_endless)
+    check_streamable(rules, BatchSettings.of([request], rules.sampling), endless=is_endless)
     prepare_seconds = time.perf_counter() - load_started - import_seconds
     pipeline: Any = prepared.load(lambda stage: terminal.say(f"  {stage}"), [request])
     pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})

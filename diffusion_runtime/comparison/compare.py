@@ -314,7 +314,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _watched(self, pipeline: GenerationPipeline, row: Row, index: int) -> Iterator[LatentWatcher | None]:
-        if not isinstance(pipeline, Pipeline) or pipeline.rules.is_causal:
+        if not isinstance(pipeline, Pipeline) or pipeline.rules.sampling.is_causal:
             # diffusers' own pipeline keeps its latents to itself; chunks have steps of their own, and the last latents
             # are those of the last chunk.
             yield None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,8 +14,8 @@ from diffusion_runtime.media.clips import read_pictures
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, INPUT_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
-from diffusion_runtime.rules.request_rules import image_remarks
-from diffusion_runtime.rules.step_cache_rules import with_step_cache
+from diffusion_runtime.rules.images import image_remarks
+from diffusion_runtime.rules.step_cache_rules import step_cache_values
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
 _OURS = ("fps", "seed", "step_cache")
@@ -85,7 +86,7 @@ class PassthroughRules:
                 f"step_cache: {cache.method} reads the blocks of a native model, which {self.pipeline_class} of "
                 f"diffusers is not; expected {' or '.join(STEP_CACHES)}"
             )
-        return with_step_cache(request)
+        return dataclasses.replace(request, **step_cache_values(request))
 
     def is_guided(self, _request: GenerationRequest) -> bool:
         """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""

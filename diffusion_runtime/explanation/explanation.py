@@ -139,7 +139,7 @@ class Explanation:
         """`12 in 12 steps, each of both guidance branches`."""
         joined = ", each of both guidance branches" if self.is_joined else ""
         rules = self.description.rules
-        if not isinstance(rules, RequestRules) or not rules.is_causal:
+        if not isinstance(rules, RequestRules) or not rules.sampling.is_causal:
             return f"{self.num_forwards} in {self.num_steps} steps{joined}"
         own = self.request.first_chunk_sampler
         sampler = "" if own in (None, self.request.sampler) else f" by {own}"
@@ -191,7 +191,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
             "generate --dry-run says what is known before"
         )
     reads_files = prepared.model.make_room(prepared.transformer)
-    settings = BatchSettings.of([request], prepared.rules)
+    settings = BatchSettings.of([request], prepared.rules.sampling)
     planned = planned_batch(prepared.rules, [request])
     num_steps = settings.num_steps
     further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
@@ -202,14 +202,14 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     # Samplers may call the model several times per step.
     num_forwards, num_first_steps = settings.num_predictions, None
     prefill = None
-    if prepared.rules.is_causal:
+    if prepared.rules.sampling.is_causal:
         num_first_steps = _num_first_steps(settings)
         costs, num_forwards = _costs_of_chunks(prepared, planned, settings)
         num_passes = branches = 1
         for cost, count in costs:
             stages.append(_Stage(cost, range(count), _schedules_of(cost, None, range(count), count)))
-    branches *= 1 if prepared.rules.is_causal else num_forwards / num_steps
-    for size, count in () if prepared.rules.is_causal else settings.step_sizes():
+    branches *= 1 if prepared.rules.sampling.is_causal else num_forwards / num_steps
+    for size, count in () if prepared.rules.sampling.is_causal else settings.sizes.step_sizes():
         forward = forward_on_meta(
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
         )
@@ -281,7 +281,7 @@ def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
 
 def _num_first_steps(settings: BatchSettings) -> int | None:
     """Steps of the first chunk, where the others take another number."""
-    first = settings.num_steps_of_chunk(0)
+    first = settings.chunking.num_steps_of_chunk(0)
     is_alike = first == settings.num_steps or is_rolling(settings.shared)
     return None if is_alike else first
 
@@ -324,10 +324,10 @@ def _passes_of_chunks(
 ) -> Iterator[tuple[CachePlan, StepInfo, int]]:
     """Every pass of a video and its step, a commit's that of the chunk behind it; and in how many passes of the
     transformer it is made, by its guidance branches and, of a commit, by the experts of later chunks."""
-    request, chunks, passes = planned.request, settings.chunks, settings.cache_passes()
+    request, chunks, passes = planned.request, settings.chunking.plan, settings.chunking.cache_passes()
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
-    temporal_factor = settings.rules.geometry.temporal_factor
+    temporal_factor = settings.sampling.geometry.temporal_factor
     switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
     expert_at = prepared.transformer.expert_at
     of_first, of_later = (experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
@@ -339,13 +339,13 @@ def _passes_of_chunks(
             chunk = places.get(frames, 0)
             num_made, before = (num_made + 1 if frames == before else 0), frames
             switched_at = max((at for at in switches if at <= chunk), default=None)
-            step = settings.with_shared_keys(StepInfo(chunk=chunk), switched_at)
+            step = settings.guidance.with_shared_keys(StepInfo(chunk=chunk), switched_at)
             of_chunk = of_later if chunk else of_first
             experts = {of_chunk[min(num_made, len(of_chunk) - 1)]}
         else:
             step = StepInfo(chunk=chunk + 1)
             experts = {*of_later}
-        scales = [settings.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
+        scales = [settings.guidance.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
         yield passes.plan(frames, kind), step, sum(1 if is_alone or scale <= 1 else 2 for scale in scales)
 
 

@@ -67,7 +67,7 @@ class BatchRun:
         batch = self.batch
         requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
         recorder = self.recorder if recorder is None else recorder
-        encoder, is_guided = self.parts.text_encoder, self.settings.is_guided
+        encoder, is_guided = self.parts.text_encoder, self.settings.guidance.is_guided
         return encode_prompts(encoder, requests, recorder, self.device, self.dtype, is_guided=is_guided)
 
     def denoiser(self) -> LatentDenoiser:
@@ -79,11 +79,11 @@ class BatchRun:
             mesh=self.mesh,
             device=self.device,
             dtype=self.dtype,
-            model=self.rules.identity(),
+            model=self.rules.step_caches.identity(),
             recorder=self.recorder,
             is_compiled=self.parts.compiled is not None,
             graphs=self.parts.graphs,
-            published=self.rules.teacache,
+            published=self.rules.step_caches.teacache,
             upsampler=self.parts.upsampler,
             hooks=self.hooks,
         )
@@ -94,14 +94,14 @@ class BatchRun:
             prompts = self.encode()
             done(1)
         self.participants.after_text()
-        with clock.stage("denoise", self.settings.num_steps_of_video) as done:
+        with clock.stage("denoise", self.settings.chunking.num_steps_of_video) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:
                 self.hooks.notify_step(step, at)
-                done(self.settings.num_done(step))
+                done(self.settings.chunking.num_done(step))
 
             denoiser, seeds = self.denoiser(), [request.seed for request in self.batch]
-            if self.settings.rules.is_causal:
+            if self.settings.sampling.is_causal:
                 latents = ChunkedDenoiser(denoiser).denoise(
                     prompts.conditions, seeds, on_step, lambda prompt: self.encode(prompt).conditions
                 )

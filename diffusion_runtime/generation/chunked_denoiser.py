@@ -60,9 +60,9 @@ class ChunkedDenoiser:
         # By the chunk that begins at the frame.
         switches = {int(at): prompt for at, prompt in settings.shared.prompt_switches or ()}
         made = []
-        with self.stream(settings.chunks, text, seeds, on_step) as stream:
-            for chunk in settings.chunks:
-                prompt = switches.get(first_frame(chunk, settings.rules.geometry.temporal_factor))
+        with self.stream(settings.chunking.plan, text, seeds, on_step) as stream:
+            for chunk in settings.chunking.plan:
+                prompt = switches.get(first_frame(chunk, settings.sampling.geometry.temporal_factor))
                 if prompt is not None:
                     stream.switch_text(encode(prompt), mode=settings.shared.switch_mode)
                 made.append(next(stream).latents)
@@ -75,9 +75,9 @@ class ChunkedDenoiser:
         """The chunks one after the other, each made when it is asked for. chunks: how the video is cut, which may have
         no end. on_step: after every denoising step, with the latents of its chunk."""
         denoiser, settings = self.denoiser, self.denoiser.settings
-        channels, _, height, width = settings.sample_shape(settings.size)
+        channels, _, height, width = settings.sizes.sample_shape(settings.size)
         later = {
-            chunk_at(frame, chunks, settings.rules.geometry.temporal_factor): seed
+            chunk_at(frame, chunks, settings.sampling.geometry.temporal_factor): seed
             for frame, seed in settings.shared.seed_switches or ()
         }
         noise = ChunkNoise((channels, height, width), seeds, later)
@@ -85,9 +85,9 @@ class ChunkedDenoiser:
         inputs = denoiser.inputs_of(text, settings.size)
         guided = guided_frames(settings.shared, chunks)
         experts = frozenset(experts_by_step(sampler, denoiser.transformer.expert_at))
-        forward = _FrameForward(denoiser, settings.cache_passes(chunks), inputs, experts, guided)
-        commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps_of_chunk)
-        if (history := settings.rules.history) is not None:
+        forward = _FrameForward(denoiser, settings.chunking.cache_passes(chunks), inputs, experts, guided)
+        commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.chunking.num_steps_of_chunk)
+        if (history := settings.sampling.history) is not None:
             commit = HistoryCommit(commit, forward.compress, history)
         video = ChunkedVideo(chunks, forward, noise, commit, denoiser.device, on_step)
         if not is_rolling(settings.shared):
@@ -215,7 +215,7 @@ class ChunkStream(Iterator[CleanChunk]):
         in_one_pass = mode == "recache_at_once"
         first = self._forward.oldest_frame
         window, end = self._forward.passes.window, self._recent[-1].chunk.frames.stop
-        if window.span is not None and self._denoiser.settings.rules.history is None:
+        if window.span is not None and self._denoiser.settings.sampling.history is None:
             first = max(first, end - (window.span - window.sink))
         in_ring = [_from_frame(clean, first) for clean in self._recent]
         in_ring = [clean for clean in in_ring if clean.chunk.frames]
@@ -233,7 +233,7 @@ class ChunkStream(Iterator[CleanChunk]):
         passes, window = forward.passes, window_of(settings.shared)
         self._denoiser.recorder.record_cache(
             CacheRow(
-                chunk_frames=settings.chunks.chunk_frames,
+                chunk_frames=settings.chunking.plan.chunk_frames,
                 window_frames=window.span,
                 sink_frames=window.sink,
                 cached_frames=passes.num_slots,
@@ -370,10 +370,10 @@ class _FrameForward:
 
     def _pass(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
         settings = self._denoiser.settings
-        if not settings.has_both_branches(step):
+        if not settings.guidance.has_both_branches(step):
             self._end_guidance()
         if step.phase == "denoise":
-            step = settings.with_shared_keys(step, self._switched_at)
+            step = settings.guidance.with_shared_keys(step, self._switched_at)
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
             return self._run(latents, plan, dataclasses.replace(step, expert=expert))

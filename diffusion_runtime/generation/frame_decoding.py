@@ -32,7 +32,7 @@ def decode_clip(
     latents: clean, [1, *sample_shape]. open_sink: as of decode_frames. Raises DiffusionRuntimeError for frames that are
     not numbers.
     """
-    geometry = settings.rules.geometry
+    geometry = settings.sampling.geometry
     parts = geometry.parts(latents, settings.size)
     # A file of a clip with sound begins with the sound, which is not there yet.
     sink = open_sink if parts.audio is None else None

@@ -74,13 +74,13 @@ class LatentDenoiser:
         Raises DiffusionRuntimeError when they are not finite.
         """
         settings = self.settings
-        stages, sampler = settings.stages(), settings.build_sampler()
-        if settings.num_noised_frames:
+        stages, sampler = settings.sizes.stages(), settings.build_sampler()
+        if settings.sizes.num_noised_frames:
             on_step = _of_clip(on_step, settings)
-        if (terms := settings.guidance_terms) is not None:
-            self.recorder.note(terms.note(settings.guidance_mode))
-        sizes = [settings.halved(stage.level) for stage in stages] or [settings.first_size]
-        sample_noise = SampleNoise(settings.sample_shape(sizes[0]), seeds)
+        if (terms := settings.guidance.terms) is not None:
+            self.recorder.note(terms.note(settings.guidance.mode))
+        sizes = [settings.sizes.halved(stage.level) for stage in stages] or [settings.sizes.first]
+        sample_noise = SampleNoise(settings.sizes.sample_shape(sizes[0]), seeds)
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state = RequestCache()
@@ -112,7 +112,9 @@ class LatentDenoiser:
             latents = self._second_stage(latents, inputs, forward, state, sample_noise, on_step)
         if isinstance(forward, GraphedForward):
             forward.report()
-        latents, _ = settings.without_noised_frames(self.transformer.settle(latents, inputs["cond"]), settings.size)
+        latents, _ = settings.sizes.without_noised_frames(
+            self.transformer.settle(latents, inputs["cond"]), settings.size
+        )
         check_finite(latents, self.dtype)
         return latents
 
@@ -134,9 +136,9 @@ class LatentDenoiser:
         """The latents at full size: those of the first stage upsampled, mixed with noise and denoised again.
 
         latents: clean, of the first stage. inputs: at full size. A sound is noised and denoised with the pictures."""
-        settings, geometry, levels = self.settings, self.settings.rules.geometry, self.settings.second_levels
+        settings, geometry, levels = self.settings, self.settings.sampling.geometry, self.settings.second_levels
         assert self.upsampler is not None
-        parts = geometry.parts(latents, settings.first_size)
+        parts = geometry.parts(latents, settings.sizes.first)
         shared = settings.shared
         larger = self.upsampler(
             parts.video,
@@ -150,7 +152,7 @@ class LatentDenoiser:
         first = settings.num_inference_steps
         self.recorder.note(
             f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
-            f"{settings.first_size.height} x {settings.first_size.width} (height x width)"
+            f"{settings.sizes.first.height} x {settings.sizes.first.width} (height x width)"
         )
         return build_sampler(_SECOND_STAGE_SAMPLER, len(levels), 1.0, {}, levels).sample(
             levels[0] * noise + (1 - levels[0]) * clean,
@@ -161,19 +163,19 @@ class LatentDenoiser:
     def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
-        prompt = text["cond"] if isinstance(self.settings.rules.control, ImageControl) else None
+        prompt = text["cond"] if isinstance(self.settings.sampling.control, ImageControl) else None
         inputs = {
             branch: DenoiserInputs(
                 text=conditions,
                 size=size,
-                guidance=self.settings.embedded_guidance,
+                guidance=self.settings.guidance.embedded,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
                 request=self.settings.shared,
                 prompt=prompt,
             )
             for branch, conditions in text.items()
         }
-        terms = self.settings.guidance_terms
+        terms = self.settings.guidance.terms
         return inputs | dict.fromkeys(() if terms is None else terms.further_branches, inputs["cond"])
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
@@ -203,8 +205,8 @@ class LatentDenoiser:
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
         """The guidance of these settings around a prediction that reads `step.branch`. inputs: of the conditional
         branch; wrappers: see with_guidance."""
-        settings, geometry, exchange = self.settings, self.settings.rules.geometry, BranchExchange.of(self.mesh)
-        terms = settings.guidance_terms
+        settings, geometry, exchange = self.settings, self.settings.sampling.geometry, BranchExchange.of(self.mesh)
+        terms = settings.guidance.terms
 
         def held(guided: Predict) -> Predict:
             def to_images(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
@@ -216,8 +218,8 @@ class LatentDenoiser:
         if terms is None:
             guided = with_guidance(
                 predict,
-                settings.cfg_scale_at,
-                settings.guidance_mode,
+                settings.guidance.cfg_scale_at,
+                settings.guidance.mode,
                 rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
                 exchange,
                 wrappers,
@@ -236,7 +238,7 @@ class LatentDenoiser:
             video, end = video.flatten(1), length - audio[0].numel()
             return torch.cat([geometry.join(video[:, :end], audio), video[:, end:]], dim=1)
 
-        with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance_mode, exchange, wrappers)
+        with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance.mode, exchange, wrappers)
         # Rescaling is measured with the images as they are, those beside the clip among them.
         whole = self.transformer.complete if terms.video.rescale > 0 else self.transformer.settle
 
@@ -305,7 +307,7 @@ class LatentDenoiser:
 
 def _of_clip(on_step: OnStep, settings: BatchSettings) -> OnStep:
     """`on_step` without the images that are denoised with the clip."""
-    return lambda step, latents: on_step(step, settings.without_noised_frames(latents, settings.size)[0])
+    return lambda step, latents: on_step(step, settings.sizes.without_noised_frames(latents, settings.size)[0])
 
 
 def _numbered(predict: Predict, first: int, num_steps: int) -> Predict:

@@ -26,7 +26,7 @@ def note_remarks(
     which were logged when it was loaded."""
     for remark in known:
         recorder.note(remark)
-    if mesh.branch.size > 1 and not settings.is_guided:
+    if mesh.branch.size > 1 and not settings.guidance.is_guided:
         remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
         logger.warning(remark)
         recorder.note(remark)

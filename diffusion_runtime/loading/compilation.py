@@ -15,6 +15,8 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.cache_folder import cache_root
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.rules.combinations import refusal
+from diffusion_runtime.rules.features import ChosenRuntime
 
 # torch.compile's own variable: where it keeps kernels and graphs.
 ARTEFACTS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -36,10 +38,7 @@ def check_compilation(config: RuntimeConfig, device: torch.device, planned_on: H
 def refuse_compiling_quantised(config: RuntimeConfig) -> None:
     """For a transformer whose weights are quantised in their files. Raises ConfigError where it is to be compiled."""
     if config.compile != "off":
-        raise ConfigError(
-            f"compile: {config.compile}: the transformer's weights are quantised in their files, and such layers run "
-            "as they are in this version, as each product is counted; leave out --compile"
-        )
+        raise refusal("`compile`", "weights that are quantised in their files", ChosenRuntime(config))
 
 
 def _refusal(hardware: Hardware) -> str | None:

@@ -15,6 +15,8 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.agreement import agreed_refusal
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.rules.combinations import refusal
+from diffusion_runtime.rules.features import ChosenRuntime
 
 # Under `auto`: the tests on two GPUs (tests/parallel/test_graphs_of_ranks_gpu.py) have not run yet.
 UNTRIED_EXCHANGES = "several processes, whose exchanges --cuda-graphs on captures"
@@ -46,16 +48,13 @@ def make_graphs(
     graph reads them at the addresses they had. group: all processes that run the model, which all have graphs or none;
     a collective call of them. Raises ConfigError for `on` with such weights."""
     if is_offloaded and config.cuda_graphs == "on":
-        raise ConfigError(
-            "cuda_graphs: on: weights are offloaded, and a graph would read them where they were when it was captured; "
-            "use --cuda-graphs auto, or --offload none"
-        )
+        raise refusal("CUDA graphs", "offloaded weights", ChosenRuntime(config))
     if config.cuda_graphs == "off" or device.type != "cuda":
         return None
-    refusal = "its weights are offloaded" if is_offloaded else None
+    reason = "its weights are offloaded" if is_offloaded else None
     if group is not None:
-        refusal = agreed_refusal(group, refusal, device)
-    if refusal is not None:
+        reason = agreed_refusal(group, reason, device)
+    if reason is not None:
         return None
     is_probed = config.cuda_graphs == "auto"
     return ForwardGraphs(
@@ -84,8 +83,8 @@ def _reasons(
 ) -> Iterator[str]:
     if device.type != "cuda":
         yield f"needs a CUDA or ROCm GPU, got {device.type}"
-    refusal = transformer.replay_refusal()
-    if refusal is not None:
-        yield refusal
+    reason = transformer.replay_refusal()
+    if reason is not None:
+        yield reason
     for layer in layers:
         yield from (f"{layer.layer.role}: {reason}" for reason in layer.replay_refusals())

@@ -39,6 +39,8 @@ from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.combinations import check_combinations
+from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.checkpoint import WeightChange
 
@@ -60,11 +62,7 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
             "wait; leave out --offload"
             + ("; --memory-limit reads blocks from their files where they do not fit" if device.type == "cpu" else "")
         )
-    if config.offload == "layers" and config.compile != "off":
-        raise ConfigError(
-            "offload: layers: compiled blocks keep their weights where they are in this version; leave out --compile, "
-            "or use --offload model"
-        )
+    check_combinations("native", ChosenRuntime(config))
 
 
 def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
@@ -276,7 +274,7 @@ def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescrip
 def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
     """What is planned for where no request is known, with what to say of it."""
     side, notes = DEFAULT_SIDE, []
-    height, width = (side, side) if rules.references is None else rules.references.scaled((side, side))
+    height, width = (side, side) if rules.inputs.references is None else rules.inputs.references.scaled((side, side))
     if not rules.defaults.keys() >= {"height", "width"}:
         notes = [f"the model has no size of its own: memory is planned for one image of {height} x {width}"]
     # In the order of the layers that fill a request: the model's own values are the last but these.
@@ -286,17 +284,17 @@ def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
 
 def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> PlannedRequest:
     """What of resolved requests that are made together decides about memory."""
-    settings = BatchSettings.of(batch, rules)
-    is_batched = settings.guidance_mode == "batched"
+    settings = BatchSettings.of(batch, rules.sampling)
+    is_batched = settings.guidance.mode == "batched"
     num_samples = 1 if settings.decides_per_sample else len(batch)
-    terms = settings.guidance_terms
+    terms = settings.guidance.terms
     return PlannedRequest(
         settings.size,
         num_samples,
-        settings.is_guided,
+        settings.guidance.is_guided,
         is_batched,
         batch[0],
-        settings.embedded_guidance,
+        settings.guidance.embedded,
         () if terms is None else terms.further_branches,
     )
 
@@ -315,12 +313,12 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
     key-value cache)."""
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
-    num_tokens = rules.geometry.num_tokens(size.height, size.width, size.num_frames)
+    num_tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
     cached = 0
-    if rules.is_causal:
-        settings = BatchSettings.of([planned.request], rules)
-        chunks, is_guided = settings.chunks, planned.is_guided
-        cached = cached_tokens(settings.cache_passes(), planned.request, chunks, is_guided=is_guided)
+    if rules.sampling.is_causal:
+        settings = BatchSettings.of([planned.request], rules.sampling)
+        chunks, is_guided = settings.chunking.plan, planned.is_guided
+        cached = cached_tokens(settings.chunking.cache_passes(), planned.request, chunks, is_guided=is_guided)
     return (
         passes * num_tokens,
         branches + len(planned.further_branches),

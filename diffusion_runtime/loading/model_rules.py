@@ -15,9 +15,11 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.request.fields import RequestField
-from diffusion_runtime.request.generation_request import GenerationRequest, layered
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS
+from diffusion_runtime.request.layers import layered
+from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.rules.step_cache_rules import StepCacheRules
 from diffusion_runtime.weights.lora.binding import Lora
 
 
@@ -48,31 +50,21 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
             **model.generation.presets,
             **({} if named is None else named.presets),
         },
-        geometry=model.geometry,
-        scheduler=scheduler,
-        schedule=model.schedule,
-        embeds_guidance=model.embeds_guidance,
-        takes_guidance=model.takes_guidance,
-        guidance_offset=model.family.guidance_offset,
-        guides_parts="modality_scale" in model.family.request_fields,
-        model_fields=_model_fields(model) | second.keys(),
-        needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
-        references=model.references,
-        control=model.control,
-        is_causal=model.is_causal,
-        history=model.history,
-        attention_layers=(),
-        sampling_presets=sampling_presets,
-        spectrum=read_spectrum(model.folder),
-        teacache=read_polynomials(model.folder),
-        size_of_image=model.size_of_image,
-        shift_choice=shift_choice(
-            scheduler.defaults,
-            () if distilled is None else distilled.presets,
-            model.generation.defaults,
-            None if named is None else named.request,
-            config.model_path,
+        sampling=model,
+        inputs=model,
+        preset_rules=PresetRules(
+            known=sampling_presets,
+            shift_choice=shift_choice(
+                scheduler.defaults,
+                () if distilled is None else distilled.presets,
+                model.generation.defaults,
+                None if named is None else named.request,
+                config.model_path,
+            ),
         ),
+        step_caches=StepCacheRules(read_polynomials(model.folder), needs_whole_passes=config.cuda_graphs == "on"),
+        model_fields=_model_fields(model) | second.keys(),
+        spectrum=read_spectrum(model.folder),
     )
 
 
@@ -88,18 +80,18 @@ def rules_with_loras(
     config: what the model is loaded with, except its LoRA files. config_sha256: of its folder's json. loras: `configs`,
     read."""
     family, paths = model.family.name, [file.path for file in model.transformer_files]
+    few_steps = few_steps_of(family, model.folder, config.model_path, [lora.path for lora in configs])
+
+    def identity() -> dict[str, str]:
+        files = [*paths, *filter(None, [config.controlnet_path])]
+        ignored = config.quantization_ignored_layers
+        return model_identity(family, config_sha256, configs, config.quantization, ignored, files)
+
     return dataclasses.replace(
         rules,
         loras=loras,
-        few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in configs]),
-        identity=lambda: model_identity(
-            family,
-            config_sha256,
-            configs,
-            config.quantization,
-            config.quantization_ignored_layers,
-            [*paths, *filter(None, [config.controlnet_path])],
-        ),
+        preset_rules=dataclasses.replace(rules.preset_rules, few_steps=few_steps),
+        step_caches=dataclasses.replace(rules.step_caches, identity=identity),
     )
 
 
@@ -111,12 +103,7 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
         "conditioning_scale": model.control is not None,
         "decode_timestep": model.decodes_with_noise,
         "decode_noise_scale": model.decodes_with_noise,
-        **dict.fromkeys(_fields_of_chunks(), model.is_causal),
+        **{name: model.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
     }
     own = (*model.family.request_fields, *model.request_fields, *model.images)
     return frozenset((*own, *(name for name, holds in facts.items() if holds)))
-
-
-def _fields_of_chunks() -> list[str]:
-    fields = dataclasses.fields(GenerationRequest)
-    return [field.name for field in fields if RequestField.of(field.metadata).is_of_chunks]

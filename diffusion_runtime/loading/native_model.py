@@ -66,7 +66,6 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
-from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
@@ -231,7 +230,7 @@ class PreparedModel:
         about = encoder.of_pictures(image_paths(first, "image_path"))
         if about is not encoder or encoder.of_negative() is not encoder:
             return []
-        return texts_of([first], is_guided=BatchSettings.of([first], self.rules).is_guided)
+        return texts_of([first], is_guided=self.rules.is_guided(first))
 
     def _transformer_bytes(self) -> int | None:
         """Of the files that this process reads for its transformers; None where it reads some of their bytes."""

@@ -76,7 +76,7 @@ def prepare_native(
         else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
     )
     rules = request_rules_of(model, config)
-    rules.try_scheduler()
+    rules.sampling.try_scheduler(rules.defaults)
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):
@@ -132,7 +132,6 @@ def prepare_native(
             rules_with_loras(model, config, folder.digest, rules, config.lora, loras),
             attention_layers=layers,
             num_blocks=transformer.num_blocks,
-            needs_whole_passes=config.cuda_graphs == "on",
         ),
         attention=planned_attention(layers),
         libraries=(
@@ -222,7 +221,7 @@ def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: Reques
             f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
             "are cut; leave out --num-gpus"
         )
-    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.sampling.is_guided_by(rules.defaults))
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:

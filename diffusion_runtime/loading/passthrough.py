@@ -12,13 +12,12 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.config import RuntimeConfig, weight_paths
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import check_compilation, keep_artefacts
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
@@ -27,6 +26,8 @@ from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import with_parts
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.combinations import check_combinations
+from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.weights.weight_files import check_components
 
 
@@ -87,37 +88,7 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
-    if config.vae_decode != "exact" or config.vae_decoder is not None or config.vae_tiling != "auto":
-        raise ConfigError(
-            "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
-            "--vae-decode, --vae-decoder and --vae-tiling"
-        )
-    for key in weight_paths():
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"{key}: diffusers' own pipeline reads the weights of its folder; leave out "
-                f"--{key.replace('_', '-')}, or --backend diffusers"
-            )
-    if config.upsampler_path is not None:
-        raise ConfigError(
-            "upsampler_path: diffusers' own pipelines have no second stage in one call; leave out --upsampler-path, or "
-            "--backend diffusers"
-        )
-    if config.quantization != "none":
-        raise ConfigError(
-            f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
-            "quantization_config in the folder; leave out --quantization"
-        )
-    if config.cuda_graphs == "on":
-        raise ConfigError(
-            "cuda_graphs: on: diffusers' own pipeline runs its model as it is; leave out --cuda-graphs, or use "
-            "--backend native where the model has a family here"
-        )
-    if config.offload not in ("auto", "none") or config.memory_limit is not None:
-        raise ConfigError(
-            "offload, memory_limit: diffusers' own pipeline has its own, by "
-            "pipeline.pipeline.enable_model_cpu_offload() in Python; leave out --offload and --memory-limit"
-        )
+    check_combinations("pipelines", ChosenRuntime(config))
     check_components(folder)
     if folder.download_gb is None:
         with_parts(folder, (), config.variant, ())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -37,9 +40,33 @@ def open_picture(path: str, field: str = "image_path") -> Any:
     return _read(path, field)[0]
 
 
+@dataclass(frozen=True)
+class PictureFacts:
+    """What `open_picture` finds in a file. size: width and height of the image. remarks: what of the file is not used
+    as it is, as sentences. brightest: the highest grey level, 0 to 255."""
+
+    size: tuple[int, int]
+    remarks: tuple[str, ...]
+    brightest: int
+
+
+def inspect_picture(path: str, field: str = "image_path") -> PictureFacts:
+    """Return what is in an image file, which is decoded once for all checks of one field. Raises what `open_picture`
+    raises."""
+    state = os.stat(check_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError))
+    return _inspected(path, field, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
 def picture_remarks(path: str, field: str) -> tuple[str, ...]:
-    """What of an image file is not used as it stands there, as sentences. Raises what open_picture raises."""
-    return tuple(f"{field}: {path}: {remark}" for remark in _read(path, field)[1])
+    """Return what of an image file is not used as it is, as sentences. Raises what `open_picture` raises."""
+    return tuple(f"{field}: {path}: {remark}" for remark in inspect_picture(path, field).remarks)
+
+
+# A dry run, the checks of every prompt and the pipeline ask again and again; a changed file is another entry.
+@functools.lru_cache(maxsize=256)
+def _inspected(path: str, field: str, _state: tuple[int, ...]) -> PictureFacts:
+    picture, remarks = _read(path, field)
+    return PictureFacts(picture.size, remarks, picture.convert("L").getextrema()[1])
 
 
 def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
@@ -130,7 +157,7 @@ def check_image(path: str, height: int, width: int, field: str = "image_path", *
 
     Raises RequestError for what `open_picture` refuses, for sides of another ratio, and for some that H.264 has not.
     """
-    columns, rows = open_picture(path, field).size
+    columns, rows = inspect_picture(path, field).size
     if crf:
         check_recompression(columns, rows, path, field)
     stretch = (columns / rows) / (width / height)
@@ -165,13 +192,13 @@ def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typ
 def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
     """Whether a file is a mask of an image: of its size, with something to repaint. Raises RequestError where it is
     not, and for what `open_picture` refuses."""
-    mask, image = open_picture(path, field), open_picture(image_path)
+    mask, image = inspect_picture(path, field), inspect_picture(image_path)
     if mask.size != image.size:
         raise RequestError(
-            f"{field}: {path} is {mask.width} x {mask.height} (width x height), and its image {image_path} "
-            f"{image.width} x {image.height}; expected a mask of the image's size"
+            f"{field}: {path} is {mask.size[0]} x {mask.size[1]} (width x height), and its image {image_path} "
+            f"{image.size[0]} x {image.size[1]}; expected a mask of the image's size"
         )
-    if mask.convert("L").getextrema()[1] < WHITE:
+    if mask.brightest < WHITE:
         raise RequestError(f"{field}: {path} is black, so that nothing would be repainted; white is what is repainted")
 
 

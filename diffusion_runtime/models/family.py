@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.latent_geometry import LatentGeometry
@@ -28,13 +27,12 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_s
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
-from diffusion_runtime.models.image_control import ImageControl
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.quantization import Quantization
-from diffusion_runtime.models.reference_images import ReferenceImages, Size
+from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges, keep_text_in_files
-from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
@@ -85,26 +83,19 @@ class TextShapes:
     sees: bool = False
 
 
-@dataclass(frozen=True)
-class Model(Generic[C, G]):
+@dataclass(frozen=True, kw_only=True)
+class Model(Sampling, ImageInputs, Generic[C, G]):
     """A model folder, opened: what its json says, and functions that build and load its parts.
 
-    config: of the transformer. generation: of generation.json. schedule: how noise levels are spaced. defaults: request
-    values where neither a request nor generation.json says any. num_shared_heads: heads of the self-attention that
-    processes can share; None for a transformer that does not cut its tokens with `context.sharding`.
+    config: of the transformer. generation: of generation.json. defaults: request values where neither a request nor
+    generation.json says any; those of a causal model say chunk_frames, and what else is not that of a cache of
+    everything. num_shared_heads: heads of the self-attention that processes can share; None for a transformer that does
+    not cut its tokens with `context.sharding`.
     transformer_components: folders of its transformers' weights. pieces: by component, our parameter name -> the
     checkpoint tensors that fill it. modules: by component, the part of a transformer that it fills.
 
-    embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
-    `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
-    run without, and whose authors' pipeline leaves the scale unread. decodes_with_noise: the decoder takes noise and
-    its level (decode_noise_scale, decode_timestep). images: the fields of images that requests may set, image_path,
-    last_image_path and mask_path -> whether they must; in models with control blocks, those of the control video too.
-    references: how a model for editing takes its images; control: what one with control blocks takes. is_causal: it
-    makes videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); the defaults then
-    say chunk_frames, and what else is not that of a cache of everything; history: of those whose older frames are in
-    larger patches. caches_prefix: it computes keys and values of tokens that every step attends to once a request
-    (PrefixCache).
+    decodes_with_noise: the decoder takes noise and its level (decode_noise_scale, decode_timestep). caches_prefix: it
+    computes keys and values of tokens that every step attends to once a request (PrefixCache).
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -118,8 +109,6 @@ class Model(Generic[C, G]):
     config: C
     geometry: G
     generation: GenerationSettings
-    scheduler: SchedulerConfig
-    schedule: FlowSchedule
     defaults: Mapping[str, Any]
     num_shared_heads: int | None
     make_transformer: Callable[[AttentionPolicy], DiffusionTransformer]
@@ -132,20 +121,11 @@ class Model(Generic[C, G]):
     prepare: Callable[[nn.Module, Collection[str]], object] = lambda *_: None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
-    embeds_guidance: bool = False
-    takes_guidance: bool = True
     decodes_with_noise: bool = False
-    images: Mapping[str, bool] = field(default_factory=dict)
-    references: ReferenceImages | None = None
-    control: VideoControl | ImageControl | None = None
-    is_causal: bool = False
-    history: CompressedHistory | None = None
     caches_prefix: bool = False
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
     tensor: TensorParallel | None = None
-    # Of the height and width of an image: those of what is made of it where a request says none.
-    size_of_image: Callable[[Size], Size] | None = None
     # As those of the family, of this folder.
     request_fields: tuple[str, ...] = ()
     # Components whose weights are read with the transformer's, under their name and a dot.
@@ -546,6 +526,8 @@ class ModelFamily(Generic[C, G]):
                 generation=generation,
                 scheduler=scheduler,
                 schedule=self._schedule(scheduler),
+                guidance_offset=self.guidance_offset,
+                guides_parts="modality_scale" in self.request_fields,
                 defaults=self.defaults,
                 num_shared_heads=self.shared_heads(config),
                 make_transformer=lambda policy: self.transformer(config, geometry, policy),

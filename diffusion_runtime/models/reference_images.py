@@ -14,7 +14,7 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.images import open_picture, read_image
+from diffusion_runtime.media.images import inspect_picture, read_image
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
@@ -71,7 +71,7 @@ class ReferenceImages:
     def check(self, path: str) -> Size:
         """The size of an image. Raises RequestError for a file that is no image, for a size that the model does not
         take, and for sides so unequal that nothing of the image would be left."""
-        width, height = open_picture(path, _FIELD).size
+        width, height = inspect_picture(path, _FIELD).size
         refusal = self.refusal((height, width))
         if refusal is None and min(self.encoded_size((height, width))) < 1:
             refusal = "too narrow; crop it"

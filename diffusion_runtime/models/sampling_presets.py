@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
-from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
+from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models.published import embedded_names
-from diffusion_runtime.request.generation_request import EXPLICIT_LEVELS, GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
@@ -167,23 +167,6 @@ def few_steps_of(family: str, folder: AnyFolder, model_path: str, loras: Iterabl
     """What a model was distilled to, else the first of its LoRA files that says what; None for many steps."""
     found = (recognise(family, folder, model_path), *(recognise_lora(family, path, model_path) for path in loras))
     return next((each for each in found if each is not None), None)
-
-
-def with_preset(request: GenerationRequest, name: str, values: Mapping[str, Any]) -> GenerationRequest:
-    """`request` on top of a preset that was asked for. Raises RequestError where its noise levels would be lost."""
-    result = request.with_defaults(values)
-    field = next((field for field in EXPLICIT_LEVELS if values.get(field) is not None), None)
-    if field is None or any(getattr(result, other) is not None for other in EXPLICIT_LEVELS):
-        return result
-    num_levels, num_steps = len(values[field]), result.num_inference_steps
-    if num_steps != num_levels:
-        raise RequestError(
-            f"num_inference_steps: preset {name} has {num_levels} noise levels, got {num_steps} steps; leave it out, "
-            f"or say {num_steps} levels: --{field.replace('_', '-')} X,X,..."
-        )
-    raise RequestError(
-        f"sampler: preset {name} has noise levels of its own, and {result.sampler} spaces its own; leave it out"
-    )
 
 
 def unknown_preset(name: object, known: Iterable[str]) -> str:

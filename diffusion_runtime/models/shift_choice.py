@@ -26,13 +26,12 @@ class ShiftChoice:
     of_folder: float | None
     presets: tuple[SamplingPreset, ...] = ()
 
-    def fits(self, request: GenerationRequest) -> bool:
-        """Finds whether a request, whose steps and guidance are known, runs the model as the presets do."""
+    def fits(self, num_steps: int | None, guidance_scale: float | None) -> bool:
+        """Return whether a request of these values runs the model as the presets do."""
         if not self.presets:
             return True
-        has_steps = request.num_inference_steps in {preset.num_steps for preset in self.presets}
-        scales = {preset.request.get("guidance_scale") for preset in self.presets}
-        return has_steps or request.guidance_scale in scales
+        has_steps = num_steps in {preset.num_steps for preset in self.presets}
+        return has_steps or guidance_scale in {preset.request.get("guidance_scale") for preset in self.presets}
 
     def note(self, request: GenerationRequest, computed: float | None) -> str | None:
         """Says whose shift a resolved request runs; None for one of its own, and where noise levels are not shifted.
@@ -45,7 +44,8 @@ class ShiftChoice:
         folder_says = "a shift that follows the size" if self.of_folder is None else f"{self.of_folder:g}"
         if request.flow_shift == self.value:
             return f"flow_shift: {self.value:g} of {self.owner} runs; the folder's scheduler says {folder_says}"
-        if of_folder is not None and request.flow_shift == of_folder and not self.fits(request):
+        fits = self.fits(request.num_inference_steps, request.guidance_scale)
+        if of_folder is not None and request.flow_shift == of_folder and not fits:
             return (
                 f"flow_shift: {of_folder:g} of the folder's scheduler runs; {self.owner} says {self.value:g}, for "
                 "other steps and guidance"

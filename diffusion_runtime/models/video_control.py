@@ -9,7 +9,7 @@ from typing import TypeAlias
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.clips import ClipFacts, inspect_clip, is_black
-from diffusion_runtime.media.images import MAX_STRETCH, open_picture
+from diffusion_runtime.media.images import MAX_STRETCH, inspect_picture
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 # The request fields of files that such models take, and whether they need them.
@@ -44,7 +44,7 @@ class VideoControl:
                 f"model, got {len(scales)}"
             )
         for path in image_paths(request, "image_path"):
-            self.scaled_sizes(open_picture(path).size, path, size)
+            self.scaled_sizes(inspect_picture(path).size, path, size)
         if request.video_path is None:
             if request.mask_path is not None:
                 raise RequestError(

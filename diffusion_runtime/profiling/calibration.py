@@ -27,14 +27,14 @@ def calibrate(
     """
     if pipeline.mesh.size > 1:
         raise ConfigError("calibrate: expected one process; leave out --num-gpus and degrees")
-    if pipeline.rules.is_causal:
+    if pipeline.rules.sampling.is_causal:
         raise ConfigError("calibrate: this model makes a video chunk by chunk, for which there are no step caches")
     if pipeline.parts.upsampler is not None:
         raise ConfigError("calibrate: the two stages of a generation are no one schedule; leave out upsampler_path")
     # Each branch by itself, as the cache runs them.
     own = {"step_cache": None, "cfg_gate": None, "progressive_resolution": None, "guidance_mode": "two_pass"}
     batch = [pipeline.resolve(dataclasses.replace(request, **own)) for request in requests]  # type: ignore[arg-type]
-    settings = BatchSettings.of(batch, pipeline.rules)
+    settings = BatchSettings.of(batch, pipeline.rules.sampling)
     measured: list[StackMeasurement] = []
     clean: list[torch.Tensor] = []
     with pipeline.hooks.holding("on_latents", clean.append):
@@ -47,11 +47,11 @@ def calibrate(
             measured.append(StackMeasurement())
             with pipeline.hooks.holding("block_runner", measured[-1]):
                 pipeline(request, on_progress=watch)
-    latents = pipeline.rules.geometry.parts(torch.cat(clean), settings.size).video
+    latents = pipeline.rules.sampling.geometry.parts(torch.cat(clean), settings.size).video
     spectrum = None if min(latents.shape[-2:]) < MIN_FITTED_SIZE else fit_spectrum(latents)
     of_each = ("prompt", "negative_prompt", "seed")
     return Calibration(
-        model=pipeline.rules.identity(),
+        model=pipeline.rules.step_caches.identity(),
         num_steps=settings.num_inference_steps,
         ratios=mean_ratios(measured, settings.num_inference_steps),
         prompts=tuple(request.prompt for request in batch),

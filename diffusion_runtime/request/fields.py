@@ -1,11 +1,12 @@
-"""How a request field is declared: metadata of a dataclass field, which flags, checks and model rules follow from."""
+"""Declaration of a request field: metadata of a dataclass field, from which flags, checks and model rules follow."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, ParamSpec, Protocol
 
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.given_images import as_image_paths
@@ -30,11 +31,19 @@ MAX_LEVELS = 1000
 # What float32 holds without a loss, and half types do not overflow with at once.
 MAX_SCALE = 1e6
 
+# Why models refuse several fields.
+NO_CHUNKS = "this model makes a clip at once, without a key-value cache; leave it out or use --model-path shapes-causal"
+NO_UPSAMPLER = "a second stage needs an upsampler, a folder by --upsampler-path; leave it out"
+NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out"
+NO_SOUND = "this model does not make pictures and sound together; leave it out"
+NO_CONTROLNET = "this model has no ControlNet; leave it out"
+
 _KEY = "diffusion_runtime.request_field"
+_P = ParamSpec("_P")
 
 
 class Check(Protocol):
-    """What values a field may have. metavar: of its flag; kind: of its text on the command line."""
+    """The values that a field may have. metavar: of its flag; kind: of its text on the command line."""
 
     @property
     def metavar(self) -> str: ...
@@ -88,27 +97,30 @@ class MaskFile(ImageFile):
 
 
 @dataclass(frozen=True)
-class VideoFile:
-    """The path of a video, an animation or a still image; whether it can be read is the model's rules to check."""
+class InputFile:
+    """The path of a file; whether it can be read is the model's rules to check. noun: for messages."""
 
+    noun: ClassVar[str]
     metavar: ClassVar[str] = "FILE"
     kind: ClassVar[type] = str
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: expected the path of a video or an image, got {shown(value)}")
+            raise RequestError(f"{name}: expected the path of {self.noun}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
-class SoundFile:
-    """The path of a sound file, or of a video with sound; whether it can be read is the model's rules to check."""
+class VideoFile(InputFile):
+    """The path of a video, an animation or a still image."""
 
-    metavar: ClassVar[str] = "FILE"
-    kind: ClassVar[type] = str
+    noun: ClassVar[str] = "a video or an image"
 
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: expected the path of a sound file, got {shown(value)}")
+
+@dataclass(frozen=True)
+class SoundFile(InputFile):
+    """The path of a sound file, or of a video with sound."""
+
+    noun: ClassVar[str] = "a sound file"
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,7 @@ class Count:
 
 @dataclass(frozen=True)
 class SeedNumber:
-    """What a generator takes: a whole number of 63 bits."""
+    """A seed of a generator: a whole number of 63 bits."""
 
     metavar: ClassVar[str] = "N"
     kind: ClassVar[type] = int
@@ -247,7 +259,7 @@ def parse_levels(value: object) -> object:
 
 
 def parse_scales(value: object) -> object:
-    """What `parse_levels` reads; one of them as a number."""
+    """Return what `parse_levels` reads; one of them as a number."""
     numbers = parse_levels(value)
     return numbers[0] if isinstance(numbers, tuple) and len(numbers) == 1 else numbers
 
@@ -281,49 +293,71 @@ class OneOf:
 
 @dataclass(frozen=True)
 class RequestField:
-    """What is declared of one field of GenerationRequest beside its name, type and default.
+    """The declaration of one field of GenerationRequest beside its name and type.
 
-    help: of its flag. flag: its name, None for `--name` with hyphens. check: of its values. panel: of its help.
+    help: of its flag. check: of its values. default: of the request, dataclasses.MISSING where it must be given; None
+    is filled from what the model says. is_filled: whether every model has to fill it; None may stay otherwise.
+    flag: its name, None for `--name` with hyphens. panel: of its help.
     pipeline_parameters: what diffusers' pipelines call it, the first one they have counts; empty for none.
     differs_in_batch: whether the requests of one batch may differ in it. repeatable: whether its flag may be given
     several times, once per prompt or to make each prompt with each.
-    may_stay_none: whether a request may leave it open although no model fills it.
+    is_of_chunks: whether models that make videos chunk by chunk (Model.is_causal) use it, all of them.
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
-    value of such a field that asks
-    for nothing, which every model takes.
+    value of such a field that asks for nothing, which every model takes.
     used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
     generation without it says that it was not used. convert: makes the value that the request holds out of what a flag
-    or a file says; None: the same. is_of_chunks: whether models that make videos chunk by chunk use it, all of them.
+    or a file says; None: the same.
     """
 
     help: str
     check: Check
+    default: object = None
+    is_filled: bool = False
     panel: str = SIZE
     flag: str | None = None
     pipeline_parameters: tuple[str, ...] = ()
     differs_in_batch: bool = False
     repeatable: bool = False
-    may_stay_none: bool = False
+    is_of_chunks: bool = False
     refusal: str | None = None
     off: object = None
     used_with: str | None = None
     convert: Callable[[object], object] | None = None
-    is_of_chunks: bool = False
 
-    def as_metadata(self) -> dict[str, RequestField]:
-        """For `dataclasses.field(metadata=...)`."""
-        return {_KEY: self}
+    def __post_init__(self) -> None:
+        if self.is_of_chunks and self.refusal is None:
+            object.__setattr__(self, "refusal", NO_CHUNKS)
+
+    @property
+    def may_stay_none(self) -> bool:
+        """True where a request may leave it open although no model fills it."""
+        return self.default is None and not self.is_filled
 
     @staticmethod
     def of(metadata: Any) -> RequestField:
-        """What `as_metadata` put into a dataclass field's metadata. Raises KeyError for a field without."""
+        """Return what `request_field` put into a dataclass field's metadata. Raises KeyError for a field without."""
         declared: RequestField = metadata[_KEY]
         return declared
 
 
+def _as_dataclass_field(declare: Callable[_P, RequestField]) -> Callable[_P, Any]:
+    """Return `declare` with a dataclass field for its result. Typed as Any, as dataclasses.field is for an unknown
+    default."""
+
+    def field(*args: _P.args, **values: _P.kwargs) -> Any:
+        declared = declare(*args, **values)
+        return dataclasses.field(default=declared.default, metadata={_KEY: declared})
+
+    return field
+
+
+# Declares a field of GenerationRequest; it takes what RequestField takes.
+request_field = _as_dataclass_field(RequestField)
+
+
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
+    """Return whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

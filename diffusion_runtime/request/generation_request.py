@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.core.options import MethodText
-from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
     GUIDANCE,
     GUIDED_CHUNKS,
     IMAGES,
+    NO_CONTROLNET,
+    NO_SOUND,
+    NO_SPATIO_TEMPORAL,
+    NO_UPSAMPLER,
     SHIFT,
     VIDEO,
     WHAT,
     Blocks,
     Count,
     ImageFile,
+    InputFile,
     Levels,
     MaskFile,
     Number,
@@ -36,9 +40,11 @@ from diffusion_runtime.request.fields import (
     parse_levels,
     parse_paths,
     parse_scales,
+    request_field,
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, parse_conditions
 from diffusion_runtime.request.given_images import as_image_paths
+from diffusion_runtime.request.layers import layered, own_sampler
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
     SWITCH_MODES,
@@ -56,16 +62,8 @@ from diffusion_runtime.request.step_cache_options import StepCacheSettings
 CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
-_NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out or use --model-path shapes-causal"
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
-# The fields that say the noise level of every step.
-EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
-
-
-def own_sampler(name: Any) -> Any:
-    """The sampler that another project's name stands for (`euler`); any other value as it is."""
-    return own_name("sampler", name, SAMPLERS)
 
 
 @dataclass(frozen=True)
@@ -76,676 +74,413 @@ class GenerationRequest:
     given follow from its RequestField. Raises RequestError that names a field with a value it cannot have.
     """
 
-    # What to show.
-    prompt: str = field(
-        metadata=RequestField(
-            help="The prompt as a flag; give it again for several.",
-            check=Text(needs_words=True),
-            panel=WHAT,
-            pipeline_parameters=("prompt",),
-            differs_in_batch=True,
-            repeatable=True,
-        ).as_metadata()
+    prompt: str = request_field(
+        default=MISSING,
+        help="The prompt as a flag; give it again for several.",
+        check=Text(needs_words=True),
+        panel=WHAT,
+        pipeline_parameters=("prompt",),
+        differs_in_batch=True,
+        repeatable=True,
     )
-    # What guidance steers away from.
-    negative_prompt: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="What to steer away from: once for all prompts, or once per prompt.",
-            check=Text(),
-            panel=WHAT,
-            pipeline_parameters=("negative_prompt",),
-            differs_in_batch=True,
-            repeatable=True,
-            used_with=GUIDANCE,
-        ).as_metadata(),
+    negative_prompt: str | None = request_field(
+        help="What to steer away from: once for all prompts, or once per prompt.",
+        check=Text(),
+        panel=WHAT,
+        pipeline_parameters=("negative_prompt",),
+        differs_in_batch=True,
+        repeatable=True,
+        used_with=GUIDANCE,
+        is_filled=True,
     )
     # Pixels; the model says which multiples it needs.
-    height: int | None = field(
-        default=None,
-        metadata=RequestField(help="Pixels.", check=Count(), pipeline_parameters=("height",)).as_metadata(),
-    )
-    width: int | None = field(
-        default=None,
-        metadata=RequestField(help="Pixels.", check=Count(), pipeline_parameters=("width",)).as_metadata(),
-    )
+    height: int | None = request_field(help="Pixels.", check=Count(), pipeline_parameters=("height",), is_filled=True)
+    width: int | None = request_field(help="Pixels.", check=Count(), pipeline_parameters=("width",), is_filled=True)
     # 1 is an image; video models need 1 plus a multiple of their temporal factor.
-    num_frames: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="1 makes an image.",
-            check=Count(),
-            pipeline_parameters=("num_frames", "video_length", "frames"),
-        ).as_metadata(),
+    num_frames: int | None = request_field(
+        help="1 makes an image.",
+        check=Count(),
+        pipeline_parameters=("num_frames", "video_length", "frames"),
+        is_filled=True,
     )
     # The length of the video, which becomes num_frames when the request is resolved.
-    seconds: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The length of the video in seconds, in place of --num-frames.",
-            check=Number(minimum=0.01),
-            may_stay_none=True,
-        ).as_metadata(),
+    seconds: float | None = request_field(
+        help="The length of the video in seconds, in place of --num-frames.", check=Number(minimum=0.01)
     )
-    # Frames per second of the written video.
-    fps: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Frames per second of the file.",
-            check=Count(),
-            pipeline_parameters=("frame_rate", "fps"),
-            used_with=VIDEO,
-        ).as_metadata(),
+    fps: int | None = request_field(
+        help="Frames per second of the file.",
+        check=Count(),
+        pipeline_parameters=("frame_rate", "fps"),
+        used_with=VIDEO,
+        is_filled=True,
     )
-    # Denoising steps, 1 or more.
-    num_inference_steps: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Denoising steps.", check=Count(), pipeline_parameters=("num_inference_steps",)
-        ).as_metadata(),
+    num_inference_steps: int | None = request_field(
+        help="Denoising steps.", check=Count(), pipeline_parameters=("num_inference_steps",), is_filled=True
     )
     # Classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from guidance takes it as
     # an input instead, and runs one branch.
-    guidance_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="How strongly to follow the prompt; 1 turns it off.",
-            check=Number(),
-            pipeline_parameters=("guidance_scale",),
-        ).as_metadata(),
+    guidance_scale: float | None = request_field(
+        help="How strongly to follow the prompt; 1 turns it off.",
+        check=Number(),
+        pipeline_parameters=("guidance_scale",),
+        is_filled=True,
     )
     # Classifier-free guidance of such a model, on top; 1 or less runs no negative branch.
-    true_cfg_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Guidance by a second branch, for models that take --guidance-scale as an input.",
-            check=Number(),
-            pipeline_parameters=("true_cfg_scale",),
-            may_stay_none=True,
-            refusal="this model's classifier-free guidance is guidance_scale; write --guidance-scale {value}",
-        ).as_metadata(),
+    true_cfg_scale: float | None = request_field(
+        help="Guidance by a second branch, for models that take --guidance-scale as an input.",
+        check=Number(),
+        pipeline_parameters=("true_cfg_scale",),
+        refusal="this model's classifier-free guidance is guidance_scale; write --guidance-scale {value}",
     )
     # guidance_scale of the second expert, at low noise; None is the same.
-    guidance_scale_2: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
-            check=Number(),
-            pipeline_parameters=("guidance_scale_2",),
-            may_stay_none=True,
-            refusal="this model has one expert, and guidance_scale is its scale; leave it out",
-        ).as_metadata(),
+    guidance_scale_2: float | None = request_field(
+        help="Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
+        check=Number(),
+        pipeline_parameters=("guidance_scale_2",),
+        refusal="this model has one expert, and guidance_scale is its scale; leave it out",
     )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
-    guidance_rescale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
-            check=Number(maximum=1.0),
-            pipeline_parameters=("guidance_rescale",),
-            may_stay_none=True,
-            used_with=ANY_GUIDANCE,
-            refusal="this model's guidance is not rescaled; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    guidance_rescale: float | None = request_field(
+        help="Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
+        check=Number(maximum=1.0),
+        pipeline_parameters=("guidance_rescale",),
+        used_with=ANY_GUIDANCE,
+        refusal="this model's guidance is not rescaled; leave it out",
+        off=0.0,
     )
     # Spatio-temporal guidance, away from a prediction without self-attention in some blocks; None and 0 are none. The
     # blocks are counted from 0.
-    stg_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Spatio-temporal guidance, away from a prediction without self-attention in --stg-blocks; 0 is none.",
-            check=Number(),
-            pipeline_parameters=("stg_scale",),
-            may_stay_none=True,
-            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    stg_scale: float | None = request_field(
+        help="Spatio-temporal guidance, away from a prediction without self-attention in --stg-blocks; 0 is none.",
+        check=Number(),
+        pipeline_parameters=("stg_scale",),
+        refusal=NO_SPATIO_TEMPORAL,
+        off=0.0,
     )
-    stg_blocks: tuple[int, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Blocks of --stg-scale, counted from 0: 28.",
-            check=Blocks(),
-            pipeline_parameters=("spatio_temporal_guidance_blocks",),
-            may_stay_none=True,
-            convert=parse_blocks,
-            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
-        ).as_metadata(),
+    stg_blocks: tuple[int, ...] | None = request_field(
+        help="Blocks of --stg-scale, counted from 0: 28.",
+        check=Blocks(),
+        pipeline_parameters=("spatio_temporal_guidance_blocks",),
+        convert=parse_blocks,
+        refusal=NO_SPATIO_TEMPORAL,
     )
     # Modality guidance, away from a prediction whose pictures and sound do not attend to each other; None and 1 are
     # none.
-    modality_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Guidance towards pictures and sound that belong together; 1 is none.",
-            check=Number(),
-            pipeline_parameters=("modality_scale",),
-            may_stay_none=True,
-            refusal="this model does not make pictures and sound together; leave it out",
-            off=1.0,
-        ).as_metadata(),
+    modality_scale: float | None = request_field(
+        help="Guidance towards pictures and sound that belong together; 1 is none.",
+        check=Number(),
+        pipeline_parameters=("modality_scale",),
+        refusal=NO_SOUND,
+        off=1.0,
     )
     # Guidance of the sound, where it is another than that of the pictures; None is the same.
-    audio_guidance_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="--guidance-scale of the sound; left out, the same.",
-            check=Number(),
-            pipeline_parameters=("audio_guidance_scale",),
-            may_stay_none=True,
-            refusal="this model does not make pictures and sound together; leave it out",
-            off=1.0,
-        ).as_metadata(),
+    audio_guidance_scale: float | None = request_field(
+        help="--guidance-scale of the sound; left out, the same.",
+        check=Number(),
+        pipeline_parameters=("audio_guidance_scale",),
+        refusal=NO_SOUND,
+        off=1.0,
     )
-    audio_stg_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="--stg-scale of the sound; left out, the same.",
-            check=Number(),
-            pipeline_parameters=("audio_stg_scale",),
-            may_stay_none=True,
-            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    audio_stg_scale: float | None = request_field(
+        help="--stg-scale of the sound; left out, the same.",
+        check=Number(),
+        pipeline_parameters=("audio_stg_scale",),
+        refusal=NO_SPATIO_TEMPORAL,
+        off=0.0,
     )
-    audio_modality_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="--modality-scale of the sound; left out, the same.",
-            check=Number(),
-            pipeline_parameters=("audio_modality_scale",),
-            may_stay_none=True,
-            refusal="this model does not make pictures and sound together; leave it out",
-            off=1.0,
-        ).as_metadata(),
+    audio_modality_scale: float | None = request_field(
+        help="--modality-scale of the sound; left out, the same.",
+        check=Number(),
+        pipeline_parameters=("audio_modality_scale",),
+        refusal=NO_SOUND,
+        off=1.0,
     )
-    audio_guidance_rescale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="--guidance-rescale of the sound; left out, the same.",
-            check=Number(maximum=1.0),
-            pipeline_parameters=("audio_guidance_rescale",),
-            may_stay_none=True,
-            used_with=ANY_GUIDANCE,
-            refusal="this model does not make pictures and sound together; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    audio_guidance_rescale: float | None = request_field(
+        help="--guidance-rescale of the sound; left out, the same.",
+        check=Number(maximum=1.0),
+        pipeline_parameters=("audio_guidance_rescale",),
+        used_with=ANY_GUIDANCE,
+        refusal=NO_SOUND,
+        off=0.0,
     )
-    # Shift of the noise schedule towards high noise.
-    flow_shift: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Shift of the noise schedule towards high noise.", check=Number(minimum=1e-3), used_with=SHIFT
-        ).as_metadata(),
+    flow_shift: float | None = request_field(
+        help="Shift of the noise schedule towards high noise.",
+        check=Number(minimum=1e-3),
+        used_with=SHIFT,
+        is_filled=True,
     )
     # Noise levels of the steps as they run, for models distilled to some of their own: from 1 or less down, without the
     # 0 behind the last step. They say the number of steps, and no flow shift is applied.
-    sigmas: tuple[float, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise level of every step, as it runs: 1,0.757,0.522. No flow shift is applied.",
-            check=Levels(),
-            may_stay_none=True,
-            convert=parse_levels,
-        ).as_metadata(),
+    sigmas: tuple[float, ...] | None = request_field(
+        help="Noise level of every step, as it runs: 1,0.757,0.522. No flow shift is applied.",
+        check=Levels(),
+        convert=parse_levels,
     )
     # The same before the flow shift: sigma = s * t / (1 + (s - 1) * t).
-    sigmas_before_shift: tuple[float, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The same before the flow shift, which is applied to them: 1,0.75,0.5,0.25.",
-            check=Levels(),
-            may_stay_none=True,
-            convert=parse_levels,
-        ).as_metadata(),
+    sigmas_before_shift: tuple[float, ...] | None = request_field(
+        help="The same before the flow shift, which is applied to them: 1,0.75,0.5,0.25.",
+        check=Levels(),
+        convert=parse_levels,
     )
     # The noise level of the last step, to which some models stretch the schedule; None is as the folder says, 0 off.
-    shift_terminal: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise level of the last step, to which the schedule is stretched; 0 turns it off.",
-            check=Number(maximum=0.999),
-            may_stay_none=True,
-            used_with=SHIFT,
-        ).as_metadata(),
+    shift_terminal: float | None = request_field(
+        help="Noise level of the last step, to which the schedule is stretched; 0 turns it off.",
+        check=Number(maximum=0.999),
+        used_with=SHIFT,
     )
     # Noise levels of a second stage at full size, after latents of half the height and width were upsampled. The first
     # is what they are noised to.
-    second_stage_sigmas: tuple[float, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.",
-            check=Levels(),
-            may_stay_none=True,
-            convert=parse_levels,
-            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
-        ).as_metadata(),
+    second_stage_sigmas: tuple[float, ...] | None = request_field(
+        help="Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.",
+        check=Levels(),
+        convert=parse_levels,
+        refusal=NO_UPSAMPLER,
     )
     # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
     # (AdaIN), and large values made smaller.
-    adain_factor: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
-            check=Number(maximum=1.0),
-            may_stay_none=True,
-            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    adain_factor: float | None = request_field(
+        help="How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
+        check=Number(maximum=1.0),
+        refusal=NO_UPSAMPLER,
+        off=0.0,
     )
-    tone_map_compression_ratio: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="How much large values of upsampled latents are compressed, 0 to 1.",
-            check=Number(maximum=1.0),
-            may_stay_none=True,
-            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
-            off=0.0,
-        ).as_metadata(),
+    tone_map_compression_ratio: float | None = request_field(
+        help="How much large values of upsampled latents are compressed, 0 to 1.",
+        check=Number(maximum=1.0),
+        refusal=NO_UPSAMPLER,
+        off=0.0,
     )
-    sampler: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(REGISTERED_SAMPLERS), convert=own_sampler
-        ).as_metadata(),
+    sampler: str | None = request_field(
+        help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.",
+        check=OneOf(REGISTERED_SAMPLERS),
+        convert=own_sampler,
+        is_filled=True,
     )
-    # `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
-    guidance_mode: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="batched, or two_pass: half the memory, same result.",
-            check=OneOf(GUIDANCE_MODES),
-            used_with=GUIDANCE,
-        ).as_metadata(),
+    guidance_mode: str | None = request_field(
+        help="batched, or two_pass: half the memory, same result.",
+        check=OneOf(GUIDANCE_MODES),
+        used_with=GUIDANCE,
+        is_filled=True,
     )
     # Which steps may be left out (step_cache_options.py), with its options behind a colon; None computes every step.
-    step_cache: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help=f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
-            "easycache:threshold=0.1. See docs/step_cache.md.",
-            check=MethodText(StepCacheSettings, metavar="CACHE"),
-            may_stay_none=True,
-        ).as_metadata(),
+    step_cache: str | None = request_field(
+        help=f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
+        "easycache:threshold=0.1. See docs/step_cache.md.",
+        check=MethodText(StepCacheSettings, metavar="CACHE"),
     )
     # Early steps on smaller latents (progressive_options.py); None runs every step at full size.
-    progressive_resolution: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help=f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
-            "behind a colon, dct:delta=0.05. See docs/progressive_resolution.md.",
-            check=MethodText(ProgressiveSettings),
-            may_stay_none=True,
-        ).as_metadata(),
+    progressive_resolution: str | None = request_field(
+        help=f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
+        "behind a colon, dct:delta=0.05. See docs/progressive_resolution.md.",
+        check=MethodText(ProgressiveSettings),
     )
-    # Latent frames that are denoised together, of models that make a video chunk by chunk (causal models).
-    chunk_frames: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Latent frames per chunk, in models that make a video chunk by chunk.",
-            check=Count(),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
+    chunk_frames: int | None = request_field(
+        help="Latent frames per chunk, in models that make a video chunk by chunk.", check=Count(), is_of_chunks=True
     )
-    # Those of the first chunk; None is as many.
-    first_chunk_frames: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Latent frames of the first chunk, where it has another number.",
-            check=Count(),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    first_chunk_frames: int | None = request_field(
+        help="Latent frames of the first chunk, where it has another number.", check=Count(), is_of_chunks=True
     )
-    # The steps of the first chunk, which has no past to go on from; None is as many.
-    first_chunk_steps: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Denoising steps of the first chunk, where it has another number.",
-            check=Count(),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    first_chunk_steps: int | None = request_field(
+        help="Denoising steps of the first chunk, where it has another number.", check=Count(), is_of_chunks=True
     )
-    # How the noise levels of the first chunk are spaced; None is as the others'.
-    first_chunk_flow_shift: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise schedule shift of the first chunk, where it has another one.",
-            check=Number(minimum=1e-3),
-            may_stay_none=True,
-            used_with=SHIFT,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    first_chunk_flow_shift: float | None = request_field(
+        help="Noise schedule shift of the first chunk, where it has another one.",
+        check=Number(minimum=1e-3),
+        used_with=SHIFT,
+        is_of_chunks=True,
     )
-    # How the first chunk is sampled, which is made of nothing but noise; None is as the others are.
-    first_chunk_sampler: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
-            check=OneOf(REGISTERED_SAMPLERS),
-            may_stay_none=True,
-            convert=own_sampler,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    first_chunk_sampler: str | None = request_field(
+        help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
+        check=OneOf(REGISTERED_SAMPLERS),
+        convert=own_sampler,
+        is_of_chunks=True,
     )
-    # How many chunks, from the first, are guided; None is all.
-    guided_chunks: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Chunks with guidance, from the first; later ones go on without it. Default: all.",
-            check=Count(),
-            may_stay_none=True,
-            used_with=GUIDANCE,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    guided_chunks: int | None = request_field(
+        help="Chunks with guidance, from the first; later ones go on without it. Default: all.",
+        check=Count(),
+        used_with=GUIDANCE,
+        is_of_chunks=True,
     )
-    # How many chunks, from every new prompt on, are guided where those of guided_chunks have ended; None is none.
-    guided_switch_chunks: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
-            check=Count(minimum=0),
-            may_stay_none=True,
-            used_with=GUIDED_CHUNKS,
-            off=0,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    guided_switch_chunks: int | None = request_field(
+        help="Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
+        check=Count(minimum=0),
+        used_with=GUIDED_CHUNKS,
+        off=0,
+        is_of_chunks=True,
     )
-    # Whether chunks are denoised one after the other, or several at once at rising noise levels.
-    chunk_schedule: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="sequential: one chunk after the other; rolling: as many at once as there are steps, each a step "
-            "behind the one before it (Rolling Forcing).",
-            check=OneOf(CHUNK_SCHEDULES),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    chunk_schedule: str | None = request_field(
+        help="sequential: one chunk after the other; rolling: as many at once as there are steps, each a step "
+        "behind the one before it (Rolling Forcing).",
+        check=OneOf(CHUNK_SCHEDULES),
+        is_of_chunks=True,
     )
-    # Latent frames in sight of a chunk, its own and the sink included; 0 is all.
-    kv_window: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Latent frames in sight, the chunk's own and the sink included (key-value cache); 0 is all.",
-            check=Count(minimum=0),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    kv_window: int | None = request_field(
+        help="Latent frames in sight, the chunk's own and the sink included (key-value cache); 0 is all.",
+        check=Count(minimum=0),
+        is_of_chunks=True,
     )
-    # The first latent frames of a video, which stay in sight.
-    kv_sink: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="First latent frames of the video that stay in sight (attention sink).",
-            check=Count(minimum=0),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    kv_sink: int | None = request_field(
+        help="First latent frames of the video that stay in sight (attention sink).",
+        check=Count(minimum=0),
+        is_of_chunks=True,
     )
-    # The noise level of the clean frames when their final keys are computed.
-    commit_noise: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise level, 0 to 1, at which a finished chunk's keys are computed (context noise).",
-            check=Number(maximum=0.999),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    commit_noise: float | None = request_field(
+        help="Noise level, 0 to 1, at which a finished chunk's keys are computed (context noise).",
+        check=Number(maximum=0.999),
+        is_of_chunks=True,
     )
-    # What keys are rotated by: their frames' places in the video, or among the frames in sight.
-    positions: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
-            check=OneOf(POSITIONS),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    positions: str | None = request_field(
+        help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
+        check=OneOf(POSITIONS),
+        is_of_chunks=True,
     )
-    # What committed keys and values are stored in; None is auto, as they come.
-    kv_cache_dtype: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See "
-            "docs/causal_cache.md.",
-            check=OneOf(KV_CACHE_DTYPES),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    kv_cache_dtype: str | None = request_field(
+        help="Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See "
+        "docs/causal_cache.md.",
+        check=OneOf(KV_CACHE_DTYPES),
+        is_of_chunks=True,
     )
     # Tokens of a page of cached keys; None keeps them in a row.
-    page_size: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_cache.md.",
-            check=Count(minimum=1),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    page_size: int | None = request_field(
+        help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_cache.md.",
+        check=Count(minimum=1),
+        is_of_chunks=True,
     )
     # Other prompts on the way, (frame, prompt) each; a time as "5s" becomes the first frame of a chunk when the request
     # is resolved.
-    prompt_switches: tuple[PromptSwitch, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Another prompt from a time of the video on: --at 5s 'a blue star'; again for further ones.",
-            check=PromptSwitches(),
-            panel=WHAT,
-            flag="--at",
-            may_stay_none=True,
-            convert=parse_switches,
-            refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
-            is_of_chunks=True,
-        ).as_metadata(),
+    prompt_switches: tuple[PromptSwitch, ...] | None = request_field(
+        help="Another prompt from a time of the video on: --at 5s 'a blue star'; again for further ones.",
+        check=PromptSwitches(),
+        panel=WHAT,
+        flag="--at",
+        convert=parse_switches,
+        refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
+        is_of_chunks=True,
     )
     # The same of seeds: the noise of the chunks from there on, as in a fork of a stream.
-    seed_switches: tuple[SeedSwitch, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Another seed from a time of the video on: --seed-at 5s 7; again for further ones.",
-            check=SeedSwitches(),
-            panel=WHAT,
-            flag="--seed-at",
-            may_stay_none=True,
-            convert=parse_seed_switches,
-            refusal="this model makes a clip at once, of one seed; leave --seed-at out or use --model-path "
-            "shapes-causal",
-            is_of_chunks=True,
-        ).as_metadata(),
+    seed_switches: tuple[SeedSwitch, ...] | None = request_field(
+        help="Another seed from a time of the video on: --seed-at 5s 7; again for further ones.",
+        check=SeedSwitches(),
+        panel=WHAT,
+        flag="--seed-at",
+        convert=parse_seed_switches,
+        refusal="this model makes a clip at once, of one seed; leave --seed-at out or use --model-path shapes-causal",
+        is_of_chunks=True,
     )
-    # What becomes of the keys in sight at a new prompt: computed anew under it by chunks or in one pass, or kept.
-    switch_mode: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Cached keys at a new prompt: recache, recache_at_once (in one pass), or keep.",
-            check=OneOf(SWITCH_MODES),
-            may_stay_none=True,
-            refusal=_NO_CACHE,
-            is_of_chunks=True,
-        ).as_metadata(),
+    switch_mode: str | None = request_field(
+        help="Cached keys at a new prompt: recache, recache_at_once (in one pass), or keep.",
+        check=OneOf(SWITCH_MODES),
+        is_of_chunks=True,
     )
     # The share of the steps after which the second branch of guidance is no longer computed; None or 1 computes all.
-    cfg_gate: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Share of the steps, 0 to 1, after which the last difference of the guidance branches is reused.",
-            check=Number(maximum=1.0),
-            may_stay_none=True,
-            used_with=GUIDANCE,
-        ).as_metadata(),
+    cfg_gate: float | None = request_field(
+        help="Share of the steps, 0 to 1, after which the last difference of the guidance branches is reused.",
+        check=Number(maximum=1.0),
+        used_with=GUIDANCE,
     )
     # Of decoders that finish the denoising: the timestep in [0, 1] at which they decode, and how much noise is mixed
     # into the latents before; None is the same amount.
-    decode_timestep: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Noise level that the decoder is told of, 0 to 1, for decoders that take one.",
-            check=Number(maximum=1.0),
-            pipeline_parameters=("decode_timestep",),
-            may_stay_none=True,
-            refusal="this model's decoder takes no noise level; leave it out",
-        ).as_metadata(),
+    decode_timestep: float | None = request_field(
+        help="Noise level that the decoder is told of, 0 to 1, for decoders that take one.",
+        check=Number(maximum=1.0),
+        pipeline_parameters=("decode_timestep",),
+        refusal="this model's decoder takes no noise level; leave it out",
     )
-    decode_noise_scale: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Share of noise that such a decoder's latents get, 0 to 1; left out, it is --decode-timestep.",
-            check=Number(maximum=1.0),
-            pipeline_parameters=("decode_noise_scale",),
-            may_stay_none=True,
-            refusal="this model's decoder takes no noise; leave it out",
-        ).as_metadata(),
+    decode_noise_scale: float | None = request_field(
+        help="Share of noise that such a decoder's latents get, 0 to 1; left out, it is --decode-timestep.",
+        check=Number(maximum=1.0),
+        pipeline_parameters=("decode_noise_scale",),
+        refusal="this model's decoder takes no noise; leave it out",
     )
     # The image that a video starts from, or those to edit; None is text alone.
-    image_path: str | tuple[str, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The image a video starts from, or to edit; again for each further one, where a model takes several.",
-            check=ImageFile(several=True),
-            panel=WHAT,
-            pipeline_parameters=("image", "control_image", "reference_images"),
-            may_stay_none=True,
-            convert=parse_paths,
-            refusal="this model makes {product} from text alone; leave it out",
-        ).as_metadata(),
+    image_path: str | tuple[str, ...] | None = request_field(
+        help="The image a video starts from, or to edit; again for each further one, where a model takes several.",
+        check=ImageFile(several=True),
+        panel=WHAT,
+        pipeline_parameters=("image", "control_image", "reference_images"),
+        convert=parse_paths,
+        refusal="this model makes {product} from text alone; leave it out",
     )
-    # The image that it ends with, for models that take one as well.
-    last_image_path: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The image a video ends with, for models that take one beside --image-path.",
-            check=ImageFile(),
-            panel=WHAT,
-            pipeline_parameters=("last_image",),
-            may_stay_none=True,
-            convert=as_image_paths,
-            refusal="this model takes no image to end with; leave it out",
-        ).as_metadata(),
+    last_image_path: str | None = request_field(
+        help="The image a video ends with, for models that take one beside --image-path.",
+        check=ImageFile(),
+        panel=WHAT,
+        pipeline_parameters=("last_image",),
+        convert=as_image_paths,
+        refusal="this model takes no image to end with; leave it out",
     )
-    # Images at any frame, each with how strongly it counts: 1 keeps it as it is.
-    frame_conditions: tuple[FrameCondition, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="An image at a frame of the video, counted from 0, and how strongly it counts, 0 to 1: "
-            "48:middle.png@0.8; again for further ones.",
-            check=FrameConditions(),
-            panel=WHAT,
-            flag="--condition-at",
-            may_stay_none=True,
-            convert=parse_conditions,
-            refusal="this model takes no images at frames of their own; leave --condition-at out",
-        ).as_metadata(),
+    frame_conditions: tuple[FrameCondition, ...] | None = request_field(
+        help="An image at a frame of the video, counted from 0, and how strongly it counts, 0 to 1: "
+        "48:middle.png@0.8; again for further ones.",
+        check=FrameConditions(),
+        panel=WHAT,
+        flag="--condition-at",
+        convert=parse_conditions,
+        refusal="this model takes no images at frames of their own; leave --condition-at out",
     )
-    # The video that control blocks read, for models that have them.
-    video_path: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
-            check=VideoFile(),
-            panel=WHAT,
-            pipeline_parameters=("video", "control_video", "conditioning_frames"),
-            may_stay_none=True,
-            refusal="this model takes no control video; leave it out",
-        ).as_metadata(),
+    video_path: str | None = request_field(
+        help="A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
+        check=VideoFile(),
+        panel=WHAT,
+        pipeline_parameters=("video", "control_video", "conditioning_frames"),
+        refusal="this model takes no control video; leave it out",
     )
     # The sound that a video is made for; None is one of the model's own, where it makes any.
-    audio_path: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The sound a video is made for (speech, music), for models that make pictures and sound together.",
-            check=SoundFile(),
-            panel=WHAT,
-            may_stay_none=True,
-            refusal="this model takes no sound; leave it out",
-        ).as_metadata(),
+    audio_path: str | None = request_field(
+        help="The sound a video is made for (speech, music), for models that make pictures and sound together.",
+        check=SoundFile(),
+        panel=WHAT,
+        refusal="this model takes no sound; leave it out",
     )
     # The constant rate factor of H.264 that the images are compressed with before they are encoded, as the videos that
     # the model was trained on are; 0 leaves them as they are.
-    image_crf: int | None = field(
-        default=None,
-        metadata=RequestField(
-            help="H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
-            check=Count(minimum=0, maximum=51),
-            pipeline_parameters=("image_crf",),
-            may_stay_none=True,
-            refusal="this model compresses no images; leave it out",
-            used_with=IMAGES,
-        ).as_metadata(),
+    image_crf: int | None = request_field(
+        help="H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
+        check=Count(minimum=0, maximum=51),
+        pipeline_parameters=("image_crf",),
+        refusal="this model compresses no images; leave it out",
+        used_with=IMAGES,
     )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.
-    mask_path: str | None = field(
-        default=None,
-        metadata=RequestField(
-            help="The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
-            check=MaskFile(),
-            panel=WHAT,
-            pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
-            may_stay_none=True,
-            convert=as_image_paths,
-            refusal="this model takes no mask; leave it out",
-        ).as_metadata(),
+    mask_path: str | None = request_field(
+        help="The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
+        check=MaskFile(),
+        panel=WHAT,
+        pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
+        convert=as_image_paths,
+        refusal="this model takes no mask; leave it out",
     )
     # How much the control blocks add, one number or one for each; None is 1.
-    conditioning_scale: float | tuple[float, ...] | None = field(
-        default=None,
-        metadata=RequestField(
-            help="How strongly a control image or video counts; one number, or one for each control block.",
-            check=Scales(),
-            panel=WHAT,
-            pipeline_parameters=("conditioning_scale", "controlnet_conditioning_scale"),
-            may_stay_none=True,
-            convert=parse_scales,
-            refusal="this model has no control blocks; leave it out",
-        ).as_metadata(),
+    conditioning_scale: float | tuple[float, ...] | None = request_field(
+        help="How strongly a control image or video counts; one number, or one for each control block.",
+        check=Scales(),
+        panel=WHAT,
+        pipeline_parameters=("conditioning_scale", "controlnet_conditioning_scale"),
+        convert=parse_scales,
+        refusal="this model has no control blocks; leave it out",
     )
     # Where in the steps a ControlNet counts, from 0 to 1; None is all of them.
-    control_guidance_start: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Part of the steps, 0 to 1, after which a ControlNet begins to count.",
-            check=Number(0.0, 1.0),
-            pipeline_parameters=("control_guidance_start",),
-            may_stay_none=True,
-            refusal="this model has no ControlNet; leave it out",
-        ).as_metadata(),
+    control_guidance_start: float | None = request_field(
+        help="Part of the steps, 0 to 1, after which a ControlNet begins to count.",
+        check=Number(0.0, 1.0),
+        pipeline_parameters=("control_guidance_start",),
+        refusal=NO_CONTROLNET,
     )
-    control_guidance_end: float | None = field(
-        default=None,
-        metadata=RequestField(
-            help="Part of the steps after which a ControlNet counts no more.",
-            check=Number(0.0, 1.0),
-            pipeline_parameters=("control_guidance_end",),
-            may_stay_none=True,
-            refusal="this model has no ControlNet; leave it out",
-        ).as_metadata(),
+    control_guidance_end: float | None = request_field(
+        help="Part of the steps after which a ControlNet counts no more.",
+        check=Number(0.0, 1.0),
+        pipeline_parameters=("control_guidance_end",),
+        refusal=NO_CONTROLNET,
     )
     # Of the CPU generator that draws the noise, so that every device starts alike.
-    seed: int = field(
+    seed: int = request_field(
         default=0,
-        metadata=RequestField(
-            help="7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.",
-            check=SeedNumber(),
-            panel=WHAT,
-            differs_in_batch=True,
-            repeatable=True,
-        ).as_metadata(),
+        help="7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.",
+        check=SeedNumber(),
+        panel=WHAT,
+        differs_in_batch=True,
+        repeatable=True,
     )
 
     def __post_init__(self) -> None:
@@ -775,17 +510,6 @@ class GenerationRequest:
         missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
 
-    def without_seconds(self, temporal_factor: int) -> Self:
-        """This request, whose fps is known, with num_frames in place of seconds: the nearest number that the model
-        makes. temporal_factor: frames of every latent frame but the first. Raises RequestError for images."""
-        if self.seconds is None:
-            return self
-        if temporal_factor == 1:
-            raise RequestError("seconds: this model makes images; leave it out")
-        assert self.fps is not None
-        num_latent_frames = max(0, round((self.seconds * self.fps - 1) / temporal_factor))
-        return dataclasses.replace(self, seconds=None, num_frames=1 + temporal_factor * num_latent_frames)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them, for a recipe."""
         values = dataclasses.asdict(self)
@@ -803,68 +527,29 @@ class GenerationRequest:
         return cls(**values)
 
 
-def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """Request values of several levels by field name, where a later level wins over an earlier one.
-
-    A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
-    stands beside it; one that says sampler without first_chunk_sampler means every chunk. One that says seconds means
-    no num_frames of an earlier level, and the other way round. A level that says noise levels says the number of steps
-    with them, and those of an earlier level go where a later one says another number of steps, or a sampler that
-    spaces its own.
-    """
-    values: dict[str, Any] = {}
-    for level in levels:
-        if level.get("guidance_scale") is not None:
-            values.pop("guidance_scale_2", None)
-        if level.get("sampler") is not None:
-            values.pop("first_chunk_sampler", None)
-        for name, other in (("seconds", "num_frames"), ("num_frames", "seconds")):
-            if level.get(name) is not None:
-                values.pop(other, None)
-        for name in EXPLICIT_LEVELS:
-            if level.get(name) is not None or _replaces_levels(level, values.get(name)):
-                values = {key: value for key, value in values.items() if key not in EXPLICIT_LEVELS}
-        values.update(level)
-        stated = next((parse_levels(level[name]) for name in EXPLICIT_LEVELS if level.get(name) is not None), None)
-        if isinstance(stated, tuple) and level.get("num_inference_steps") is None:
-            values["num_inference_steps"] = len(stated)
-    return values
-
-
-def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
-    """Whether noise levels of an earlier level have no place beside the number of steps or the sampler of `level`."""
-    levels = parse_levels(earlier)
-    if not isinstance(levels, tuple):
-        return False
-    sampler = REGISTERED_SAMPLERS.get(own_sampler(level.get("sampler", "")))
-    num_steps = level.get("num_inference_steps")
-    return (sampler is not None and not sampler.takes_levels) or (num_steps is not None and num_steps != len(levels))
-
-
 # By name, in the order of the class.
 REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
     {item.name: RequestField.of(item.metadata) for item in dataclasses.fields(GenerationRequest)}
 )
 
 
-# Those that name an image file, in the order of the class.
-IMAGE_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile)
-)
+def _fields_of(*checks: type) -> tuple[str, ...]:
+    return tuple(name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, checks))
 
 
-# Those that name a video or its mask, and those that name any file, in the order of the class.
-VIDEO_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, VideoFile | MaskFile)
-)
-INPUT_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile | SoundFile)
-)
+# The fields that name an image, a video or its mask, and any file, in the order of the class.
+IMAGE_FIELDS = _fields_of(ImageFile)
+VIDEO_FIELDS = _fields_of(VideoFile, MaskFile)
+INPUT_FIELDS = _fields_of(ImageFile, InputFile)
 
 
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
     """The paths of the files that a request names in one of INPUT_FIELDS, in their order."""
-    value = getattr(request, field)
+    return paths_of(field, getattr(request, field))
+
+
+def paths_of(field: str, value: Any) -> tuple[str, ...]:
+    """Return the paths in the value of one of INPUT_FIELDS, in their order."""
     if value is None:
         return ()
     if isinstance(REQUEST_FIELDS[field].check, FrameConditions):
@@ -886,7 +571,7 @@ def request_field_types() -> dict[str, type]:
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:
-    """Whether a request says anything of a field."""
+    """Return whether a request says anything of a field."""
     return bool(getattr(request, name) != UNSET[name])
 
 

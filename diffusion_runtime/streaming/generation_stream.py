@@ -431,19 +431,19 @@ def _end_decoding(decoding: Iterable[Future[DecodedChunk]]) -> None:
 def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: bool) -> None:
     """Raises RequestError for a model that makes clips at once, and for a video without an end that sees all of its
     frames, or whose chunks have no room in the window."""
-    if not rules.is_causal:
+    if not rules.sampling.is_causal:
         raise RequestError(
             "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
             "stream out, or take a causal model, such as --model-path shapes-causal (docs/streaming.md)"
         )
     if not endless:
         return
-    window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunks, num_frames=None)
-    needed = frames_needed(settings.shared, chunks, settings.rules.history)
+    window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunking.plan, num_frames=None)
+    needed = frames_needed(settings.shared, chunks, settings.sampling.history)
     if window.span is None:
         raise RequestError(
             "stream: a video without an end cannot see all of its frames; give --kv-window, such as "
-            f"--kv-window {max(needed, 4 * settings.chunks.chunk_frames)}, or a number of frames"
+            f"--kv-window {max(needed, 4 * settings.chunking.plan.chunk_frames)}, or a number of frames"
         )
     # The chunks of a short clip may be shorter than those of a video without an end.
     if window.span < needed:

@@ -18,6 +18,8 @@ from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.combinations import check_combinations
+from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.budget import Budget
 from diffusion_runtime.tuning.cells import Cell, make_cells
@@ -129,12 +131,7 @@ def _num_heads(prepared: Prepared) -> int:
 
 def _dense_choices(runtime: RuntimeConfig) -> tuple[RuntimeConfig, AttentionConfig]:
     """The choices that are given, and the same RuntimeConfig with them on the command line's level alone."""
-    if runtime.parallel.num_processes > 1:
-        raise ConfigError("tune: expected one process; leave out --num-gpus and degrees")
-    if runtime.upsampler_path is not None:
-        raise ConfigError("tune: the two stages of a generation are no one schedule; leave out upsampler_path")
-    if runtime.cuda_graphs == "on":
-        raise ConfigError("tune: CUDA graphs hold the kernels of one choice; leave out --cuda-graphs on")
+    check_combinations("tuning", ChosenRuntime(runtime))
     given = runtime.attention if runtime.attention_override is None else runtime.attention_override
     dense = AttentionConfig.parse(given)
     if dense.schedule:

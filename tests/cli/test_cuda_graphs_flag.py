@@ -57,7 +57,8 @@ def test_on_says_every_reason_of_backends_and_requests(tiny_wan_folder: Path) ->
     assert said.count("flex_attn") == 1
     pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
     assert isinstance(pipeline, Pipeline)
-    rules = dataclasses.replace(pipeline.rules, needs_whole_passes=True)
+    step_caches = dataclasses.replace(pipeline.rules.step_caches, needs_whole_passes=True)
+    rules = dataclasses.replace(pipeline.rules, step_caches=step_caches)
     request = GenerationRequest("a star", **TINY_SIZES, num_inference_steps=12)
     rules.resolve(dataclasses.replace(request, step_cache="easycache"))
     with pytest.raises(RequestError, match="dbcache leaves out blocks, which a CUDA graph cannot"):

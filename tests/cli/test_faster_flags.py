@@ -34,7 +34,7 @@ def files(rules: RequestRules, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A calibration of the model, and files that are none."""
     folder = tmp_path_factory.mktemp("calibrations")
     right = Calibration(
-        rules.identity(),
+        rules.step_caches.identity(),
         NUM_STEPS,
         dict.fromkeys(("cond", "uncond"), (1.0,) * NUM_STEPS),
         ("a",),

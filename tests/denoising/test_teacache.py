@@ -33,6 +33,8 @@ from diffusion_runtime.request.step_cache_options import (
     TeaCachePolynomial,
     TeaCachePolynomials,
 )
+from diffusion_runtime.rules.presets import PresetRules
+from diffusion_runtime.rules.request_rules import RequestRules
 
 NUM_STEPS, NUM_TOKENS, DIM = 20, 6, 8
 # Of a model whose output changes 1.5 times as much as what is compared, about; one is negative where little changes.
@@ -350,22 +352,28 @@ def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> No
         pipeline.resolve(dataclasses.replace(request, step_cache=f"teacache:file={json.dumps(str(path))}"))
 
 
+def with_published(rules: RequestRules, published: TeaCachePolynomials) -> RequestRules:
+    return dataclasses.replace(rules, step_caches=dataclasses.replace(rules.step_caches, teacache=published))
+
+
 def test_published_coefficients_are_taken_where_the_model_is_known(pipeline: Pipeline) -> None:
     request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=12)
     published = TeaCachePolynomials("a model", "a source", TeaCachePolynomial((0.0,) * 5, 0.25))
-    known = dataclasses.replace(pipeline.rules, teacache=published)
+    known = with_published(pipeline.rules, published)
     resolved = known.resolve(dataclasses.replace(request, step_cache="teacache"))
     assert resolved.step_cache == 'teacache:file="",threshold=0.25,use_ret_steps=false,force=false'
     assert resolved.guidance_mode == "two_pass"
     with pytest.raises(RequestError, match="none were published for it"):
         pipeline.resolve(dataclasses.replace(request, step_cache="teacache"))
     # Distilled to few steps, it is another model than the coefficients were measured on.
-    distilled = dataclasses.replace(known, few_steps=FewSteps(presets_of("wan")[:1], "its name is wan-distill"))
+    distilled = dataclasses.replace(
+        known, preset_rules=PresetRules(few_steps=FewSteps(presets_of("wan")[:1], "by its name"))
+    )
     with pytest.raises(RequestError, match="none were published for it"):
         distilled.resolve(dataclasses.replace(request, step_cache="teacache"))
     undocumented = dataclasses.replace(published, plain=TeaCachePolynomial((0.0,) * 5, None))
     with pytest.raises(RequestError, match=r"no threshold is documented.*teacache:threshold=0.1"):
-        dataclasses.replace(known, teacache=undocumented).resolve(dataclasses.replace(request, step_cache="teacache"))
+        with_published(known, undocumented).resolve(dataclasses.replace(request, step_cache="teacache"))
 
 
 @table(

@@ -37,16 +37,16 @@ def velocity(pipeline: Pipeline, device: str, dtype: torch.dtype, with_image: bo
     num_frames = small_request(pipeline).num_frames
     assert num_frames is not None
     # LTX-2's decoder takes no smaller pictures.
-    side = 64 if pipeline.rules.geometry.makes_sound else 32
+    side = 64 if pipeline.rules.sampling.geometry.makes_sound else 32
     size = ClipSize(side, side, num_frames, 24)
-    latents = torch.randn(2, *pipeline.rules.geometry.sample_shape(size), generator=generator).to(device)
+    latents = torch.randn(2, *pipeline.rules.sampling.geometry.sample_shape(size), generator=generator).to(device)
     text = pipeline.text_encoder.encode(("a red circle", "a blue square"))
     further = tuple(TextStream(_cut(stream.embeddings), LENGTHS) for stream in text.further)
     text = dataclasses.replace(text, embeddings=_cut(text.embeddings), lengths=LENGTHS, further=further).to(
         torch.device(device), dtype
     )
     image = ImageCondition(latents[:, :, :1]) if with_image else None
-    guidance = 3.5 if pipeline.rules.embeds_guidance else None
+    guidance = 3.5 if pipeline.rules.sampling.embeds_guidance else None
     inputs = DenoiserInputs(text, size, guidance=guidance, image=image)
     timestep = torch.tensor([937.3, 474.65], device=device)
     found: torch.Tensor = pipeline.transformer(latents, timestep, inputs, AttentionContext(step=StepInfo(0, 2)))

@@ -238,11 +238,13 @@ def resolved(rules: RequestRules, folder: Path, preset: str | None = None) -> Ge
     if not image.exists():
         Image.new("RGB", (832, 480), "white").save(image)
     sizes = (
-        {} if "image_path" not in rules.needed_images or rules.references is not None else {"height": 480, "width": 832}
+        {}
+        if "image_path" not in rules.inputs.needed or rules.inputs.references is not None
+        else {"height": 480, "width": 832}
     )
-    sizes = sizes if rules.size_of_image is None else {}
+    sizes = sizes if rules.inputs.size_of_image is None else {}
     return rules.resolve(
-        GenerationRequest("a", **sizes, **dict.fromkeys(rules.needed_images, str(image))),
+        GenerationRequest("a", **sizes, **dict.fromkeys(rules.inputs.needed, str(image))),
         preset,  # type: ignore[arg-type]
     )
 
@@ -291,7 +293,7 @@ def test_presets_for_other_sizes_have_the_authors_values_of_these(tmp_path: Path
             rules = rules_of(name)
             image = tmp_path / f"{name}.png"
             Image.new("RGB", (request["width"], request["height"]), "white").save(image)
-            asked = GenerationRequest("a", **dict.fromkeys(rules.needed_images, str(image)))  # type: ignore[arg-type]
+            asked = GenerationRequest("a", **dict.fromkeys(rules.inputs.needed, str(image)))  # type: ignore[arg-type]
             found = rules.resolve(asked, preset)
             assert {key: getattr(found, key) for key in values} == values, (name, preset)
             assert authors.sizes is None or (found.height, found.width) in authors.sizes
@@ -308,7 +310,7 @@ def test_experts_change_where_the_authors_change_them() -> None:
         assert index["boundary_ratio"] == authors.boundary
         request = MODELS[name].request
         rules = rules_of(name)
-        settings = BatchSettings.of([_without_image(rules, request)], rules)
+        settings = BatchSettings.of([_without_image(rules, request)], rules.sampling)
         sampler = settings.build_sampler()
         assert isinstance(sampler, ScheduleSampler)
         timesteps = sampler.scheduler(torch.device("cpu")).timesteps

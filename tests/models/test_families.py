@@ -67,12 +67,12 @@ def test_every_family_has_a_case() -> None:
 @table(("family", "case"), FAMILIES.items(), FAMILIES)
 def test_json_alone_says_geometry_schedule_and_attention(json_of: FolderOf, family: str, case: FamilyCase) -> None:
     description = dry_run(json_of(family))
-    rules, geometry = description.rules, description.rules.geometry
+    rules, geometry = description.rules, description.rules.sampling.geometry
     found = (geometry.num_channels, geometry.spatial_factor, geometry.temporal_factor, geometry.patch)
     assert found == case.geometry
-    assert rules.embeds_guidance == case.embeds_guidance
-    assert rules.takes_image == case.takes_image
-    assert rules.schedule.sigmas(4) == case.sigmas
+    assert rules.sampling.embeds_guidance == case.embeds_guidance
+    assert ("image_path" in rules.model_fields) == case.takes_image
+    assert rules.sampling.schedule.sigmas(4) == case.sigmas
     assert {row.role for row in description.attention} == case.layers.keys()
 
 

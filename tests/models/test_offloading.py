@@ -328,7 +328,11 @@ def test_planned_activations_are_those_of_a_forward_pass(
     monkeypatch.setenv(VARIABLE, "reference")
     prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu"))
     assert isinstance(prepared, PreparedModel)
-    model, geometry, factor = prepared.model, prepared.rules.geometry, prepared.rules.geometry.temporal_factor
+    model, geometry, factor = (
+        prepared.model,
+        prepared.rules.sampling.geometry,
+        prepared.rules.sampling.geometry.temporal_factor,
+    )
     shapes = model.family.text_shapes(model.folder, model.config)
     streams = [TextStream(torch.zeros(1, *shape), (shape[0],)) for shape in shapes.streams]
     pooled = None if shapes.pooled_dim is None else torch.zeros(1, shapes.pooled_dim)
@@ -362,7 +366,7 @@ def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_fol
     def planned(family: str, **values: Any) -> int:
         prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu", **values))
         assert isinstance(prepared, PreparedModel)
-        model, factor = prepared.model, prepared.rules.geometry.temporal_factor
+        model, factor = prepared.model, prepared.rules.sampling.geometry.temporal_factor
         shapes = model.family.text_shapes(model.folder, model.config)
         size = ClipSize(160, 160, 1 + factor if factor > 1 else 1, 24)
         request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)

@@ -157,11 +157,11 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
         # Of two blocks.
         tiny = {"stg_blocks": (0,)} if "stg_blocks" in rules.defaults else {}
         request = GenerationRequest(prompt="a star", **{**settings(name), **preset, **tiny})
-        of_references = rules.references is not None and rules.references.sized_by is not None
-        follows = of_references or rules.size_of_image is not None
+        of_references = rules.inputs.references is not None and rules.inputs.references.sized_by is not None
+        follows = of_references or rules.inputs.size_of_image is not None
         assert (request.height is None) == (request.width is None)
         assert follows or request.height is not None
         image = tmp_path / "image.png"
         Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
-        resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.needed_images, str(image))))
+        resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.inputs.needed, str(image))))
         assert resolved.height % multiple == resolved.width % multiple == 0

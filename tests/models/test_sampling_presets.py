@@ -22,8 +22,10 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline, load_pipeline
 from diffusion_runtime.models.registry import supported_transformer_classes
+from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora, sampling_presets
 from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
@@ -96,19 +98,20 @@ def rules_of(family: str) -> RequestRules:
     return RequestRules(
         defaults={**defaults, "num_inference_steps": 50, "guidance_scale": 5.0, **scheduler.defaults},
         presets=requests,
-        geometry=LatentGeometry(num_channels=4, spatial_factor=8, temporal_factor=4, patch=(1, 2, 2)),
-        scheduler=scheduler,
-        schedule=token_shift(scheduler),
-        attention_layers=(),
-        guidance_offset=1.0 if family == "z_image" else 0.0,
-        sampling_presets=presets,
+        sampling=Sampling(
+            geometry=LatentGeometry(num_channels=4, spatial_factor=8, temporal_factor=4, patch=(1, 2, 2)),
+            scheduler=scheduler,
+            schedule=token_shift(scheduler),
+            guidance_offset=1.0 if family == "z_image" else 0.0,
+        ),
+        preset_rules=PresetRules(known=presets),
     )
 
 
 def steps_of(rules: RequestRules, request: GenerationRequest) -> list[StepInfo]:
     """The steps that a resolved request runs."""
     seen: list[StepInfo] = []
-    BatchSettings.of([request], rules).build_sampler().sample(
+    BatchSettings.of([request], rules.sampling).build_sampler().sample(
         torch.zeros(1, 1, 1, 1, 1),
         lambda latents, _: latents,
         lambda step, _: seen.append(step),
@@ -288,9 +291,8 @@ def test_a_lora_is_recognised_by_its_name(path: str, names: list[str]) -> None:
 
 
 def test_a_few_step_lora_with_many_steps_is_one_warning() -> None:
-    rules = dataclasses.replace(
-        rules_of("qwen_image"), few_steps=recognise_lora("qwen_image", "a-Lightning-4steps.safetensors")
-    )
+    rules, few_steps = rules_of("qwen_image"), recognise_lora("qwen_image", "a-Lightning-4steps.safetensors")
+    rules = dataclasses.replace(rules, preset_rules=dataclasses.replace(rules.preset_rules, few_steps=few_steps))
     (remark,) = rules.unused(rules.resolve(GenerationRequest("a")))
     assert remark.startswith(
         "made for few steps (the LoRA a-Lightning-4steps.safetensors), and run with 50 steps, class"

@@ -34,7 +34,7 @@ def rules_of(folder: Path, name: str, **changes: dict[str, Any]) -> RequestRules
 
 
 def sigmas_of(rules: RequestRules, request: GenerationRequest) -> list[float]:
-    sampler = BatchSettings.of([request], rules).build_sampler()
+    sampler = BatchSettings.of([request], rules.sampling).build_sampler()
     assert isinstance(sampler, ScheduleSampler)
     return [float(sigma) for sigma in sampler.scheduler("cpu").sigmas]  # type: ignore[arg-type]
 
@@ -42,7 +42,7 @@ def sigmas_of(rules: RequestRules, request: GenerationRequest) -> list[float]:
 def test_a_dynamic_shift_is_not_taken_for_a_fixed_one_of_the_same_number(tmp_path: Path) -> None:
     """Z-Image's scheduler with use_dynamic_shifting has a shift of 3 as well, which diffusers does not run."""
     rules = rules_of(tmp_path / "z", "Z-Image-Turbo", **{SCHEDULER: {"use_dynamic_shifting": True}})
-    assert rules.few_steps is None
+    assert rules.preset_rules.few_steps is None
     for height, width, steps in ((512, 512, 8), (1024, 1024, 8), (1024, 1536, 30)):
         request = rules.resolve(GenerationRequest("a", height=height, width=width, num_inference_steps=steps))
         # As ZImagePipeline does.
@@ -90,7 +90,7 @@ def test_a_preset_s_shift_runs_with_its_steps_or_its_guidance_and_a_note_says_wh
 
 def test_a_preset_that_says_what_the_folder_does_needs_no_note(tmp_path: Path) -> None:
     rules = rules_of(tmp_path / "z", "Z-Image-Turbo")
-    assert rules.shift_choice is None
+    assert rules.preset_rules.shift_choice is None
     request = rules.resolve(GenerationRequest("a"))
     assert request.flow_shift == 3.0
     assert rules.sampling_note(request) == (
@@ -116,9 +116,9 @@ def test_a_fixed_preset_over_a_shift_that_follows_the_size(tmp_path: Path) -> No
 def test_image_to_video_with_the_shift_of_fasthunyuan_is_not_fasthunyuan(tmp_path: Path) -> None:
     """Its authors recommend 17 for steps of which there are 50."""
     shifted = {SCHEDULER: {"shift": 17.0}}
-    assert rules_of(tmp_path / "i2v", "HunyuanVideo-I2V", **shifted).few_steps is None
+    assert rules_of(tmp_path / "i2v", "HunyuanVideo-I2V", **shifted).preset_rules.few_steps is None
     fast = rules_of(tmp_path / "fast", "HunyuanVideo", **shifted)
-    assert fast.few_steps is not None
+    assert fast.preset_rules.few_steps is not None
     assert fast.resolve(GenerationRequest("a")).num_inference_steps == 6
 
 
@@ -133,8 +133,8 @@ def test_published_folders_are_recognised_as_before(tmp_path: Path) -> None:
     recognised = {}
     for index, name in enumerate(PUBLISHED):
         rules = rules_of(tmp_path / str(index), name)
-        if rules.few_steps is not None:
-            recognised[name] = rules.few_steps.presets[0].name
+        if rules.preset_rules.few_steps is not None:
+            recognised[name] = rules.preset_rules.few_steps.presets[0].name
     assert recognised == {
         "FLUX.1-schnell": "schnell",
         "FLUX.2-klein-4B": "klein-4",

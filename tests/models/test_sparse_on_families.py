@@ -27,7 +27,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def generate(folder: Path, attention: Any) -> tuple[Pipeline, GeneratedMedia]:
     """A grid of 5 x 8 x 8 tokens: eight tiles of 4 x 4 x 4, ragged in time."""
     pipeline = load_pipeline(str(folder), device="cpu", dtype="float32", attention=attention)
-    geometry = pipeline.rules.geometry
+    geometry = pipeline.rules.sampling.geometry
     request = GenerationRequest(
         prompt="a red circle",
         height=8 * geometry.spatial_factor * geometry.patch[1],

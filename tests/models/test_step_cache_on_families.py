@@ -50,7 +50,13 @@ def test_every_family_has_them(tiny_folder_of: Callable[[str], Path], family: st
 def teacache(pipeline: Pipeline, path: Path) -> str:
     """TeaCache with a calibration of this model by which every step changes as much as any other."""
     calibration = Calibration(
-        pipeline.rules.identity(), NUM_STEPS, {"cond": (1.0,) * NUM_STEPS}, (), {}, {}, {"plain": (0.0,) * 4 + (0.1,)}
+        pipeline.rules.step_caches.identity(),
+        NUM_STEPS,
+        {"cond": (1.0,) * NUM_STEPS},
+        (),
+        {},
+        {},
+        {"plain": (0.0,) * 4 + (0.1,)},
     )
     path.write_text(json.dumps(calibration.to_dict()))
     return f"teacache:file={json.dumps(str(path))},force=true"

@@ -85,7 +85,7 @@ def notes_of(context: AttentionContext) -> tuple[str, ...]:
 
 def family_forward(pipeline: Pipeline) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Of two samples over 5 x 8 x 6 tokens, or 1 x 8 x 6 of a picture, and what the report says of tiles."""
-    geometry = pipeline.rules.geometry
+    geometry = pipeline.rules.sampling.geometry
     height, width = (n * geometry.spatial_factor * geometry.patch[1] for n in (8, 6))
     size = ClipSize(height, width, 1 + 4 * geometry.temporal_factor if makes_videos(pipeline) else 1, 24)
     latents = torch.randn(2, *geometry.sample_shape(size), generator=torch.Generator().manual_seed(1))
@@ -122,7 +122,7 @@ def test_dense_steps_and_step_caches_keep_the_order_of_the_request(tiny_folder_o
     choice = {"per_role": {"self": {"backend": "vsa", "extra": extra}}, "schedule": rules}
     pipeline = load_pipeline(str(tiny_folder_of("wan")), device="cpu", attention=choice)
     assert isinstance(pipeline, Pipeline)
-    geometry = pipeline.rules.geometry
+    geometry = pipeline.rules.sampling.geometry
     request = GenerationRequest(
         prompt="a red circle",
         height=6 * geometry.spatial_factor * geometry.patch[1],

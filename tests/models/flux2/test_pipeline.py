@@ -124,7 +124,9 @@ def test_a_decoder_with_the_settings_of_published_folders_is_the_same(
     """They say `force_upcast`, which newer versions of diffusers' class do not know and nothing reads."""
     folder = Path(shutil.copytree(tiny_flux2_folder, tmp_path / "published"))
     change_json(folder / "vae" / "config.json", {"force_upcast": True})
-    latents = torch.randn(1, dev[0].rules.geometry.num_channels, 1, 4, 6, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(
+        1, dev[0].rules.sampling.geometry.num_channels, 1, 4, 6, generator=torch.Generator().manual_seed(0)
+    )
     frames = load_decoder(folder, torch.device("cpu"), torch.float32).decode(latents)
     assert torch.equal(frames, dev[0].decoder.decode(latents))
 
@@ -159,5 +161,5 @@ def test_two_passes_equal_one_batch(klein: tuple[Pipeline, Flux2KleinPipeline]) 
 def test_the_shift_is_that_of_diffusers(dev: tuple[Pipeline, Flux2Pipeline], tokens: int, steps: int) -> None:
     from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
-    found = dev[0].rules.schedule.flow_shift(tokens, steps)
+    found = dev[0].rules.sampling.schedule.flow_shift(tokens, steps)
     assert found == pytest.approx(numpy.exp(compute_empirical_mu(tokens, steps)), rel=1e-6)

@@ -45,7 +45,7 @@ def compare(pair: Pair, requests: list[GenerationRequest], kept: list[torch.Tens
             return {}
 
         first = resolved[0]
-        scale = first.true_cfg_scale if ours.rules.embeds_guidance else first.guidance_scale
+        scale = first.true_cfg_scale if ours.rules.sampling.embeds_guidance else first.guidance_scale
         frames = theirs(
             prompt=[request.prompt for request in resolved],
             negative_prompt=[request.negative_prompt for request in resolved],
@@ -91,7 +91,7 @@ def test_classifier_free_guidance_on_top(pair: Pair, our_latents: list[torch.Ten
 def test_a_model_that_takes_no_guidance(tmp_path: Path, our_latents: list[torch.Tensor]) -> None:
     folder = write_tiny_hunyuan_video(tmp_path / "model", has_guidance=False, num_layers=1, num_single_layers=1)
     ours = load_pipeline(str(folder), device="cpu")
-    assert not ours.rules.embeds_guidance
+    assert not ours.rules.sampling.embeds_guidance
     values = {"guidance_scale": 3.0, "negative_prompt": NEGATIVE_PROMPTS[0]}
     compare((ours, load_theirs(HunyuanVideoPipeline, folder)), [request(**values)], our_latents)
 

@@ -62,7 +62,7 @@ def test_the_spectrogram_is_transformers(tmp_path: Path) -> None:
 
 def test_the_condition_is_what_diffusers_encodes(ours: Pipeline, tiny_folder: Path, tmp_path: Path) -> None:
     path = write_wave(tmp_path / "a.wav")
-    geometry = ours.rules.geometry
+    geometry = ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     condition = ours.parts.load_image_conditioner().condition(request(path), SIZE)
     assert isinstance(condition, ImageCondition)

@@ -35,11 +35,11 @@ def test_json_says_the_sound_and_a_shift_that_follows_the_size(tiny_folder: Path
     rules = inspect_pipeline(RuntimeConfig(model_path=str(tiny_folder))).rules
     assert isinstance(rules, RequestRules)
     expected = LTX2Geometry(VIDEO_CHANNELS, 32, 8, (1, 1, 1), AUDIO_CHANNELS, AUDIO_BINS, 25.0, min_latents=2)
-    assert rules.geometry == expected
+    assert rules.sampling.geometry == expected
     assert rules.makes_sound
     # The line through 0.95 at 1024 tokens and 2.05 at 4096, of the video's tokens alone: exp(0.95) at 16 x 8 x 8.
-    tokens = rules.geometry.num_tokens(256, 256, 121)
-    assert rules.schedule.flow_shift(tokens, 40) == pytest.approx(2.5857, rel=1e-4)
+    tokens = rules.sampling.geometry.num_tokens(256, 256, 121)
+    assert rules.sampling.schedule.flow_shift(tokens, 40) == pytest.approx(2.5857, rel=1e-4)
 
 
 def test_latents_of_the_benchmark_are_a_sample(tmp_path: Path) -> None:

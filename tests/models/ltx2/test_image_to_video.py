@@ -73,7 +73,7 @@ def test_a_generation_equals_diffusers(
     with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
         ours, theirs = load(tiny_folder), load_theirs(LTX2ImageToVideoPipeline, tiny_folder)
     kept = record_latents(monkeypatch)
-    geometry = ours.rules.geometry
+    geometry = ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     requests = [
         request(image, prompt=prompt, negative_prompt=other, seed=seed, **terms)
@@ -143,7 +143,7 @@ def test_an_image_to_end_with_equals_diffusers(
     # That of published tokenizers, which it reads once and before it sets the tiny one's.
     theirs.tokenizer_padding_side = "left"
     kept = record_latents(monkeypatch)
-    geometry = ours.rules.geometry
+    geometry = ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     asked = request(image if with_first else None, last_image_path=last, negative_prompt="a star", **values)
     media = ours(asked)
@@ -213,7 +213,7 @@ def test_images_at_frames_equal_diffusers(
         ours, theirs = load(tiny_folder), load_theirs(LTX2ConditionPipeline, tiny_folder)
     theirs.tokenizer_padding_side = "left"
     kept = record_latents(monkeypatch)
-    geometry = ours.rules.geometry
+    geometry = ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     texts = [f"{frame}:{paths[frame]}@{strength}" for frame, strength in conditions.items()]
     asked = request(None, frame_conditions=texts, negative_prompt="a star", **values)

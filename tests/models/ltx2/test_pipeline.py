@@ -116,7 +116,7 @@ def compare(pair: Pair, requests: list[GenerationRequest], kept: list[torch.Tens
     """Latents of both parts after every step within 1e-4 of their length, frames within 2/255, the sound within 1e-4 of
     full scale."""
     ours, theirs = pair
-    geometry = ours.rules.geometry
+    geometry = ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     resolved = [ours.resolve(request) for request in requests]
     first = resolved[0].to_dict()
@@ -205,7 +205,7 @@ def test_pictures_for_a_given_sound(
     ours, theirs = pair23
     asked = request(**ALL_TERMS, num_inference_steps=2, audio_path=write_wave(tmp_path / "a.wav"))
     media = ours.generate([asked])
-    resolved, geometry = ours.resolve(asked), ours.rules.geometry
+    resolved, geometry = ours.resolve(asked), ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     size = ClipSize(*(TINY_SIZES[name] for name in ("height", "width", "num_frames", "fps")))
     sound = ours.parts.load_image_conditioner().condition(resolved, size).sound

@@ -66,7 +66,7 @@ def packed(geometry: LTX2Geometry, noise: torch.Tensor, size: ClipSize) -> list[
 
 def test_two_stages_equal_diffusers(tiny_folder: Path, upsampler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = load(tiny_folder, upsampler), load_theirs(LTX2Pipeline, tiny_folder)
-    kept, geometry = kept_after_steps(monkeypatch), ours.rules.geometry
+    kept, geometry = kept_after_steps(monkeypatch), ours.rules.sampling.geometry
     assert isinstance(geometry, LTX2Geometry)
     requests = [
         request(prompt=prompt, negative_prompt=other, seed=seed)
@@ -140,7 +140,7 @@ def test_attention_and_costs_are_those_of_both_stages(
     resolved = prepared.rules.resolve(request())
     found = explain(prepared, resolved)
     assert asked == {2 + len(LEVELS)} == {found.num_steps}
-    halves, whole = BatchSettings.of([resolved], prepared.rules).step_sizes()
+    halves, whole = BatchSettings.of([resolved], prepared.rules.sampling).step_sizes()
     assert (halves[0], halves[1], whole[0], whole[1]) == (HALF, 2, SIZE, len(LEVELS))
 
 

@@ -14,7 +14,7 @@ import torch
 from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, chunked_denoiser, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionCall, AttentionResult, TokenLayout, register_backend
 from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
@@ -32,6 +32,7 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation import chunked_denoiser
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.memory_planning import planned_batch
@@ -208,10 +209,10 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     assert assert_block_causal(pipeline, passes, 2, 7) == 16
     resolved = pipeline.resolve(request)
     assert resolved.guidance_mode == "two_pass"
-    settings = BatchSettings.of([resolved], pipeline.rules)
-    assert settings.num_steps_of_video == 5 + 3 * 2
+    settings = BatchSettings.of([resolved], pipeline.rules.sampling)
+    assert settings.chunking.num_steps_of_video == 5 + 3 * 2
     # Passes of both branches are one pass of a plan.
-    planned = list(passes_of(resolved, settings.chunks))
+    planned = list(passes_of(resolved, settings.chunking.plan))
     assert planned == [(given.plan.frames, given.step.phase) for given in passes if given.step.branch == "cond"]
     all_guided = pipeline(dataclasses.replace(request, guided_chunks=4)).frames
     unnamed = pipeline(dataclasses.replace(request, guided_chunks=None, guidance_mode="two_pass")).frames
@@ -339,8 +340,8 @@ def test_the_branch_without_guidance_is_kept_for_the_guided_chunks_alone(
         assert num_bytes == [both] * num_guided + [one.num_bytes] * (4 - num_guided)
         assert media.attention_report.cache.num_bytes == both
         resolved = pipeline.resolve(given)
-        settings = BatchSettings.of([resolved], pipeline.rules)
-        tokens = cached_tokens(settings.cache_passes(), resolved, settings.chunks, is_guided=True)
+        settings = BatchSettings.of([resolved], pipeline.rules.sampling)
+        tokens = cached_tokens(settings.chunking.cache_passes(), resolved, settings.chunking.plan, is_guided=True)
         assert tokens == 4 * (7 + slots)
         if num_guided == 1:
             assert both == (7 + slots) * per_frame
@@ -454,7 +455,7 @@ def test_a_rolling_window(pipeline: Pipeline) -> None:
     clean = {given.plan.first_frame: given.latents for given in passes if given.step.phase == "commit"}
     assert sorted(clean) == [0, 1, 2, 3, 4, 5]
     resolved = pipeline.resolve(dataclasses.replace(request, kv_window=0))
-    planned = passes_of(resolved, BatchSettings.of([resolved], pipeline.rules).chunks)
+    planned = passes_of(resolved, BatchSettings.of([resolved], pipeline.rules.sampling).chunks)
     assert list(planned) == [(given.plan.frames, given.step.phase) for given in passes]
     noise = ChunkNoise((16, 4, 4), [4])
     for window, given in enumerate(denoised):
@@ -588,8 +589,8 @@ def test_another_prompt_from_the_next_chunk_on(pipeline: Pipeline) -> None:
     texts = [{"cond": encoded(pipeline, prompt)} for prompt in (REQUEST.prompt, "a green ring moving left")]
     after = {}
     for mode in SWITCH_MODES:
-        settings = BatchSettings.of([request], pipeline.rules)
-        stream = ChunkedDenoiser(denoiser_of(pipeline, settings)).stream(settings.chunks, texts[0], [4])
+        settings = BatchSettings.of([request], pipeline.rules.sampling)
+        stream = ChunkedDenoiser(denoiser_of(pipeline, settings)).stream(settings.chunking.plan, texts[0], [4])
         with recorded(pipeline) as passes, torch.inference_mode():
             next(stream), next(stream)
             stream.switch_text(texts[1], mode)

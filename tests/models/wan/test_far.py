@@ -86,8 +86,8 @@ def run_theirs(
 ) -> tuple[list[torch.Tensor], numpy.ndarray]:
     """Their latents after every step of every chunk, in our shape, and their frames in [0, 1]."""
     found = ours.resolve(request)
-    settings = BatchSettings.of([found], ours.rules)
-    shape = settings.sample_shape(settings.size)
+    settings = BatchSettings.of([found], ours.rules.sampling)
+    shape = settings.sizes.sample_shape(settings.size)
     noise = ChunkNoise((shape[0], *shape[2:]), [request.seed])
     drawn = torch.cat([noise.draw(index, size, 0) for index, size in enumerate(partition)], dim=2)
     latents: list[torch.Tensor] = []
@@ -230,10 +230,10 @@ def test_streams_of_any_length(pipeline: Pipeline) -> None:
 def test_planned_and_explained(pipeline: Pipeline, folder: Path) -> None:
     prepared = prepare(RuntimeConfig(str(folder), device="cpu"), is_dry_run=True)
     request = prepared.rules.resolve(dataclasses.replace(REQUEST, guidance_scale=3.0), None)
-    settings = BatchSettings.of([request], prepared.rules)
-    passes, kinds = settings.cache_passes(), []
+    settings = BatchSettings.of([request], prepared.rules.sampling)
+    passes, kinds = settings.chunking.cache_passes(), []
     pairs = 0
-    for frames, kind in passes_of(request, settings.chunks, prepared.model.history):
+    for frames, kind in passes_of(request, settings.chunking.plan, prepared.model.history):
         plan = passes.plan(frames, kind)
         # Commits leave out the second layer of two.
         num_layers = 2 if kind == "denoise" else 1

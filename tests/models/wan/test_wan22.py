@@ -56,7 +56,7 @@ def theirs(folder: Path) -> WanPipeline:
 
 def noise_of(ours: Pipeline, request: GenerationRequest, seeds: list[int]) -> torch.Tensor:
     sizes = ours.resolve(request).to_dict()
-    shape = ours.rules.geometry.latent_shape(sizes["height"], sizes["width"], sizes["num_frames"])
+    shape = ours.rules.sampling.geometry.latent_shape(sizes["height"], sizes["width"], sizes["num_frames"])
     return initial_noise(shape, seeds)
 
 
@@ -133,7 +133,7 @@ def test_two_of_four_distilled_steps_are_at_high_noise(experts_folder: Path, pre
     assert (request.guidance_scale, request.guidance_scale_2) == (1.0, None)
     steps: list[StepInfo] = []
     noise = torch.zeros(1)
-    BatchSettings.of([request], rules).build_sampler().sample(
+    BatchSettings.of([request], rules.sampling).build_sampler().sample(
         noise, lambda latents, _: latents, lambda step, _: steps.append(step), lambda: noise
     )
     for boundary in (0.875, 0.9):
@@ -178,8 +178,10 @@ def test_the_experts_have_scales_of_their_own_by_default(experts_folder: Path, i
     defaults = load_pipeline(str(experts_folder), device="cpu").defaults
     assert (defaults["guidance_scale"], defaults["guidance_scale_2"], defaults["num_inference_steps"]) == (4.0, 3.0, 40)
     rules = inspect_pipeline(RuntimeConfig(str(experts_folder), device="cpu")).rules
-    settings = BatchSettings.of([rules.resolve(GenerationRequest("a star", **TINY_SIZES, guidance_scale=7.0))], rules)
-    assert settings.cfg_scales == (7.0, 7.0)
+    settings = BatchSettings.of(
+        [rules.resolve(GenerationRequest("a star", **TINY_SIZES, guidance_scale=7.0))], rules.sampling
+    )
+    assert settings.guidance.cfg_scales == (7.0, 7.0)
     defaults = load_pipeline(str(image_folder), device="cpu").defaults
     assert (defaults["height"], defaults["width"], defaults["num_frames"], defaults["fps"]) == (704, 1280, 121, 24)
     assert "guidance_scale_2" not in defaults

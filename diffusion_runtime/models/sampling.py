@@ -1,0 +1,64 @@
+"""Sampling: what the sizes, steps and guidance of a request mean to one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.denoising.scheduler_trial import try_scheduler
+from diffusion_runtime.models.image_control import ImageControl
+from diffusion_runtime.models.video_control import VideoControl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The sampling of a model, for the rules of its requests. A Model is one.
+
+    geometry: the sizes it can make. scheduler: it came with; schedule: how noise levels are spaced.
+    embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
+    `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
+    run without, and whose authors' pipeline leaves the scale unread. guidance_offset: what is added to guidance_scale
+    to make it the factor of uncond + factor * (cond - uncond). guides_parts: pictures and sound are guided apart.
+    control: what a model with control blocks takes. is_causal: it makes videos chunk by chunk, and its transformer
+    reads the keys of earlier ones (attention/cache); history: of those whose older frames are in larger patches.
+    """
+
+    geometry: LatentGeometry
+    scheduler: SchedulerConfig
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    embeds_guidance: bool = False
+    takes_guidance: bool = True
+    guidance_offset: float = 0.0
+    guides_parts: bool = False
+    control: VideoControl | ImageControl | None = None
+    is_causal: bool = False
+    history: CompressedHistory | None = None
+
+    @property
+    def product(self) -> str:
+        """The noun for what the model makes, in messages."""
+        return "images" if self.geometry.temporal_factor == 1 else "videos"
+
+    def is_guided_by(self, defaults: Mapping[str, Any]) -> bool:
+        """Return whether a request of these values runs two branches."""
+        scale = defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
+        offset = 0.0 if self.embeds_guidance else self.guidance_offset
+        return scale is not None and float(scale) + offset > 1
+
+    def try_scheduler(self, defaults: Mapping[str, Any]) -> None:
+        """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
+        whose scheduler class is not ours: a request may choose another one. defaults: request values."""
+        sampler = defaults.get("sampler")
+        if sampler is None or sampler != self.scheduler.sampler:
+            return
+        num_steps = defaults.get("num_inference_steps", 2)
+        flow_shift = defaults.get("flow_shift")
+        if flow_shift is None:
+            # The shift of an image of 1024 x 1024 pixels; the trial does not depend on the size.
+            flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
+        try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))

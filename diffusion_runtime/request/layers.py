@@ -1,0 +1,56 @@
+"""Request values of several levels, such as a model's defaults, a preset and the request itself, as one mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusion_runtime.core.spellings import own_name
+from diffusion_runtime.request.fields import parse_levels
+from diffusion_runtime.request.samplers import SAMPLERS
+
+# The fields that say the noise level of every step.
+EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
+
+
+def own_sampler(name: Any) -> Any:
+    """The sampler that another project's name stands for (`euler`); any other value as it is."""
+    return own_name("sampler", name, SAMPLERS)
+
+
+def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Request values of several levels by field name, where a later level wins over an earlier one.
+
+    A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
+    stands beside it; one that says sampler without first_chunk_sampler means every chunk. One that says seconds means
+    no num_frames of an earlier level, and the other way round. A level that says noise levels says the number of steps
+    with them, and those of an earlier level go where a later one says another number of steps, or a sampler that
+    spaces its own.
+    """
+    values: dict[str, Any] = {}
+    for level in levels:
+        if level.get("guidance_scale") is not None:
+            values.pop("guidance_scale_2", None)
+        if level.get("sampler") is not None:
+            values.pop("first_chunk_sampler", None)
+        for name, other in (("seconds", "num_frames"), ("num_frames", "seconds")):
+            if level.get(name) is not None:
+                values.pop(other, None)
+        for name in EXPLICIT_LEVELS:
+            if level.get(name) is not None or _replaces_levels(level, values.get(name)):
+                values = {key: value for key, value in values.items() if key not in EXPLICIT_LEVELS}
+        values.update(level)
+        stated = next((parse_levels(level[name]) for name in EXPLICIT_LEVELS if level.get(name) is not None), None)
+        if isinstance(stated, tuple) and level.get("num_inference_steps") is None:
+            values["num_inference_steps"] = len(stated)
+    return values
+
+
+def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
+    """Return whether noise levels of an earlier level do not fit the number of steps or the sampler of `level`."""
+    levels = parse_levels(earlier)
+    if not isinstance(levels, tuple):
+        return False
+    sampler = SAMPLERS.get(own_sampler(level.get("sampler", "")))
+    num_steps = level.get("num_inference_steps")
+    return (sampler is not None and not sampler.takes_levels) or (num_steps is not None and num_steps != len(levels))

@@ -1,0 +1,53 @@
+"""Draft: one request while a model's rules fill in its values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request.generation_request import UNSET, GenerationRequest
+from diffusion_runtime.request.layers import layered
+
+_T = TypeVar("_T")
+
+
+class Draft:
+    """The values of a request by field name, which read as its attributes. Defaults are not checked until `request`
+    makes the request."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+        self.values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in UNSET:
+            raise AttributeError(name)
+        return self.values.get(name)
+
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Set what is open to the values of `defaults`, with the ties between fields that `layered` has."""
+        filled = layered(defaults, self.values)
+        self.values |= {name: value for name, value in filled.items() if value is not None and name not in self.values}
+
+    def settle_length(self, temporal_factor: int) -> None:
+        """Replace seconds by num_frames, the nearest number that the model makes. temporal_factor: frames of every
+        latent frame but the first. Raises RequestError for images."""
+        seconds = self.values.pop("seconds", None)
+        if seconds is None:
+            return
+        if temporal_factor == 1:
+            raise RequestError("seconds: this model makes images; leave it out")
+        num_latent_frames = max(0, round((seconds * self.values["fps"] - 1) / temporal_factor))
+        self.values["num_frames"] = 1 + temporal_factor * num_latent_frames
+
+    def request(self) -> GenerationRequest:
+        """Make the request. Raises RequestError for a value that its field cannot have."""
+        return GenerationRequest(**self.values)
+
+
+def filled(value: _T | None) -> _T:
+    """Return a value of a resolved request that every model fills."""
+    assert value is not None
+    return value

@@ -1,0 +1,96 @@
+"""Guidance of a batch: its scales at every step, and the branches that run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.sampling import Sampling
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.draft import filled
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """The guidance of the requests of a batch. shared: their values, resolved."""
+
+    shared: GenerationRequest
+    sampling: Sampling
+
+    @property
+    def scale(self) -> float:
+        """The value of guidance_scale."""
+        return filled(self.shared.guidance_scale)
+
+    @property
+    def mode(self) -> str:
+        """The value of guidance_mode."""
+        return filled(self.shared.guidance_mode)
+
+    @property
+    def embedded(self) -> float | None:
+        """The guidance scale that the transformer gets as an input; None when it has no such input."""
+        return self.scale if self.sampling.embeds_guidance else None
+
+    @property
+    def cfg_scales(self) -> tuple[float, float]:
+        """The scale of classifier-free guidance for the first expert and for the second."""
+        if self.sampling.embeds_guidance:
+            scale = 1.0 if self.shared.true_cfg_scale is None else self.shared.true_cfg_scale
+            return scale, scale
+        second = self.scale if self.shared.guidance_scale_2 is None else self.shared.guidance_scale_2
+        return self.scale + self.sampling.guidance_offset, second + self.sampling.guidance_offset
+
+    def cfg_scale_at(self, step: StepInfo) -> float:
+        """Return the scale of one step's expert and chunk; 1 where guided_chunks leaves it without guidance, and no new
+        prompt has it. A commit is for the chunk behind it."""
+        guided = step.shares_keys or self.has_both_branches(step)
+        return self.cfg_scales[min(step.expert, 1)] if guided else 1.0
+
+    def has_both_branches(self, step: StepInfo) -> bool:
+        """Return whether guided_chunks allows guidance at a step, with keys of both branches; once it does not, it does
+        at no later one of the video."""
+        num_guided = self.shared.guided_chunks
+        return num_guided is None or step.chunk + (step.phase == "commit") < num_guided
+
+    def with_shared_keys(self, step: StepInfo, switched_at: int | None) -> StepInfo:
+        """Return the step with guidance from the keys of the conditional branch alone, where guided_switch_chunks has
+        it. switched_at: the first chunk of the prompt; None for the video's first prompt."""
+        num_guided = self.shared.guided_switch_chunks or 0
+        guided = switched_at is not None and step.chunk < switched_at + num_guided and step.phase == "denoise"
+        return dataclasses.replace(step, shares_keys=True) if guided and not self.has_both_branches(step) else step
+
+    @property
+    def terms(self) -> GuidanceTerms | None:
+        """Guidance of a model that makes pictures and sound; None for one scale of classifier-free guidance."""
+        terms = GuidanceTerms.of(self.shared) if self.sampling.guides_parts else None
+        return None if terms is None or terms.is_plain else terms
+
+    @property
+    def is_guided(self) -> bool:
+        """True where the branch of the negative prompt runs."""
+        terms = self.terms
+        return max(self.cfg_scales) > 1 if terms is None else terms.is_guided
+
+
+def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
+    """Raises RequestError for guidance of a model that runs without, and for spatio-temporal guidance without blocks,
+    or with some that the model does not have. num_blocks: of the transformer, None where that is not known."""
+    if not guidance.sampling.takes_guidance and guidance.is_guided:
+        raise RequestError(
+            "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
+            f"{guidance.scale:g}; leave it out"
+        )
+    terms = guidance.terms
+    if terms is None or not terms.is_perturbed:
+        return
+    if not terms.stg_blocks:
+        raise RequestError("stg_blocks: stg_scale needs the blocks whose self-attention is skipped: --stg-blocks 28")
+    beyond = [block for block in terms.stg_blocks if num_blocks is not None and block >= num_blocks]
+    if beyond:
+        raise RequestError(
+            f"stg_blocks: expected indices from 0 to {(num_blocks or 0) - 1}, the model's blocks, got {beyond[0]}"
+        )
