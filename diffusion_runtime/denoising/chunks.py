@@ -26,9 +26,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How a video is cut: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1
-    for models trained on [1, N, N, ...]), and a last one of what is left of num_frames, None for a video without an
-    end. A plan for more frames begins as one for fewer whole chunks."""
+    """Cut of a video: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1 for
+    models trained on [1, N, N, ...]), and a last one with the rest of num_frames, None for a video without end. A plan
+    for more frames begins as one for fewer whole chunks.
+    """
 
     chunk_frames: int
     first_chunk_frames: int | None = None
@@ -58,7 +59,8 @@ class ChunkPlan:
 
 
 def chunks_of(request: GenerationRequest, num_frames: int | None) -> ChunkPlan:
-    """How a resolved request of a causal model cuts a video. num_frames: latent frames, None for one without an end."""
+    """Return how a resolved request of a causal model cuts a video. num_frames: latent frames, None for a video without
+    end."""
     assert request.chunk_frames is not None, "a causal model has a default"
     return ChunkPlan(request.chunk_frames, request.first_chunk_frames, num_frames)
 
@@ -75,8 +77,8 @@ def cache_passes(
     history: CompressedHistory | None = None,
     latents: tuple[int, ...] = (),
 ) -> CachePasses:
-    """What the passes over its frames read and write. In a rolling window the commit of a chunk sees clean frames in
-    place of the noisy ones behind it, so these have room beside them, as in the authors' cache.
+    """Return what the passes over the frames of a video read and write. In a rolling window the commit of a chunk sees
+    clean frames in place of the noisy ones after it, so both have room, as in the authors' cache.
 
     grid: of the video's tokens. history: of a model with one, and the shape of the video's latents. Raises ConfigError
     for a video without an end or a window.
@@ -121,7 +123,7 @@ def cached_tokens(passes: CachePasses, request: GenerationRequest, chunks: Chunk
 
 
 def is_rolling(request: GenerationRequest) -> bool:
-    """Whether several chunks are denoised at once (denoising/rolling_window.py)."""
+    """Return True if several chunks are denoised at once (denoising/rolling_window.py)."""
     return request.chunk_schedule == "rolling"
 
 

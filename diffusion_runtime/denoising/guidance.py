@@ -38,7 +38,7 @@ def rescaled(combine: Combine, rescale: float) -> Combine:
 
 
 def deviation(values: torch.Tensor) -> torch.Tensor:
-    """Of each sample, in the shape [batch, 1, ...]."""
+    """Return the standard deviation of each sample, in the shape [batch, 1, ...]."""
     return values.std(dim=tuple(range(1, values.dim())), keepdim=True)
 
 

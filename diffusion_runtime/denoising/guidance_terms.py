@@ -43,8 +43,8 @@ class PartScales:
 
 @dataclass(frozen=True)
 class GuidanceTerms:
-    """Of a request for a model whose pictures and sound are guided apart. stg_blocks: whose self-attention the
-    perturbed pass skips."""
+    """Guidance of a request for a model that guides pictures and sound separately. stg_blocks: blocks whose
+    self-attention the perturbed pass skips."""
 
     video: PartScales
     audio: PartScales
@@ -74,7 +74,7 @@ class GuidanceTerms:
 
     @property
     def is_guided(self) -> bool:
-        """Whether the branch of the negative prompt runs."""
+        """True if the branch of the negative prompt runs."""
         return max(self.video.cfg, self.audio.cfg) > 1
 
     @property
@@ -92,12 +92,12 @@ class GuidanceTerms:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is classifier-free guidance by one scale."""
+        """True if this is classifier-free guidance by one scale."""
         is_rescaled = max(self.video.rescale, self.audio.rescale) > 0
         return self.video.cfg == self.audio.cfg and not self.further_branches and not is_rescaled
 
     def note(self, mode: str) -> str:
-        """How many forward passes each step takes and for what, for the report. mode: of `predict_branches`."""
+        """Return the forward passes of each step and their purpose, for the report. mode: of `predict_branches`."""
         passes = ["cond"]
         if self.is_guided:
             batched = mode == "batched"

@@ -67,7 +67,7 @@ class SchedulerConfig:
 
     @property
     def shifts_by_size(self) -> bool:
-        """Whether the flow shift depends on the size of the clip; the model's FlowSchedule then computes it."""
+        """True if the flow shift depends on the size of the clip; the model's FlowSchedule then computes it."""
         return bool(self.values.get("use_dynamic_shifting", False))
 
     def options_for(self, sampler: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ _KNOWN: Mapping[str, Allows] = {
 
 
 def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
-    """Whether the solver computes what diffusers' UniPCMultistepScheduler computes with these settings."""
+    """Return True if the solver computes what diffusers' UniPCMultistepScheduler computes with these settings."""
     return num_steps >= 1 and are_known(settings, _KNOWN)
 
 
@@ -96,7 +96,6 @@ class UniPCSolver:
         self._before: torch.Tensor | None = None
 
     def set_begin_index(self, begin_index: int) -> None:
-        """See Scheduler.set_begin_index."""
         self._index = begin_index
 
     def step(
@@ -107,7 +106,7 @@ class UniPCSolver:
         *,
         return_dict: bool = False,  # noqa: ARG002
     ) -> tuple[torch.Tensor, ...]:
-        """See Scheduler.step: the sample corrected by what the model says of it, then taken to the next noise level."""
+        """Correct the sample by the model's prediction, then take it to the next noise level."""
         prediction = sample - self.sigmas[self._index] * model_output
         if self._before is not None and self._index - 1 not in self._uncorrected:
             sample = self._corrected(prediction)

@@ -93,7 +93,7 @@ def inspect_machine() -> Machine:
 
 
 def machine_problems(machine: Machine) -> list[Problem]:
-    """Why torch cannot use GPUs that are present. A machine without a GPU has no problem."""
+    """Return why torch cannot use GPUs that are present. A machine without a GPU has no problem."""
     driver, build = machine.driver, machine.cuda_build
     if driver is None or not driver.gpus:
         return []
@@ -129,8 +129,8 @@ def machine_problems(machine: Machine) -> list[Problem]:
 
 
 def runs_on(architectures: tuple[str, ...], capability: Version) -> bool:
-    """Whether kernels built for `architectures` run on a chip: its own generation up to its minor number (`sm_80` on
-    8.6; not `sm_90a`, which is for 9.0 alone), or an older `compute_` that the driver compiles."""
+    """Return True if kernels built for `architectures` run on a chip: its own generation up to its minor number
+    (`sm_80` on 8.6; not `sm_90a`, which is for 9.0 alone), or an older `compute_` that the driver compiles."""
     for architecture in architectures:
         kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")

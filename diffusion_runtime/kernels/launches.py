@@ -78,15 +78,16 @@ class LaunchCache:
 
 
 def kind_of(tensor: torch.Tensor | None) -> Hashable:
-    """What a call's checks, a compiled kernel and its numbers depend on: Triton specialises on the dtype and on
-    pointers that are multiples of 16 bytes."""
+    """Return the properties of a tensor on which a call's checks, a compiled kernel and its numbers depend: Triton
+    specialises on the dtype and on pointers that are multiples of 16 bytes."""
     if tensor is None:
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15, tensor.get_device()
 
 
 def may_repeat(device: torch.device) -> bool:
-    """Whether a call with the key of an earlier one may skip its checks: what a key does not say is as it must be."""
+    """Return True if a call with the key of an earlier one may skip its checks: everything outside the key is as
+    required."""
     return (
         may_run_on(device)
         and not torch.is_grad_enabled()

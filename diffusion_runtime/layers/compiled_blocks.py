@@ -115,8 +115,8 @@ class CompiledBlocks:
 
 
 class CompileCost:
-    """What compiling costs one generation: blocks, and kernels at their first use. compiled: the blocks, None where
-    they are not compiled."""
+    """Cost of compilation in one generation: blocks, and kernels at their first use. compiled: the blocks, None if they
+    are not compiled."""
 
     def __init__(self, compiled: CompiledBlocks | None) -> None:
         self._compiled = compiled
@@ -137,7 +137,7 @@ class CompileCost:
 
 
 class _CompiledForward:
-    """What a compiled block is called with: its first tensor begins with the batch, as all streams do."""
+    """Callable that runs a compiled block; its first tensor begins with the batch, as all streams do."""
 
     def __init__(self, owner: CompiledBlocks, compiled: Callable[..., Any], block: nn.Module) -> None:
         self._owner = owner

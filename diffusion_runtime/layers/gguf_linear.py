@@ -67,7 +67,7 @@ class GgufLinear(Linear):
 
     @property
     def layout(self) -> tuple[GgufPart, ...]:
-        """What the bytes of the weight are, from the first on."""
+        """Layout of the weight's bytes, from the first on."""
         return self._parts
 
     @property
@@ -90,7 +90,6 @@ class GgufLinear(Linear):
         return F.linear(x, self.numbers(x.dtype), self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """As Linear.forward_gelu."""
         return F.gelu(self.product(x), approximate="tanh")
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of Linear

@@ -28,6 +28,6 @@ def held_weights(module: nn.Module) -> Iterator[None]:
 
 
 def set_hold(module: nn.Module, hold: Hold | None) -> None:
-    """What `held_weights` enters for a module; None for one whose weights are always there."""
+    """Set what `held_weights` enters for a module; None for one whose weights are always present."""
     # Not a parameter, buffer or module: nothing of a state dict.
     setattr(module, _HOLD, hold)

@@ -45,7 +45,7 @@ class QuantizedTokens(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products."""
+        """Dtype of the products."""
         return PRODUCT_DTYPE
 
 
@@ -161,13 +161,14 @@ class Linear(nn.Linear):
         return self._complete(product)
 
     def takes_quantized(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of 8-bit layers
-        """Whether inputs like x may come as QuantizedTokens."""
+        """Return True if inputs like x may come as QuantizedTokens."""
         return False
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:
-        """Whether products of parts of the weight, and cuBLASLt's operators, stand for the whole: in half precision on
-        a CUDA GPU, and where memory is planned for one, with weights of x's dtype. The operators have no backward;
-        torch.compile has parts of its own."""
+        """Return True if products of parts of the weight, and cuBLASLt's operators, may replace the whole product: in
+        half precision on a CUDA GPU, or where memory is planned for one, with weights of x's dtype. The operators have
+        no backward; torch.compile has parts of its own.
+        """
         return (
             not torch.compiler.is_dynamo_compiling()
             and (x.is_cuda or has_shape_alone(x))

@@ -33,7 +33,7 @@ class Modulation(nn.Module):
 
 
 class BlockModulation(Modulation):
-    """That of a block which is given its rows (layers/modulation_rows.py)."""
+    """Modulation of a block that is given its rows (layers/modulation_rows.py)."""
 
     # By whoever computes the rows, and not by the block's forward.
     read_once = ("projection",)

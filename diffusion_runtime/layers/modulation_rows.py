@@ -37,7 +37,7 @@ Condition: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tenso
 
 @dataclass(frozen=True)
 class PlannedTimes:
-    """Of the steps of a request, each once."""
+    """Distinct times of the steps of a request."""
 
     # A CUDA graph finds the row of a step in a tensor: it serves every schedule of as many.
     times: tuple[Times, ...] = field(metadata=NOT_COPIED)
@@ -62,12 +62,12 @@ def plan_steps(state: RequestCache, steps: Iterable[StepInfo]) -> None:
 
 
 def is_planned(context: AttentionContext) -> bool:
-    """Whether the rows of a forward pass's step are among those that are computed at once."""
+    """Return True if the rows of a forward pass's step are among those computed at once."""
     return _plan_of(context) is not None
 
 
 def table_bytes(state: RequestCache) -> int:
-    """What the rows of a request take."""
+    """Return the size of a request's rows in bytes."""
     return sum(found.rows.nbytes for found in state.find_all(_ROWS) if isinstance(found, _Table))
 
 
@@ -98,7 +98,7 @@ class ApartRows:
     is_first: bool = False
 
     def of(self, block: ModulatedBlock) -> ApartTokens:
-        """Those of one block."""
+        """Return the rows of one block."""
         return ApartTokens(self.num_tokens, self.rows.of(block.modulation), self.is_first)
 
 
@@ -185,7 +185,7 @@ def modulated(
 
 
 def modulations_of(blocks: Iterable[object], *others: Modulation) -> tuple[Modulation, ...]:
-    """Those of the blocks in their order, and others behind them."""
+    """Return the modulations of the blocks in their order, followed by others."""
     found = [each for block in blocks if isinstance(block, ModulatedBlock) for each in block.modulations]
     return (*found, *others)
 

@@ -59,7 +59,6 @@ class LayerNorm(nn.Module):
 
     @property
     def as_norm(self) -> Norm:
-        """As RMSNorm.as_norm."""
         return Norm("layer", self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:

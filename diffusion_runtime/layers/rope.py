@@ -58,7 +58,7 @@ def position_rotations(
 def diagonal_rotations(
     positions: range, channels: tuple[int, ...], device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
-    """As position_rotations, for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
+    """Return position_rotations for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
     whole = torch.cat([_axis_rotations(positions, num_channels, theta) for num_channels in channels], dim=-1)
     return whole.to(torch.complex64).to(device)
 

@@ -61,9 +61,10 @@ def token_runs(
     *,
     first_timestep: torch.Tensor | None,
 ) -> tuple[TokenRun, ...]:
-    """Those of the tokens of a grid that this process holds: one run, or with the first frame, an image, at a timestep
-    of its own before the rest. timestep, first_timestep: [B]. The tokens of an image are a range in raster order
-    alone."""
+    """Return the runs of the grid's tokens that this process holds: one, or two if the first frame, an image, has a
+    timestep of its own. timestep, first_timestep: [B]. The tokens of an image are a contiguous range in raster order
+    alone.
+    """
     if first_timestep is None:
         # Of any length, so that one compiled block serves clips of every size.
         return (TokenRun(slice(None), *rows_of(timestep)),)

@@ -56,8 +56,8 @@ class ClipFacts:
 
 
 def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
-    """What stands in a file, of which `most` frames and one more are decoded and none is kept. field: of the request,
-    for messages.
+    """Return the facts of a file, of which at most `most` frames and one more are decoded and none is kept. field: of
+    the request, for messages.
 
     Raises RequestError for a file that is missing, damaged, of no known format or too large, and MissingPackageError
     for a video where there is no ffmpeg.
@@ -94,7 +94,7 @@ def read_pictures(path: str, field: str, most: int) -> list[Any]:
 
 
 def is_black(path: str, field: str, most: int) -> bool:
-    """Whether no pixel of the first frames, at most `most`, is white. Raises what `inspect_clip` raises."""
+    """Return True if no pixel of the first frames, at most `most`, is white. Raises what `inspect_clip` raises."""
     facts, state = inspect_clip(path, field, most), os.stat(path)
     return _is_black(path, field, facts, most, (state.st_ino, state.st_size, state.st_mtime_ns))
 
@@ -161,7 +161,8 @@ def _command(path: str, most: int, *output: str) -> list[str]:
 
 
 def _video_facts(path: str, most: int) -> ClipFacts:
-    """Of ffmpeg's list of decoded frames: a header, and for each its stream, times, size and checksum."""
+    """Read the facts from ffmpeg's list of decoded frames: a header, and for each frame its stream, times, size and
+    checksum."""
     done = subprocess.run(
         _command(path, most + 1, "-f", "framecrc"), capture_output=True, timeout=_TIMEOUT, start_new_session=True
     )

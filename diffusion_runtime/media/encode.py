@@ -167,6 +167,6 @@ _ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, int, str | None, Path, Au
 
 
 def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:
-    """How long each frame is shown, in 1/per_second seconds: rounded so that the total has the right length."""
+    """Return how long each frame is shown, in 1/per_second seconds, rounded so that the total has the right length."""
     ends = [round((index + 1) * per_second / fps) for index in range(num_frames)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -95,7 +95,7 @@ class VideoEncoder:
 
 
 def run_on_bytes(arguments: Sequence[str], given: bytes) -> bytes:
-    """What ffmpeg writes to `pipe:1` of what it reads from `pipe:0`. Raises OSError when it fails."""
+    """Return what ffmpeg writes to `pipe:1` when `given` is its `pipe:0`. Raises OSError when it fails."""
     done = subprocess.run(
         [*_program(), *arguments], input=given, capture_output=True, start_new_session=True, check=False
     )

@@ -65,8 +65,8 @@ def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | 
 
 
 def check_writable(name: str, num_frames: int | None = None) -> None:
-    """Whether this machine can write a format that `check_format` passed, of so many frames (None: not known yet).
-    Raises MissingPackageError where it is written by ffmpeg, and there is none."""
+    """Check that this machine can write a format that `check_format` passed, for so many frames (None: not known yet).
+    Raises MissingPackageError if ffmpeg writes it and is missing."""
     if name not in FORMATS_BY_FFMPEG:
         return
     from diffusion_runtime.media.ffmpeg_program import find_ffmpeg

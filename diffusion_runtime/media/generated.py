@@ -76,7 +76,7 @@ class GeneratedMedia:
 
     @property
     def header(self) -> ClipHeader:
-        """What was known of it before its first frame."""
+        """Header of the clip, as known before its first frame."""
         num_frames, height, width = self.frames.shape[:3]
         return ClipHeader(num_frames, height, width, self.fps, self.recipe)
 

@@ -78,7 +78,7 @@ class GrowingClip:
 
     @property
     def path(self) -> Path | None:
-        """Of the file, with its number; None for standard output."""
+        """Path of the file, with its number; None for standard output."""
         return self._path
 
     def __enter__(self) -> GrowingClip:

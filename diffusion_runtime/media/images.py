@@ -38,7 +38,8 @@ def open_picture(path: str, field: str = "image_path") -> Any:
 
 
 def picture_remarks(path: str, field: str) -> tuple[str, ...]:
-    """What of an image file is not used as it stands there, as sentences. Raises what open_picture raises."""
+    """Return which properties of an image file are not used as they are, as sentences. Raises what open_picture
+    raises."""
     return tuple(f"{field}: {path}: {remark}" for remark in _read(path, field)[1])
 
 
@@ -79,7 +80,7 @@ def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
 
 
 class UnfitPicture(ValueError):
-    """What of a readable picture cannot be used, to stand behind the name of its file."""
+    """Fault of a readable picture that makes it unusable, worded to follow the name of its file."""
 
 
 def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
@@ -113,7 +114,7 @@ def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
 
 
 def _is_srgb(profile: Any, srgb: Any) -> bool:
-    """Whether a profile of RGB leaves colours as they are but for rounding, whatever it is called: some that have sRGB
+    """Return True if an RGB profile leaves colours unchanged up to rounding, whatever its name: some profiles with sRGB
     in their description are linear, or of other primaries."""
     from PIL import Image, ImageCms
 
@@ -125,8 +126,8 @@ def _is_srgb(profile: Any, srgb: Any) -> bool:
 
 
 def check_image(path: str, height: int, width: int, field: str = "image_path", *, crf: int = 0) -> None:
-    """Whether a file is an image that a clip of height x width pixels can start from or end with. field: of the
-    request, for messages. crf: see read_image.
+    """Check that a clip of height x width pixels can start from or end with an image file. field: of the request, for
+    messages. crf: as in read_image.
 
     Raises RequestError for what `open_picture` refuses, for sides of another ratio, and for some that H.264 has not.
     """
@@ -143,7 +144,7 @@ def check_image(path: str, height: int, width: int, field: str = "image_path", *
 
 
 def _is_turned(path: str) -> bool:
-    """Whether upright, an image that `open_picture` read has rows for the columns of its file."""
+    """Return True if turning an image upright, which `open_picture` read, swaps the rows and columns of its file."""
     from PIL import ExifTags, Image
 
     with Image.open(path, formats=FORMATS) as image:
@@ -163,7 +164,7 @@ def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typ
 
 
 def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
-    """Whether a file is a mask of an image: of its size, with something to repaint. Raises RequestError where it is
+    """Check that a file is a mask of an image: of its size, with something to repaint. Raises RequestError if it is
     not, and for what `open_picture` refuses."""
     mask, image = open_picture(path, field), open_picture(image_path)
     if mask.size != image.size:
@@ -185,7 +186,7 @@ def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> n
 
 
 def _is_transparent(image: Any) -> bool:
-    """Whether a Pillow image has a pixel that is not opaque."""
+    """Return True if a Pillow image has a pixel that is not opaque."""
     if image.mode.startswith("I"):
         return "transparency" in image.info
     if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:

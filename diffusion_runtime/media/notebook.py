@@ -20,7 +20,7 @@ MAX_INLINE_BYTES = 12 * 1024 * 1024
 
 
 class ShownMedia(Protocol):
-    """What is read of GeneratedMedia."""
+    """Attributes of GeneratedMedia that are read here."""
 
     @property
     def frames(self) -> numpy.ndarray: ...

@@ -116,7 +116,7 @@ def read_own_sidecar(path: Path) -> dict[str, Any] | None:
 
 
 def has_sound_beside(sidecar: Mapping[str, Any]) -> bool:
-    """Whether the sound of a sidecar's file is in a .wav of the same name."""
+    """Return True if the sound of a sidecar's file is in a .wav of the same name."""
     audio = _mapping((_mapping(sidecar.get("file")) or {}).get("audio")) or {}
     return audio.get("is_beside") is True
 

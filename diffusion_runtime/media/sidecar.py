@@ -49,7 +49,7 @@ def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def embedded_recipe(recipe: Mapping[str, Any]) -> str | None:
-    """What a media file carries of its recipe; None where that is too long. Raises what to_json raises."""
+    """Return the recipe as a media file carries it, or None if it is too long. Raises what to_json raises."""
     text = to_json(recipe)
     return text if len(text) <= MAX_EMBEDDED_CHARACTERS else None
 
@@ -95,7 +95,8 @@ def sidecar_of(
     peak_memory: Mapping[str, int],
     **further: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a sidecar holds. file: the format, and the size of what was generated; further: more sections by name."""
+    """Return the contents of a sidecar. file: the format, and the size of what was generated; further: more sections by
+    name."""
     return {
         "schema": SIDECAR_SCHEMA,
         "file": dict(file),

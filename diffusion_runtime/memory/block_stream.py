@@ -65,7 +65,7 @@ class BlockStream:
 
     @property
     def device_bytes(self) -> int:
-        """What the slots take."""
+        """Bytes of the slots."""
         return self._num_slots * self._slot_bytes
 
     def start(self) -> None:
@@ -140,5 +140,5 @@ class BlockStream:
         return next((slot for slot in self._slots if slot.unit == index), None)
 
     def _distance(self, index: int, unit: int | None) -> int:
-        """How many blocks after `index` a slot's one comes."""
+        """Return how many blocks after `index` the slot's block comes."""
         return len(self._units) if unit is None else (unit - index) % len(self._units)

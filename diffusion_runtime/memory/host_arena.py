@@ -52,7 +52,7 @@ class HostArena:
         return self.bytes[begin : begin + num_bytes].view(dtype).view(shape)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Where a tensor made by `empty` begins."""
+        """Return the offset in bytes of a tensor made by `empty`."""
         return tensor.data_ptr() - self.bytes.data_ptr()
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> WeightUnit:

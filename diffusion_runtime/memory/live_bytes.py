@@ -69,7 +69,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _turned_bytes(*tensors: torch.Tensor) -> int:
-    """Of copies of 16-bit tensors with their channels last; 0 for tensors that lie so, or of another size."""
+    """Return the bytes of channels-last copies of 16-bit tensors; 0 for tensors that are so already, or of another
+    size."""
     if tensors[0].itemsize != 2 or tensors[0].stride(1) == 1:
         return 0
     return sum(tensor.nbytes for tensor in tensors)
@@ -87,7 +88,7 @@ class AttentionInOnePass(TorchFunctionMode):
 
 
 def kept_bytes(compute: Callable[[], object], device: torch.device) -> int:
-    """What the result of `compute` has alive on a device."""
+    """Return the bytes that the result of `compute` keeps alive on a device."""
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device) as live:
         result = compute()
         kept = int(live.live)

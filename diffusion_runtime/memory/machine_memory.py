@@ -1,4 +1,4 @@
-"""What there is of memory: free on a device, free in the machine, and the most that this process had."""
+"""Amounts of memory: free on a device, free in the machine, and the peak of this process."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def peak_in_machine() -> int:
 
 
 def _free_in_container() -> int | None:
-    """What the limit of a container (control group, version 2 or 1) leaves; None without one. Past it the kernel ends
-    the process, and /proc/meminfo is the whole machine's."""
+    """Return what the limit of a container (control group, version 2 or 1) leaves, or None without one. Past it the
+    kernel kills the process, and /proc/meminfo describes the whole machine."""
     for limit, used, of_files in (
         ("memory.max", "memory.current", ("inactive_file", "active_file")),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),

@@ -22,7 +22,7 @@ def run_on_meta(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> 
 
 
 class MetaOperators(TorchDispatchMode):
-    """While it holds, operators on the meta device do without torch's references."""
+    """Context manager: operators on the meta device run without torch's references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class MetaOperators(TorchDispatchMode):
 
 
 def _made(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor | None:
-    """What an operator makes on the meta device; None for those that are not known here."""
+    """Return the result of an operator on the meta device, or None for operators unknown here."""
     if func in _RANGES:
         return _range(*args, **keywords)
     if func is _aten.addmm.out and keywords["out"].is_meta:
@@ -90,7 +90,7 @@ def _vector_norm(
 
 
 def _elementwise(x: torch.Tensor, *others: object) -> list[int] | None:
-    """Of real numbers, broadcast."""
+    """Return the broadcast shape of an operation on real numbers, or None."""
     tensors = [x, *(other for other in others if isinstance(other, torch.Tensor))]
     if not x.is_floating_point() or any(each.dtype != x.dtype for each in tensors):
         return None

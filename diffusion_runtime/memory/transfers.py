@@ -40,7 +40,7 @@ class Transfers:
         return None
 
     def wait(self, copied: Any) -> None:
-        """What computes from now on runs behind the event."""
+        """Make later computations wait for the event."""
 
     def finish(self, copied: Any) -> None:
         """Return when the copies before the event are done, and their sources may be written again."""
@@ -119,5 +119,5 @@ class CudaTransfers(Transfers):
 
 
 def transfers_of(device: torch.device) -> Transfers:
-    """How weights come to a device."""
+    """Return the transfers of weights to a device."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers(device)

@@ -39,20 +39,20 @@ class Unit(Protocol):
 
 
 class WeightHome(Protocol):
-    """Where the weights of a part wait: an arena in the machine's memory, or their files."""
+    """Store in which the weights of a part wait: an arena in the machine's memory, or their files."""
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> Unit:
         """Parameters and buffers whose values wait here."""
 
     def pin(self, register: Callable[[int, int], str | None], unregister: Callable[[int], object]) -> None:
-        """See HostArena.pin; nothing where there is no memory to pin."""
+        """Pin the memory as HostArena.pin does; do nothing if there is none to pin."""
 
     def close(self) -> None:
         """Give back what it holds."""
 
 
 class Arena(Protocol):
-    """What a WeightUnit needs to know of its arena."""
+    """Arena as a WeightUnit uses it."""
 
     bytes: torch.Tensor
 
@@ -97,11 +97,10 @@ class WeightUnit:
         ]
 
     def copy_to(self, buffer: torch.Tensor, transfers: Transfers) -> Any:
-        """See Unit.copy_to."""
         return transfers.copy(self.copies_to(buffer), transfers.mark())
 
     def expect(self) -> None:
-        """See Unit.expect: the arena is in memory."""
+        """Do nothing: the arena is in memory."""
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Let the module's tensors be those in a buffer on the device."""

@@ -23,8 +23,8 @@ def reasons_of(group: RankGroup, reason: str | None, device: torch.device | None
 
 
 def agreed_refusal(group: RankGroup, reason: str | None, device: torch.device | None) -> str | None:
-    """Why no member does it, the same decision on all of them: the own reason, else that of the first member that has
-    one. None where nobody has one. A collective call."""
+    """Return why no member of the group proceeds, the same decision on all of them: the own reason, else that of the
+    first member with one, or None. A collective call."""
     found = reasons_of(group, reason, device)
     if reason is not None:
         return reason

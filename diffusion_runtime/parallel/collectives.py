@@ -45,7 +45,7 @@ class RankGroup:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether torch's order of the members is this group's."""
+        """True if torch orders the members as this group does."""
         return self.places == tuple(range(self.size))
 
     @property

@@ -1,4 +1,4 @@
-"""Why a multi-process run ended, as a value that ranks and launchers pass on as JSON."""
+"""Reason why a multi-process run ended, as a value that ranks and launchers pass on as JSON."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def note_growing_file(error_file: str | Path, path: Path) -> None:
 
 
 def read_growing_file(folder: str | Path) -> str | None:
-    """What a process of the run has noted, by the launcher's folder; None for nothing."""
+    """Return the growing file that a process of the run has noted in the launcher's folder, or None."""
     return next((path.read_text(encoding="utf-8") for path in Path(folder).glob(f"**/{_GROWING_FILE}")), None)
 
 

@@ -62,7 +62,7 @@ class ProcessMesh:
 
     @property
     def sharding(self) -> SequenceSharding:
-        """How a transformer's tokens are cut among the processes that share the sequence."""
+        """Cut of a transformer's tokens among the processes that share the sequence."""
         return SequenceSharding(self.sequence)
 
     @classmethod

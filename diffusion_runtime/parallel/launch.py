@@ -175,7 +175,7 @@ class _CheckBeside:
             signal.signal(_CHECK_FAILED, signal.SIG_IGN if self._thread.is_alive() else before)
 
     def raise_error(self) -> None:
-        """What it raised, once it has ended; nothing where it passed."""
+        """Wait for the check to end and raise its error, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error

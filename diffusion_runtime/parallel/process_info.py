@@ -48,12 +48,12 @@ class ProcessInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and the terminal's output."""
+        """True for rank 0, which writes files and the terminal's output."""
         return self.rank == 0
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one of several."""
+    """Return True if a launcher has started this process as one of several."""
     return "RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"
 
 
@@ -113,7 +113,7 @@ def end_with_launcher(process: ProcessInfo) -> None:
 
 
 def end_this_process(exit_code: int) -> None:
-    """As SIGTERM does first, so that temporary files are removed; at once if the main thread is stuck."""
+    """End this process by SIGTERM first, so that temporary files are removed; at once if the main thread is stuck."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os._exit(exit_code or 1)

@@ -54,7 +54,7 @@ class RunStore:
             return [value.decode() for value in self._store.multi_get([self._prefix + name for name in names])]
 
     def has(self, *names: str) -> bool:
-        """Whether all keys exist."""
+        """Return True if all keys exist."""
         with self._lock:
             return bool(self._store.check([self._prefix + name for name in names]))
 
@@ -84,7 +84,7 @@ class RunStore:
         return self.first(_ENDED, text) == text
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once it is recorded."""
+        """Return why the run ends, once it is recorded, or None."""
         return RankFailure.from_json(self.get([_ENDED])[0]) if self.has(_ENDED) else None
 
     def store(self) -> Store:

@@ -74,7 +74,7 @@ class SequenceSharding:
         return mine.clone(memory_format=torch.contiguous_format)
 
     def local(self, tokens: slice, num_tokens: int) -> slice:
-        """Where a range of the grid's tokens in raster order, which they must be in, lies in this process's slice.
+        """Return where a range of the grid's tokens, which must be in raster order, lies in this process's slice.
         Adjacent ranges stay adjacent.
 
         Padding goes with the last token. num_tokens: of the whole grid.

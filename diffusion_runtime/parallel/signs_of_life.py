@@ -49,7 +49,7 @@ def read_state(process: int | str) -> ProcessState | None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process with this id exists and is no zombie."""
+    """Return True if a process with this id exists and is no zombie."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -120,7 +120,7 @@ class SignsOfLife:
         self._since = None
 
     def look(self, count: int | None, process: int | None, now: float) -> str | None:
-        """How the rank was lost, as the end of a sentence; None while it may be alive.
+        """Return how the rank was lost, as the end of a sentence, or None while it may be alive.
 
         count: its heartbeats so far, None for none. process: its process id on this host, None on another. now: in
         seconds. The caller knows whether a process that has ended did so in order.

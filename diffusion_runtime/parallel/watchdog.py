@@ -132,11 +132,11 @@ class Watchdog:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a thread of this process records and announces why the run ends."""
+        """True while a thread of this process records and announces why the run ends."""
         return self._reporting.locked()
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        """Return why the run ends, or None; once recorded, and announced if this process is the one to announce it."""
         ending = self._store.ending()
         # The caller may end the process, and with it the thread that has recorded the reason but not announced it yet.
         if ending is not None and self._reporting.acquire(timeout=GRACE_SECONDS):
@@ -203,7 +203,7 @@ class Watchdog:
         return {rank: _Heartbeat(**json.loads(text)) for rank, text in zip(posted, texts, strict=True)}
 
     def _judge(self) -> RankFailure | None:
-        """Why the run has to end; None if it may go on."""
+        """Return why the run has to end, or None if it may go on."""
         beats = self._read_beats()
         lost = self._find_lost(beats)
         if lost is not None:
@@ -251,7 +251,7 @@ class Watchdog:
         return self._siblings.get(rank)
 
     def _has_left(self, rank: int) -> bool:
-        """Whether it has left, or the end of the run was recorded, since its last heartbeat was read."""
+        """Return True if a rank has left, or the end of the run was recorded, since its last heartbeat was read."""
         if self._store.ending() is not None:
             return True
         beat = self._read_beats().get(rank)

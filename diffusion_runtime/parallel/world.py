@@ -83,7 +83,7 @@ class World:
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have been at one point together: before it, one that failed may never have been here."""
+        """True once all ranks have met at one point: before that, a rank that failed may never have been here."""
         return self._has_met
 
     @property
@@ -103,7 +103,7 @@ class World:
 
     @property
     def collective_timeout(self) -> timedelta:
-        """How long a collective of any group waits for a process, once groups are open."""
+        """Time that a collective of any group waits for a process, once groups are open."""
         return timedelta(seconds=self._collective_seconds)
 
     def open_groups(self, device: torch.device, timeout: float) -> None:
@@ -155,7 +155,7 @@ class World:
         return self._watchdog.compiling()
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on all ranks; it is called on rank 0 alone.
+        """Return on all ranks what `make` returns on rank 0; it is called on rank 0 alone.
 
         Raises on rank 0 what `make` raises, and FirstProcessError on the others.
         """
@@ -185,7 +185,7 @@ class World:
         return tensor
 
     def agree(self, failure: RankFailure | None) -> RankFailure | None:
-        """Whether every rank got here without a failure; the failure, when it was the same one on all.
+        """Wait for every rank, and return None if none failed, or the failure if it was the same one on all.
 
         A failure of some ranks only leaves them out of step: it ends the run, and RunEnded is raised.
         """
@@ -225,7 +225,7 @@ class World:
         return [RankFailure.from_json(text) for text in texts if text]
 
     def failure_of(self, error: BaseException) -> RankFailure:
-        """What an error on this rank means for the run.
+        """Return what an error on this rank means for the run.
 
         A broken connection is mostly another rank's death, which the watchdog detects: wait for that.
         """
@@ -267,12 +267,12 @@ class World:
         self._store.end(failure)
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        """Return why the run ends, or None; once recorded, and announced if this process is the one to announce it."""
         return self._watchdog.ending()
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a thread of this process records and announces why the run ends."""
+        """True while a thread of this process records and announces why the run ends."""
         return self._watchdog.is_reporting
 
     def leave(self) -> None:
@@ -327,7 +327,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether the error comes from communication between processes: gloo raises bare RuntimeErrors."""
+    """Return True if the error comes from communication between processes: gloo raises bare RuntimeErrors."""
     if isinstance(error, DiffusionRuntimeError):
         return False
     if isinstance(error, dist.DistError):

@@ -159,7 +159,7 @@ def shown_path(path: str | Path) -> str:
 
 
 class _Unfit(Exception):
-    """Why a file is not read."""
+    """Reason why a file is not read."""
 
 
 def _message(key: str, path: str | Path, reason: str) -> str:

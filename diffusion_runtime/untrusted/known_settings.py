@@ -13,7 +13,7 @@ Allows: TypeAlias = Callable[[Any], bool]
 
 
 def are_known(settings: Mapping[str, Any], known: Mapping[str, Allows]) -> bool:
-    """Whether every key is among `known`, with a value that it allows."""
+    """Return True if every key is among `known`, with a value that it allows."""
     return all(key in known and known[key](value) for key, value in settings.items())
 
 

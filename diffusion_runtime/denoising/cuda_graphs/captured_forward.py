@@ -24,7 +24,7 @@ Agree: TypeAlias = Callable[[str | None], str | None]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a model is called with. inputs: the same object at every step of a request and branch."""
+    """Arguments of one call of a model. inputs: the same object at every step of a request and branch."""
 
     latents: torch.Tensor
     timestep: torch.Tensor
@@ -85,11 +85,11 @@ class CapturedForward:
         self._bind(given)
 
     def is_bound_to(self, given: ForwardPass) -> bool:
-        """Whether it holds the inputs and the state of the pass's request."""
+        """Return True if the graph holds the inputs and the state of the pass's request."""
         return self._bound[0]() is given.inputs and self._bound[1]() is given.context.state
 
     def misfit(self, given: ForwardPass) -> str | None:
-        """Why it cannot be replayed for a pass of the same form; None where it can."""
+        """Return why the graph cannot be replayed for a pass of the same form, or None."""
         return None if self.is_bound_to(given) else self._state.difference(given.context.state)
 
     def replay(self, given: ForwardPass) -> torch.Tensor:

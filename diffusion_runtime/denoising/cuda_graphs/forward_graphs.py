@@ -121,7 +121,7 @@ class ForwardGraphs:
             del self._forms[key]
 
     def form(self, key: Hashable) -> _Form:
-        """What is known of a kind of forward pass."""
+        """Return what is known of a kind of forward pass."""
         form = self._forms.setdefault(key, _Form())
         self._forms.move_to_end(key)
         if len(self._forms) > MAX_FORMS:
@@ -131,13 +131,14 @@ class ForwardGraphs:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the processes of a group decide together. device: of their tensors. Every call is a collective one."""
+    """Decisions that the processes of a group take together. device: of their tensors. Every call is a collective
+    one."""
 
     group: RankGroup = field(default_factory=RankGroup)
     device: torch.device | None = None
 
     def refusal(self, own: str | None) -> str | None:
-        """Why none of them does it; None where each can."""
+        """Return why the group refuses, or None if every process agrees. own: this process's reason."""
         return agreed_refusal(self.group, own, self.device)
 
     def refusal_of_all(self, own: str | None) -> str | None:
@@ -225,7 +226,7 @@ class GraphedForward:
         )
 
     def _step_key(self, step: StepInfo) -> Hashable:
-        """What of a step decides which kernels attention launches."""
+        """Return the properties of a step that decide which kernels attention launches."""
         chunks = self._layers[0].policy.chunk_rules(step) if self._layers else ()
         moment = (step.index, step.num_steps, step.expert, step.phase, current_force(), num_changes(), chunks)
         if moment not in self._step_keys:
@@ -284,7 +285,7 @@ class GraphedForward:
 
 
 def _refusal_of(given: ForwardPass) -> str | None:
-    """Why a pass cannot be replayed, by its context alone."""
+    """Return why a pass cannot be replayed, judged by its context alone, or None."""
     if type(given.context.block_runner) is not BlockRunner:
         return "a step cache or a measurement decides within the forward pass"
     cache, step = given.context.cache, given.context.step
@@ -296,8 +297,8 @@ def _refusal_of(given: ForwardPass) -> str | None:
 
 
 def _cache_key(cache: FrameCache | None, step: StepInfo) -> Hashable:
-    """What of a pass with a key-value cache decides its kernels: all but the places that it writes and its positions.
-    The tokens of a pass whose frames have timesteps of their own are cut where these change."""
+    """Return the properties of a pass with a key-value cache that decide its kernels: all but the slots that it writes
+    and its positions. The tokens of a pass whose frames have timesteps of their own are cut where these change."""
     if cache is None:
         return None
     runs = tuple(len(list(group)) for _, group in itertools.groupby(step.frame_timesteps or ()))
@@ -307,21 +308,21 @@ def _cache_key(cache: FrameCache | None, step: StepInfo) -> Hashable:
 
 
 def refusal_of_group(group: RankGroup) -> str | None:
-    """Why a pass that these processes share cannot be captured."""
+    """Return why a pass that these processes share cannot be captured, or None."""
     if group.size == 1 or group.backend == "nccl":
         return None
     return f"several processes exchange tokens by {group.backend}, which no CUDA graph holds; NCCL can"
 
 
 def refusal_after(time: ForwardTime) -> str | None:
-    """Why a pass of so long is not captured; waits for it. None where it is launch-bound."""
+    """Return why a pass of this duration is not captured, or None if it is launch-bound. Waits for the pass."""
     host, device = 1000 * time.host_seconds, 1000 * time.device_seconds()
     return None if host > LAUNCH_BOUND * device else f"not launch-bound (the host takes {host:.1f} of {device:.1f} ms)"
 
 
 def kernel_switches(device_type: str) -> Hashable:
-    """What chooses kernels and may be set around a generation: switches of torch, autocast, and the environment's
-    choice of the fused kernels."""
+    """Return the settings that choose kernels and may change around a generation: torch's switches, autocast, and the
+    environment's choice of the fused kernels."""
     cudnn = torch.backends.cudnn
     return (
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),

@@ -104,8 +104,8 @@ class Calibration:
     def remarks(
         self, request: Mapping[str, Any], branches: Iterable[str], method: str, model: Mapping[str, str]
     ) -> list[str]:
-        """How a resolved request and its model differ from what was measured, as sentences. branches: that it runs;
-        model: of `model_identity`."""
+        """Return how a resolved request and its model differ from what was measured, as sentences. branches: those that
+        run. model: of `model_identity`."""
         where, remarks = f"step_cache: {method}", []
         # Files of versions without quantization name none.
         measured, runs = self.model.get(_QUANTIZATION, "none"), model.get(_QUANTIZATION, "none")
@@ -147,9 +147,9 @@ def model_identity(
     ignored_layers: Iterable[str] = (),
     transformer_paths: Iterable[str] = (),
 ) -> dict[str, str]:
-    """What says which model it is: the family, the hash of its folder's configs with the files that its transformers'
-    weights are from where these are others, its LoRA files by name and scale, and its quantization with the layers that
-    stay as they are."""
+    """Return the values that identify a model: the family, the hash of its folder's configs with the names of replaced
+    transformer weight files, its LoRA files by name and scale, and its quantization with the layers left unquantised.
+    """
     files = "".join(f" with {Path(path).name}" for path in transformer_paths)
     named = [f"{Path(lora.path).name} x {lora.scale:g}" for lora in loras]
     ignored = ", ".join(ignored_layers)

@@ -63,7 +63,7 @@ class ReuseDecision:
         return error if error < self._threshold else None
 
     def add_computed(self, velocity: torch.Tensor) -> None:
-        """What was computed at the step that `reuse` was last asked about."""
+        """Add the velocity computed at the step that `reuse` was last asked about."""
         now, velocity = self._now, _sample(velocity)
         assert now is not None
         if self._computed is not None:

@@ -1,4 +1,4 @@
-"""What `calibrate` measures on a model's blocks: residuals for MagCache, changes of input and output for TeaCache."""
+"""Measurements of `calibrate` on a model's blocks: residuals for MagCache, changes of input and output for TeaCache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class StackMeasurement(BlockRunner):
         num_grid_tokens: int,
         modulated_input: MakeModulatedInput | None = None,
     ) -> Streams:
-        """See BlockRunner.run."""
         if step.expert != self._expert:
             self._expert = step.expert
             self._sizes.clear()

@@ -39,9 +39,10 @@ def _nothing(_device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StepCache:
-    """Of one generation. wrappers: around the velocities of the guidance branches, innermost first; none where every
-    step is computed. block_runner: of the transformer. finish: called after the last step with the latents' device, on
-    every process; it completes the counts."""
+    """Step cache of one generation. wrappers: around the velocities of the guidance branches, innermost first; none if
+    every step is computed. block_runner: of the transformer. finish: called after the last step with the latents'
+    device, on every process; it completes the counts.
+    """
 
     wrappers: tuple[BranchWrapper, ...] = ()
     block_runner: BlockRunner = field(default_factory=BlockRunner)

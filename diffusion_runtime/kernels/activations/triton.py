@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
-    """Why this implementation cannot compute with such tensors; None when it can."""
+    """Return why this implementation cannot compute with such tensors, or None."""
     reason = refusal_of(gate, features)
     if reason is None and (_row_stride(gate) is None or _row_stride(features) is None):
         return "takes rows that lie evenly apart"
@@ -24,14 +24,14 @@ def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
 
 
 def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.silu_mul in one launch."""
     out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(gate, features, out, "silu_mul")
     return out
 
 
 def gelu_(x: torch.Tensor) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.gelu_ in one launch."""
     _launch(x, x, x, "gelu")
     return x
 

@@ -76,7 +76,7 @@ def pack_tokens_reference(
     text_lengths: torch.Tensor | None,
     averaged: Averaged,
 ) -> PackedTokens:
-    """As pack_tokens."""
+    """Implement pack_tokens in torch."""
     return PackedTokens(
         _pack(q, q_geometry, num_grid_tokens, text_lengths),
         _pack(k, kv_geometry, num_grid_tokens, text_lengths),

@@ -31,7 +31,7 @@ _planned: dict[tuple[int, float], Any] = {}
 
 @functools.cache
 def package_refusal() -> str | None:
-    """Why flashinfer-python cannot be used in this process; None when it can. Imports it where it is installed."""
+    """Return why flashinfer-python cannot be used in this process, or None. Imports the package if it is installed."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed: pip install 'diffusion-runtime[flashinfer]'"
     failure = import_failure("flashinfer.sparse", "VariableBlockSparseAttentionWrapper")
@@ -40,7 +40,7 @@ def package_refusal() -> str | None:
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan, return_lse: bool = False) -> str | None:
-    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    """Return why this plan cannot be computed here on tensors like q, or None."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if not serves(detect_hardware(str(q.device))):

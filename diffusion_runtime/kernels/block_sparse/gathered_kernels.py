@@ -56,7 +56,7 @@ def count_rows(
 
 @triton.jit
 def _first_slot(row_starts, q_offsets, first_head, first_block, num_grid):
-    """Where the entries of a unit begin among those of all queries."""
+    """Return the index, among the entries of all queries, at which the entries of a unit begin."""
     return tl.load(row_starts + first_head.to(tl.int64) * num_grid + tl.load(q_offsets + first_block))
 
 
@@ -254,8 +254,8 @@ def count_lists(
     stride_k,
     BLOCK: tl.constexpr,
 ):
-    """Of each list (head, key block): bases [lists, num_blocks], the queries before each query block's, and totals.
-    Grid: (lists,)."""
+    """Write for each list (head, key block) `bases` [lists, num_blocks], the queries before each query block's, and
+    `totals`. Grid: (lists,)."""
     row = tl.program_id(0)
     source = counts + (row // num_keys).to(tl.int64) * stride_h + row % num_keys * stride_k
     target = bases + row.to(tl.int64) * num_blocks

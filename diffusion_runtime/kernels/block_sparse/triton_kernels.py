@@ -102,10 +102,10 @@ def list_merged_pieces(
     PER_HEAD: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As list_short_pieces for blocks of any length; with MERGE, listed blocks that are adjacent make one run.
+    """List pieces as list_short_pieces does, for blocks of any length; with MERGE, adjacent listed blocks make one run.
 
-    Without MERGE, piece_blocks holds the block of each piece; all of them stand at the end of the row, as pieces of at
-    most PIECE rows.
+    Without MERGE, piece_blocks holds the block of each piece, and all pieces are at the end of the row, each of at most
+    PIECE rows.
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)

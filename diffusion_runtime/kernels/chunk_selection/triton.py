@@ -11,7 +11,7 @@ MAXIMUM_CHUNKS = 1024
 
 
 def refusal(q: torch.Tensor, means: torch.Tensor, group: str) -> str | None:
-    """Why chunks for tensors like q cannot be selected by this implementation; None when they can."""
+    """Return why this implementation cannot select chunks for tensors like q, or None."""
     if group != "query_head":
         return f"compares the chunks of one query (query_head), not {group}"
     if means.shape[2] > MAXIMUM_CHUNKS:
@@ -28,7 +28,7 @@ def chunk_row_mask_triton(
     top: int | None,
     threshold: float,
 ) -> torch.Tensor:
-    """As chunk_row_mask with the group query_head."""
+    """Implement chunk_row_mask for the group query_head."""
     import triton.language as tl
 
     from diffusion_runtime.kernels.chunk_selection import triton_kernels as kernels

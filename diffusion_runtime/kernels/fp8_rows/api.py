@@ -87,7 +87,7 @@ def _refuse(name: str, x: torch.Tensor, expected: tuple[int, ...], second: torch
 
 
 def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
-    """Why a device cannot multiply 8-bit rows into results of `dtype`; None when it can."""
+    """Return why a device cannot multiply 8-bit rows into results of `dtype`, or None."""
     if device.type == "meta":
         # Where memory is planned for a device that has them.
         return None

@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(x: torch.Tensor, features: torch.Tensor | None = None, first: torch.Tensor | None = None) -> str | None:
-    """Why tensors like x are not quantised by this implementation; None when they are."""
+    """Return why this implementation cannot quantise tensors like x, or None."""
     reason = refusal_of(x, features, first)
     if reason is not None:
         return reason

@@ -26,7 +26,7 @@ def launch_shape(num_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def norm_rope_into_blocks(call: NormRopeCall, blocks: TokenBlocks) -> PackedTokens:
-    """As in block_order.py."""
+    """Implement block_order.norm_rope_into_blocks in Triton."""
     product, weights, eps, rotations, _, _ = call
     batch, num_tokens, _, num_heads, head_dim = product.shape
     geometry, width, num_averaged = blocks.geometry, row_width(head_dim), _NUM_AVERAGED[blocks.averaged]

@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(call: NormRopeCall) -> str | None:
-    """Why this implementation cannot compute such a call; None when it can."""
+    """Return why this implementation cannot compute such a call, or None."""
     packed, weights, _, rotations, mean_squares, out = call
     reason = refusal_of(packed, out, *weights, mean_squares)
     if reason is not None:
@@ -59,7 +59,7 @@ def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
 
 
 def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
-    """As in api.py."""
+    """Implement api.norm_rope in one launch."""
     packed, weights, eps, rotations, mean_squares, out = call
     target = packed if out is None else out
     if packed.numel() == 0:

@@ -89,7 +89,7 @@ def _two_level_share(profile: Tensor, weight: Tensor) -> float:
 
 
 def _crossings(profile: Tensor, middle: float) -> int:
-    """How often a profile passes its middle."""
+    """Return how often a profile passes its middle."""
     above = profile > middle
     return int((above[1:] != above[:-1]).sum())
 

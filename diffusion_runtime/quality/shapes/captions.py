@@ -110,7 +110,8 @@ UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth",
 
 @dataclass(frozen=True)
 class CaptionSettings:
-    """How much a caption leaves out and how far it strays from the plainest wording; all shares are 0 to 1."""
+    """Settings of captions: how much they leave out and how far they stray from the plainest wording; all shares are 0
+    to 1."""
 
     plain_wording: float = 0.5
     """Share of phrases in the first wording listed ("moving left", "on a striped background")."""

@@ -96,7 +96,7 @@ class SceneBatch:
 
 @dataclass(frozen=True)
 class SceneSettings:
-    """How scenes are sampled."""
+    """Settings by which scenes are sampled."""
 
     two_object_fraction: float = 0.5
     """Share of scenes with two objects, 0 to 1."""
