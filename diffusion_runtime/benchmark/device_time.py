@@ -1,4 +1,4 @@
-"""Where a call's time goes, by torch.profiler: attention, linear products and the rest."""
+"""Division of a call's time, by torch.profiler: attention, linear products and the rest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TimeShares:
 
 
 def time_shares(run: Callable[[], object], device: torch.device) -> TimeShares:
-    """Of kernels on a GPU; of operators on a CPU, without what is computed between them, such as Python."""
+    """Return the shares of kernels on a GPU; of operators on a CPU, without the time between them, such as Python's."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"

@@ -51,8 +51,8 @@ _GENERATED = "{}: generated, of the size of what is made; reading and encoding i
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """What is timed. config: of the model, as it is loaded. values: of the request, by field; preset: of the model's.
-    num_warm: generations after the first. changes: see `random_pipeline`."""
+    """Generation to be timed. config: of the model, as it is loaded. values: of the request, by field; preset: of the
+    model's. num_warm: generations after the first. changes: see `random_pipeline`."""
 
     config: RuntimeConfig
     values: Mapping[str, Any]
@@ -108,7 +108,8 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
 
 
 def _file_format(request: GenerationRequest) -> str:
-    """What `generate` writes without --format, where this machine can: without ffmpeg, the frames of a video alone."""
+    """Return the format that `generate` writes without --format if this machine can; without ffmpeg, the frames of a
+    video alone."""
     if request.num_frames == 1:
         return "png"
     return "mp4" if has_ffmpeg() else "npy"

@@ -48,7 +48,7 @@ class RandomConditions(TextEncoder):
         self._dtype = dtype
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """Of as many prompts; their texts are not read."""
+        """Return random conditions for as many prompts; their texts are not read."""
         batch = dataclasses.replace(self._opened, batch=len(prompts))
         return batch.inputs(self.device, self._dtype).ours[2].text
 
@@ -113,7 +113,7 @@ class RandomImages(ImageConditioner):
         self._dtype = dtype
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
-        """See ImageConditioner.condition. The image is not read."""
+        """Return a random condition; the image is not read."""
         inputs = dataclasses.replace(self._opened, size=size, batch=1).inputs(self._device, self._dtype).ours[2]
         assert inputs.image is not None
         return inputs.image

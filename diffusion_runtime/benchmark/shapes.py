@@ -54,7 +54,7 @@ class AttentionShape:
 
     @property
     def is_small(self) -> bool:
-        """Whether a CPU computes it in reasonable time."""
+        """True if a CPU computes the shape in reasonable time."""
         return self.num_operations <= _SMALL_OPERATIONS
 
     def describe(self) -> str:

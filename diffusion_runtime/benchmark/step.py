@@ -47,7 +47,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Way:
-    """How a mode computes the step."""
+    """Settings with which a mode computes the step."""
 
     quantization: str = "none"
     is_compiled: bool = False
@@ -83,8 +83,9 @@ class StepEffort:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What is timed. modes: of MODES, of ours; None for all that run there, on a CPU for `eager`. with_diffusers: its
-    eager model too, and the compiled one where ours is compiled. attention: of ours, as --attention-backend takes it.
+    """Step to be timed. modes: those of MODES in which our model runs; None for all that run on the device, on a CPU
+    `eager`. with_diffusers: also diffusers' eager model, and its compiled one if ours is compiled. attention: backend
+    of our model, as --attention-backend takes it.
     """
 
     modes: Sequence[str] | None = None
@@ -305,7 +306,7 @@ def _default_modes(device: torch.device) -> tuple[str, ...]:
 
 
 def _backends_of(model: DiffusionTransformer) -> list[str]:
-    """That self-attention was given."""
+    """Return the backends that self-attention was given."""
     layers = [layer for layer in model.attention_layers() if layer.layer.role == "self"]
     return list(dict.fromkeys(layer.decisions[0][1].backend for layer in layers))
 

@@ -198,8 +198,8 @@ def _find_published(name: str) -> PublishedModel | None:
 
 
 def is_published(name: str) -> bool:
-    """Whether it is a model that has no weights here: a name of `models` or a hub id, and no folder. Raises ConfigError
-    for a name of nothing."""
+    """Return True if a name is that of a model without weights here: a name of `models` or a hub id, and no folder.
+    Raises ConfigError for an unknown name."""
     return _find_published(name) is not None
 
 
@@ -235,7 +235,7 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 
 
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
-    """That of a request that says none."""
+    """Return the size of a request that gives none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
     if model.references is not None and model.references.sized_by is not None:
         # Of an image that is a square.
@@ -248,6 +248,7 @@ def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> C
 
 
 def _text_tokens(files: FolderFiles) -> int | None:
-    """What a folder's tokenizer makes room for, where that is less than models of its kind have."""
+    """Return the number of tokens that a folder's tokenizer makes room for, if less than models of its kind have, else
+    None."""
     room = files.get("tokenizer/tokenizer_config.json", {}).get("model_max_length")
     return room if isinstance(room, int) and room <= 512 else None

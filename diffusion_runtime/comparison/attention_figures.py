@@ -1,4 +1,4 @@
-"""What attention takes and computes under one setting, of further clips whose time does not count."""
+"""Attention time and density under one setting, from further clips whose own time does not count."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def expected_operations(prepared: Prepared, request: GenerationRequest) -> float
 
 
 def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
-    """Of the transformer's attention layers in one generation, every step and guidance branch."""
+    """Return the seconds that the transformer's attention layers take in one generation, every step and guidance
+    branch."""
     with instruments.timed_attention(pipeline) as clock:
         pipeline(request, on_progress=on_progress)
     return clock.seconds()

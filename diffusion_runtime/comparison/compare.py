@@ -175,7 +175,7 @@ class _Run:
         self.reporter.say(f"{what}: {estimate_text(operations, torch.float32)}" if operations else what)
 
     def _row(self, opened: OpenedSetting) -> Row:
-        """Of a setting that is not the reference; its failure is a row."""
+        """Return the row of a setting that is not the reference; its failure is a row."""
         if opened.failure is not None:
             return _failed(opened.setting, opened.failure)
         if opened.same_as is not None:
@@ -264,7 +264,8 @@ class _Run:
     def _attention(
         self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
     ) -> tuple[float | None, float | None]:
-        """Of further clips, which nobody times: the seconds of attention, and the density where the content decides."""
+        """Return the seconds of attention, and the density where it depends on the content, from further clips that are
+        not timed."""
         if not isinstance(pipeline, Pipeline):
             return None, None
         seconds = counted = None

@@ -1,4 +1,4 @@
-"""What the clips of prompts must show, where that is known: prompts in the words of the embedded model."""
+"""Attributes that the clips of prompts must show, where they are known: prompts in the words of the embedded model."""
 
 from __future__ import annotations
 

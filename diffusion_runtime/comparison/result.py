@@ -190,7 +190,8 @@ class Comparison:
         return f"{speedup:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def paired_test(self, row: Row) -> PairedTest | None:
-        """Of the reference and another row, on the prompts that both were judged by; None without any."""
+        """Return the paired test of the reference and another row on the prompts that both were judged by, or None
+        without any."""
         pairs = [
             (its.verdict.joint, mine.verdict.joint)
             for its, mine in zip(self.reference.clips, row.clips, strict=False)
@@ -271,8 +272,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def steps_at_the_same_time(reference: Row, row: Row) -> int | None:
-    """How many steps of the reference take as long as a clip of `row`, from the reference's measured seconds per step
-    and the time of its other stages; at least 1. None where that is not fewer than it has, or nothing was timed."""
+    """Return how many steps of the reference take as long as a clip of `row`, from the reference's measured seconds per
+    step and the time of its other stages; at least 1. None if that is not fewer than it has, or nothing was timed."""
     total, per_step, its = row.total_seconds, reference.seconds_per_step, reference.seconds
     if total is None or per_step is None or reference.num_steps is None:
         return None

@@ -18,7 +18,7 @@ RunBlock: TypeAlias = Callable[[Streams], Streams]
 
 @dataclass(frozen=True)
 class ModulatedInput:
-    """What TeaCache (arXiv:2411.19108) compares from step to step; its change says how much the output's will be.
+    """Input that TeaCache (arXiv:2411.19108) compares from step to step, to estimate the change of the output.
 
     values: the grid's tokens after the norm, shift and scale of the first block, [batch, seq, dim] as in the first
     stream; of a model whose timestep is compared alone (Wan), its embedding, [batch, 1, dim]. projection: there, what

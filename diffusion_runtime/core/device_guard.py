@@ -14,7 +14,8 @@ import torch
 
 
 def guard_is_needed(device: torch.device) -> bool:
-    """Whether a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may check."""
+    """Return True if a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may
+    check."""
     kind = device.type
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return True

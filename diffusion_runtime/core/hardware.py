@@ -95,7 +95,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def found_programs() -> frozenset[str]:
-    """Those of PROGRAMS that are on PATH, and nvcc where the CUDA toolkit puts it."""
+    """Return which of PROGRAMS are on PATH, with nvcc also where the CUDA toolkit puts it."""
     found = {name for name in PROGRAMS if shutil.which(name)}
     toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     if any(root and shutil.which("nvcc", path=os.path.join(root, "bin")) for root in toolkits):

@@ -74,14 +74,15 @@ class ModelFolder:
 
     @property
     def download_gb(self) -> float | None:
-        """What a run downloads, in 10 ** 9 bytes; None for a folder of its own."""
+        """Size of what a run downloads, in 10 ** 9 bytes; None for a local folder."""
         return None if self.downloads_gb is None else sum(self.downloads_gb.values())
 
     def __str__(self) -> str:
         return str(self.path)
 
     def read_json(self, *names: str) -> dict[str, Any]:
-        """See read_json. names: of the folders between and of the file. The result is the caller's own."""
+        """Read a JSON object once. names: of the folders in between and of the file. The result is the caller's own
+        copy."""
         path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)
@@ -185,8 +186,8 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Whether what a model folder and its components hold can be opened: by this runtime and by libraries, which open
-    files by name. model_index.json, which is always read, is checked then.
+    """Check that the files of a model folder and its components can be opened: by this runtime and by libraries, which
+    open files by name. model_index.json, which is always read, is checked when it is read.
 
     Raises ModelLoadError for a FIFO, device or socket under the name of a file, Git-LFS pointers, and texts too large
     to be read whole.

@@ -176,7 +176,7 @@ class MethodText:
 
 
 def _refusal(options_type: type, options: Mapping[str, Any]) -> ValueError | None:
-    """What the options' own rules say against `options`, with defaults for the rest."""
+    """Return the error that the options' own rules raise for `options`, with defaults for the rest, or None."""
     try:
         options_type(**options)
     except ValueError as error:

@@ -19,7 +19,7 @@ RASTER: Extent = (1, 1, 1)
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the key sequence of one attention call is made up; in self-attention the queries sit the same way.
+    """Layout of the key sequence of one attention call; in self-attention the queries have the same layout.
 
     grid: (frames, height, width) in tokens, after patchify; (0, 0, 0) when there is text only.
     num_prefix_tokens, num_suffix_tokens: text before and after the grid, padding included.
@@ -72,7 +72,7 @@ class TokenLayout:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        """Whether some sample has fewer real text tokens than there is room for."""
+        """True if some sample has fewer valid text tokens than there is room for."""
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)
 
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:

@@ -13,7 +13,7 @@ from diffusion_runtime.memory.meta_operators import MetaOperators, run_on_meta
 
 
 def _product(left: Any, right: Any) -> int:
-    """Of [.., m, k] and [.., k, n]."""
+    """Count the operations of [.., m, k] times [.., k, n]."""
     return 2 * int(left.numel()) * int(right.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""What a generation would run and what it would cost, by layer and step, known without a weight."""
+"""Explanation of a generation: what would run and what it would cost, by layer and step, known without a weight."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class Explanation:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the report of the generation will say of values that it does not use, and of attention that would be
-        dense throughout; and what leaves out passes that are counted here."""
+        """Remarks that the generation's report will make on unused values and on attention that would be dense
+        throughout, and on options that leave out passes counted here."""
         skipping = [
             f"{name} {value}"
             for name, value in (("step_cache", self.request.step_cache), ("cfg_gate", self.request.cfg_gate))
@@ -274,7 +274,7 @@ def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: Plann
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
-    """What the first pass of a request computes once, of a model with a prefix; None for others."""
+    """Return what the first pass of a request computes once, for a model with a prefix, or None."""
     attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
     return ForwardCost(first.products - later.products, attention) if attention else None
 
@@ -289,9 +289,10 @@ def _num_first_steps(settings: BatchSettings) -> int | None:
 def _costs_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> tuple[list[tuple[ForwardCost, int]], int]:
-    """What one step of every chunk costs, with its share of the commits, and the number of these steps: of the first
-    chunk apart where that takes another number. And how many passes there are in all, those of each guidance branch
-    that runs."""
+    """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
+    first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
+    branch that runs.
+    """
     num_first = _num_first_steps(settings)
     # By all that a pass costs by, of the first chunk and of the others.
     found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
@@ -409,8 +410,8 @@ def _parts(
     branches: float,
     prefill: ForwardCost | None,
 ) -> tuple[PartCost, ...]:
-    """Of the whole request: linear layers, attention by role, what is computed once of a prefix, the rest of the steps,
-    decoding."""
+    """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix, the
+    rest of the steps, decoding."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -444,7 +445,8 @@ def _parts(
 
 
 def _kept_share(cost: AttentionCost, density: float | None) -> float:
-    """Of all pairs of a call, text included, which sparse methods keep whole. density: of the grid's, None for all."""
+    """Return the share of all pairs of a call that is kept, text included, which sparse methods keep whole. density: of
+    the grid's pairs, None for all."""
     if density is None or cost.layout is None or not cost.layout.num_grid_tokens:
         return 1.0
     grid = cost.layout.num_grid_tokens**2 / max(1, cost.num_pairs)
@@ -467,7 +469,8 @@ class ImplementationRow:
 
 
 def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ...]:
-    """What computes the calls of the denoising steps, by role; without layers in steps in which they do not run."""
+    """Return what computes the calls of the denoising steps, by role, omitting layers in the steps in which they do not
+    run."""
     places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
     for row in explanation.schedule:
         for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):

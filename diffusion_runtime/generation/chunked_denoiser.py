@@ -54,8 +54,8 @@ class ChunkedDenoiser:
         on_step: OnStep,
         encode: Callable[[str], Mapping[str, Conditions]],
     ) -> torch.Tensor:
-        """As LatentDenoiser.denoise: the latents of all chunks together. encode: of a prompt of the requests'
-        prompt_switches, the same for all samples."""
+        """Return the latents of all chunks together, as LatentDenoiser.denoise does. encode: encodes a prompt of the
+        requests' prompt_switches, the same for all samples."""
         settings = self.denoiser.settings
         # By the chunk that begins at the frame.
         switches = {int(at): prompt for at, prompt in settings.shared.prompt_switches or ()}
@@ -186,12 +186,12 @@ class ChunkStream(Iterator[CleanChunk]):
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache on this process, all layers, branches and experts together."""
+        """Bytes of the cache on this process, all layers, branches and experts together."""
         return self._forward.num_bytes
 
     @property
     def num_shared_bytes(self) -> int:
-        """Of num_bytes what forks have too, whole."""
+        """Bytes of num_bytes that are shared with forks, counted whole."""
         return self._forward.num_shared_bytes
 
     def commit(self) -> None:
@@ -304,16 +304,17 @@ class _FrameForward:
 
     @property
     def num_saturated(self) -> int:
-        """Of all stores: numbers that were too large for their dtype."""
+        """Numbers in all stores that were too large for their dtype."""
         return self._saturated_while_guided + sum(store.num_saturated for store in self._stores())
 
     @property
     def num_shared_bytes(self) -> int:
-        """Of all stores: what forks have too."""
+        """Bytes of all stores that are shared with forks."""
         return sum(store.num_shared_bytes for store in self._stores())
 
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
-        """Of another video that goes on from here. What depends on the prompt alone is computed again."""
+        """Return the forward pass of another video that continues from here. What depends on the prompt alone is
+        computed again."""
         twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
         twin._switched_at = self._switched_at
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
@@ -346,12 +347,12 @@ class _FrameForward:
         self._switched_at = switched_at
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
-        """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
-        its own; those of the first chunk may be others."""
+        """Run a pass over frames. A commit runs every expert that denoises later chunks, as each has a cache of its
+        own; the first chunk's experts may differ."""
         return self._pass(latents, self.passes.plan(frames, step.phase), step)
 
     def compress(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
-        """See ForwardFrames; of a commit in large patches."""
+        """Run the pass of a commit in large patches."""
         return self._pass(latents, self.passes.plan(frames, "compress"), step)
 
     def _end_guidance(self) -> None:
@@ -399,7 +400,7 @@ class _FrameForward:
         return self._guided(latents, step)
 
     def _context(self) -> AttentionContext:
-        """Of the next pass of the transformer, which may be one of two guidance branches."""
+        """Return the context of the transformer's next pass, which may be one of two guidance branches."""
         self._plans.start_pass()
         return self._denoiser.context_of(self._state, cache=self._cache, plans=self._plans)
 

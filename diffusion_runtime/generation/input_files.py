@@ -50,7 +50,8 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
 
 
 def _paths(value: Any) -> list[Any]:
-    """Of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and strength."""
+    """Return the paths of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and
+    strength."""
     return [each[1] if isinstance(each, list) and len(each) == 3 else each for each in _listed(value)]
 
 

@@ -67,7 +67,7 @@ class RequestProfile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the steps to be recorded have run."""
+        """True once the steps to be recorded have run."""
         return self._is_recorded
 
     def watching(self, on_progress: OnProgress = lambda _: None) -> OnProgress:

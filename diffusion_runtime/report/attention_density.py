@@ -20,7 +20,7 @@ MAX_CELLS = 192
 
 
 class CountedPlan(Protocol):
-    """What is read of a block-sparse plan (SparsePlan of kernels/block_sparse)."""
+    """Attributes of a block-sparse plan (SparsePlan of kernels/block_sparse) that are read here."""
 
     @property
     def method(self) -> str: ...
@@ -34,8 +34,8 @@ class CountedPlan(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a call, or a part of its heads, kept of the pairs. plan: None for every pair. skipped: int64 [2], how many
-    pieces of keys skip-softmax left out, and of how many."""
+    """Pairs that a call, or a part of its heads, kept. plan: None for every pair. skipped: int64 [2], how many pieces
+    of keys skip-softmax left out, and of how many."""
 
     plan: CountedPlan | None = None
     skipped: torch.Tensor | None = None

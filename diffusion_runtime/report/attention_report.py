@@ -287,8 +287,8 @@ class _StepTally:
 
 @dataclass
 class CallTape:
-    """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
-    given beside the step; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
+    """Records of a captured forward pass, which each of its replays counts. calls: a layer, and the other arguments of
+    `record`; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
 
     calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
@@ -316,7 +316,8 @@ class AttentionRecorder:
         self._cache: CacheRow | None = None
 
     def fork(self) -> AttentionRecorder:
-        """Of a video that goes on from here: it has the notes and libraries so far, and counts from now on."""
+        """Return the recorder of a video that continues from here: it has the notes and libraries so far, and counts
+        from now on."""
         twin = AttentionRecorder(counts_density=self._density is not None)
         twin._has_phases = self._has_phases
         twin._notes, twin._libraries = dict(self._notes), list(self._libraries)
@@ -328,7 +329,7 @@ class AttentionRecorder:
 
     @contextmanager
     def taped(self) -> Iterator[CallTape]:
-        """What is recorded inside goes on the tape and is not counted: a forward pass that is captured computes
+        """Context manager: put what is recorded on the tape without counting it, as a captured forward pass computes
         nothing."""
         self._tape = CallTape()
         try:
@@ -453,7 +454,7 @@ class AttentionRecorder:
         self._notes[text] = None
 
     def report(self) -> AttentionReport:
-        """What was counted. Waits for the device where calls may have skipped keys."""
+        """Return what was counted. Waits for the device if calls may have skipped keys."""
         rows = [
             ReportRow(
                 role,

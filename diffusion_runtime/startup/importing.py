@@ -25,7 +25,8 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 @functools.cache
 def import_failure(module: str, *functions: str) -> str | None:
-    """What importing `module` raises, in one line, or which of `functions` it lacks; None when everything is found.
+    """Return the error of importing `module`, in one line, or which of `functions` it lacks; None when everything is
+    found.
 
     Some packages catch what their own kernels raise at import, so a module that imports need not have its functions.
     Tried once per process.

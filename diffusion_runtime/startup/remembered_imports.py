@@ -53,7 +53,7 @@ class ImportCheck:
 
 
 def is_remembered(check: ImportCheck) -> bool:
-    """Whether the check passed on this machine, and neither the package, nor what it requires, torch nor Python has
+    """Return True if the check passed on this machine, and neither the package, its requirements, torch nor Python has
     changed since. Imports nothing."""
     facts = _facts(check)
     if facts is None:
