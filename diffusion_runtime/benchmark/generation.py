@@ -1,4 +1,5 @@
-"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own beside them."""
+"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own next to
+them."""
 
 from __future__ import annotations
 
@@ -192,8 +193,8 @@ def _row(
 
 
 def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[dict[str, float], str]:
-    """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded. Beside
-    them its attention report."""
+    """Return the seconds by stage of one generation as the command runs it, and its attention report: encoding the file
+    begins while frames are decoded."""
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
         path = Path(folder) / f"made.{_file_format(request)}"
         with FileWriter(path) as writer:

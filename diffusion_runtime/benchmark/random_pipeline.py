@@ -105,7 +105,7 @@ def random_pipeline(
 
 
 class RandomImages(ImageConditioner):
-    """Random conditions in place of an image's, of a model with an image encoder beside its autoencoder."""
+    """Random conditions in place of an image's, of a model with an image encoder in addition to its autoencoder."""
 
     def __init__(self, opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
         self._opened = opened

@@ -13,7 +13,7 @@ from diffusion_runtime.generation.interface import GenerationRules
 from diffusion_runtime.rules.request_rules import RequestRules
 
 _FIELDS = ("image_path", "last_image_path", "mask_path")
-# Of an image whose size nothing says.
+# Size of an image whose size is not given.
 _SIDE = 1024
 
 

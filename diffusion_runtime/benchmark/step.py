@@ -1,8 +1,8 @@
-"""Benchmarks one denoising step of a transformer: ours in each mode beside diffusers' own, eager and compiled.
+"""Benchmarks one denoising step of a transformer: ours in each mode next to diffusers' own, eager and compiled.
 
 The same random weights everywhere, so every velocity is compared with the first one. Models are built one after the
-other and each is timed beside a large matrix product. A step is one in the middle of a generation: what depends on
-prompt, size and timesteps alone was computed at the first one, where a model of ours keeps it.
+other and each is timed together with a large matrix product. A step is one in the middle of a generation: what depends
+on prompt, size and timesteps alone was computed at the first one, where a model of ours keeps it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MODES = tuple(_WAYS)
 _NUM_STEPS = 20
 # Relative L2 of two bfloat16 forwards of random weights that round at other places; of float32, hundreds of times less.
 _MAX_DIFFERENCE = 0.05
-# A forward of so many milliseconds says enough in one sample.
+# A forward of so many milliseconds needs only one sample.
 _SLOW_MS = 20_000.0
 
 
@@ -161,7 +161,7 @@ class _Run:
         self._modes = self._chosen_modes()
 
     def _chosen_modes(self) -> tuple[str, ...]:
-        """In the order in which they are timed. The first one is what everything is compared with."""
+        """Return the modes in the order in which they are timed. Everything is compared with the first one."""
         wanted = _default_modes(self._device) if self._choice.modes is None else self._choice.modes
         if any(_WAYS[mode].is_replayed for mode in wanted):
             empty = self._opened.model.build_transformer(self._policy)
@@ -197,8 +197,8 @@ class _Run:
         if rules is not None:
             rules.counter.start(lambda how: products.update([how]))
         if not self.operations:
-            # Of one step: with what a generation computes for all of them at once, but for a prefix, which neither
-            # side computes anew.
+            # Of one step: with what a generation computes for all of them at once, but for a prefix, which neither side
+            # computes again.
             forward = _forward_of(model, self._inputs, is_planned=False)
             if self._inputs.with_prefix is not None:
                 forward()
@@ -344,7 +344,7 @@ def _replayed(
 
 
 def _check_memory(opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises DeviceMemoryError for weights that do not fit, and says which part would."""
+    """Raise DeviceMemoryError for weights that do not fit, naming the part that would."""
     needed = opened.num_parameters() * dtype.itemsize
     room = _memory_room(device)
     if room is None or needed <= room:

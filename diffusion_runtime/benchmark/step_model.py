@@ -30,7 +30,7 @@ from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 _TRANSFORMER = "transformer/config.json"
-# Keys that say how many blocks a transformer has; a text's refiner stays whole.
+# Keys that give the number of blocks of a transformer; a text's refiner stays whole.
 _BLOCK_COUNTS = ("num_layers", "num_single_layers", "n_layers")
 
 

@@ -20,8 +20,8 @@ _ATTENTION = "attention, "
 
 @dataclass(frozen=True)
 class ExpectedDensity:
-    """share: of attention's operations that is computed; None where the content decides, or nobody knows. operations:
-    of dense attention, by role; empty where nobody knows."""
+    """share: of attention's operations that is computed; None where the content decides, or it is unknown. operations:
+    of dense attention, by role; empty if unknown."""
 
     share: float | None = None
     operations: Mapping[str, float] = field(default_factory=dict)

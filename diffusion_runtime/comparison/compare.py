@@ -86,7 +86,7 @@ def compare(
 
 
 class _Silent:
-    """A Reporter that says nothing."""
+    """Reporter that prints nothing."""
 
     def say(self, text: str, /) -> None:
         del text
@@ -201,7 +201,7 @@ class _Run:
             raise
 
     def _fewer_steps(self, reference: Row, row: Row) -> Row | None:
-        """The reference with as many steps as take the row's time; None beside a row without figures."""
+        """Return the reference with as many steps as take the row's time, or None for a row without figures."""
         if row.state != "measured":
             return None
         num_steps = steps_at_the_same_time(reference, row)
@@ -374,7 +374,7 @@ class _Run:
 
 
 def _by_model(settings: Sequence[OpenedSetting]) -> list[OpenedSetting]:
-    """In their order, those of one RuntimeConfig together."""
+    """Return the settings in their order, those of one RuntimeConfig together."""
     models: list[RuntimeConfig] = []
     for each in settings:
         if each.setting.runtime not in models:

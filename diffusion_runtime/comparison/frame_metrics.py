@@ -1,4 +1,4 @@
-"""PSNR, SSIM and LPIPS of a clip beside the reference's. Frames: uint8 RGB [num_frames, height, width, 3]."""
+"""PSNR, SSIM and LPIPS of a clip compared with the reference's. Frames: uint8 RGB [num_frames, height, width, 3]."""
 
 from __future__ import annotations
 

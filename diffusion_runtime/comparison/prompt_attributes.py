@@ -10,5 +10,6 @@ from diffusion_runtime.quality.shapes.prompt_reading import read_prompt
 
 
 def known_attributes(model_path: str, prompts: Iterable[str]) -> list[SceneAttributes | None]:
-    """By prompt; None for one that names anything else than the model was trained on, and for every other model."""
+    """Return the attributes by prompt, None for a prompt that names anything else than the model was trained on, and
+    for every other model."""
     return [read_prompt(prompt) if model_path == EMBEDDED else None for prompt in prompts]

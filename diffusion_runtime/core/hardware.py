@@ -51,7 +51,7 @@ _ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and what is installed beside it.
+    """One device and the software installed for it.
 
     platform: one of PLATFORMS; ROCm is its own platform although torch calls its device `cuda`.
     capability: (major, minor) compute capability on CUDA, else None.
@@ -78,7 +78,7 @@ class Hardware:
         return next((name for lowest, name in _ARCHITECTURES if self.capability >= lowest), "")
 
     def describe(self) -> str:
-        """One phrase for log lines: `cuda sm_90, torch 2.13.0`."""
+        """Return one phrase for log lines: `cuda sm_90, torch 2.13.0`."""
         chip = f" sm_{self.capability[0]}{self.capability[1]}" if self.capability else ""
         return f"{self.platform}{chip}, torch {self.torch_version}"
 

@@ -59,7 +59,8 @@ class LatentGeometry:
         return self.temporal_factor * self.num_latents_before
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
-        """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.
+        """Return the shape of one sample as samplers and transformers see it: `latent_shape`, for a model that makes
+        pictures alone.
 
         Raises RequestError for sizes that do not divide.
         """

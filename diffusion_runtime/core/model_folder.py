@@ -29,7 +29,7 @@ LINKS = ".links"
 # Beside such links, where they lead to a file of several components: the prefix of this one's tensors.
 PART_MARK = "part_of_file.json"
 
-# What libraries read of a folder, beside weights. The largest published tokenizer.json has 33 MB.
+# What libraries read of a folder, in addition to weights. The largest published tokenizer.json has 33 MB.
 _READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 MAX_TEXT_BYTES = 256 * 1024 * 1024
 
@@ -203,14 +203,14 @@ def check_model_files(folder: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from error
     for path in files:
-        # A link to nothing is a file that is missing, which is for whoever needs it to say.
+        # A link to nothing is a missing file, which is reported where it is needed.
         if path.exists() and not path.is_dir():
             is_text = path.suffix != ".safetensors"
             check_file(path, max_bytes=MAX_TEXT_BYTES if is_text else None, error=ModelLoadError)
 
 
 def component_class(folder: AnyFolder, component: str) -> tuple[str, str]:
-    """(library, class name) of a component, as model_index.json says. Raises ModelLoadError."""
+    """Return (library, class name) of a component by model_index.json. Raises ModelLoadError."""
     path = folder / INDEX_FILE
     entry = read_index(folder).get(component)
     if entry is None:
@@ -264,7 +264,7 @@ class ConfigFile:
         self.values = values
 
     def settings(self) -> dict[str, Any]:
-        """Every key and value that is not a note. Raises ModelLoadError for numbers that no component has."""
+        """Return every key and value that is not a note. Raises ModelLoadError for numbers that no component has."""
         check_sizes(self.values, self.path)
         return {key: value for key, value in self.values.items() if not key.startswith("_")}
 

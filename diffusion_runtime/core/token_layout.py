@@ -101,7 +101,7 @@ class TokenLayout:
 class CachedLayout(TokenLayout):
     """A grid of queries, and the keys of a cache: those of the frames in sight, the queries' own among them.
 
-    grid: of the keys, a frame for each slot that is read; it says nothing of the order in the video. num_query_frames:
+    grid: of the keys, a frame for each slot that is read; it does not give the order in the video. num_query_frames:
     of the queries' grid, whose height and width are the keys'. key_frames: the latent frame of the video that each
     frame of keys is. Keys of frames of two sizes are one row, and their queries' grid is not known here.
     """

@@ -26,7 +26,7 @@ from diffusion_runtime.denoising.noise import ChunkNoise
 _NUM_TRAIN_TIMESTEPS = 1000
 
 # (latents [batch, channels, frames, height, width], which latent frames these are, step) -> velocity of that shape,
-# which nobody reads of a commit.
+# which is not read after a commit.
 ForwardFrames: TypeAlias = Callable[[torch.Tensor, range, StepInfo], torch.Tensor]
 
 

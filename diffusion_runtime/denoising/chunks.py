@@ -66,7 +66,7 @@ def chunks_of(request: GenerationRequest, num_frames: int | None) -> ChunkPlan:
 
 
 def window_of(request: GenerationRequest) -> FrameWindow:
-    """Which frames its chunks have in sight. Raises ConfigError for a window without room beside the sink."""
+    """Which frames its chunks have in sight. Raises ConfigError for a window without room next to the sink."""
     return FrameWindow(request.kv_sink or 0, request.kv_window or None)
 
 
@@ -162,7 +162,7 @@ def passes_of(
 
 
 def frames_needed(request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None) -> int:
-    """The smallest window of latent frames with room for the sink and what stands beside it."""
+    """Return the smallest window of latent frames with room for the sink and the frames next to it."""
     sink, longest = request.kv_sink or 0, longest_pass(request, chunks)
     if history is None:
         return sink + longest

@@ -52,7 +52,7 @@ class GuidanceTerms:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """request: resolved. What is not said of the sound is as for the pictures."""
+        """Return the terms of a resolved request. Values not given for the sound are those of the pictures."""
         assert request.guidance_scale is not None
         video = PartScales(
             cfg=request.guidance_scale,
@@ -87,7 +87,7 @@ class GuidanceTerms:
 
     @property
     def further_branches(self) -> tuple[str, ...]:
-        """Forward passes of each step beside the one or two of classifier-free guidance."""
+        """Forward passes of each step in addition to the one or two of classifier-free guidance."""
         return (*((PERTURBED,) if self.is_perturbed else ()), *((ISOLATED,) if self.is_isolated else ()))
 
     @property

@@ -37,7 +37,7 @@ def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule:
             f"{field}: expected {num_steps} noise levels, one per step, got {len(levels)}: leave out "
             "num_inference_steps, which then follows from them, or say as many"
         )
-    # Nothing that the folder says of its own schedule holds for them.
+    # The folder's settings of its own schedule do not hold for them.
     kept = {key: options[key] for key in ("num_train_timesteps",) if key in options}
     if request.sigmas is None:
         kept |= _stretch(request, name)

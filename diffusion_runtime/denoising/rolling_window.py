@@ -59,7 +59,7 @@ class RollingWindowSampler(ChunkSampler):
         return CleanChunk(first.chunk, first.latents.float())
 
     def _roll(self) -> None:
-        """One pass, after which every chunk in the window is a step further."""
+        """Run one pass, after which every chunk in the window is a step further."""
         window, levels = self._window, (*self._levels, 0.0)
         frames = range(window[0].chunk.frames.start, window[-1].chunk.frames.stop)
         times = [

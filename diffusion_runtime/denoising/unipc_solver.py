@@ -152,7 +152,8 @@ class UniPCSolver:
         return interval.linear(before, newest) - interval.signal * interval.scale * total
 
     def _interval(self, start: int, device: torch.device) -> _Interval:
-        """From noise level `start` to the next one, with the predictions before it that the order asks for."""
+        """Return the interval from noise level `start` to the next one, with the earlier predictions that the order
+        requires."""
         levels = self.sigmas.to(device)
         ratio = _log_ratio(levels[start])
         width = _log_ratio(levels[start + 1]) - ratio

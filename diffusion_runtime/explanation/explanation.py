@@ -64,7 +64,7 @@ class LayerSchedule:
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `commit` where there is none; warnings are the explanation's remarks."""
+        """Return the plain values, without `commit` if there is none; warnings are the explanation's remarks."""
         lists = {name: list(getattr(self, name)) for name in ("backends", "density", "implementations")}
         plain = {**asdict(self), **lists}
         del plain["warnings"]
@@ -93,7 +93,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Explanation:
-    """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees beside them.
+    """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees in addition.
     num_first_steps: of the first chunk of a causal model's video, where the others take num_steps and it does not;
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
@@ -114,7 +114,7 @@ class Explanation:
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """One line: `schedule` has every layer and step."""
+        """Return one line; `schedule` has every layer and step."""
         model, shares = self.description.config.model_path, (f"{part.name} {part.share:.0%}" for part in self.parts)
         return f"<Explanation: {model}, passes {self.passes_text}; expected time: {', '.join(shares)}>"
 
@@ -323,8 +323,8 @@ def _costs_of_chunks(
 def _passes_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[tuple[CachePlan, StepInfo, int]]:
-    """Every pass of a video and its step, a commit's that of the chunk behind it; and in how many passes of the
-    transformer it is made, by its guidance branches and, of a commit, by the experts of later chunks."""
+    """Yield every pass of a video with its step, for a commit that of the chunk after it, and the number of transformer
+    passes it takes, by its guidance branches and, for a commit, by the experts of later chunks."""
     request, chunks, passes = planned.request, settings.chunks, settings.cache_passes()
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
@@ -355,7 +355,7 @@ def _num_grid(layout: Any) -> int:
 
 
 def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
-    """One layer's schedules of consecutive steps."""
+    """Join one layer's schedules of consecutive steps."""
     backends = tuple(each for row in rows for each in row.backends)
     density = tuple(each for row in rows for each in row.density)
     implementations = tuple(each for row in rows for each in row.implementations)
@@ -367,7 +367,7 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
 def _schedules_of(
     cost: ForwardCost, prefill: ForwardCost | None, steps: range, num_steps: int
 ) -> tuple[LayerSchedule, ...]:
-    """By layer. prefill: whose layers compute a prefix in place of those of the same index."""
+    """Return the schedules by layer. prefill: whose layers compute a prefix in place of those of the same index."""
     commits = {(each.role, each.index): each for each in (() if prefill is None else prefill.attention)}
     return tuple(
         _schedule_of(each, commits.get((each.role, each.index), each), steps, num_steps) for each in cost.attention

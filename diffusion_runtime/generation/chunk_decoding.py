@@ -1,4 +1,4 @@
-"""Decoding beside denoising: the latents of a chunk become frames on a thread of their own."""
+"""Decoding in parallel with denoising: the latents of a chunk become frames on a thread of their own."""
 
 from __future__ import annotations
 

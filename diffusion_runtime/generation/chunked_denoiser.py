@@ -151,9 +151,9 @@ class ChunkStream(Iterator[CleanChunk]):
             )
 
     def fork(self, recorder: AttentionRecorder, seed: int | None = None) -> ChunkStream:
-        """Another stream with the same chunks so far, that goes on by itself; the chunk that came last is committed.
-        Keys in pages are shared until either stream writes to them, others are copied. recorder: of what it computes.
-        seed: of the noise from the next chunk on, None for the same.
+        """Return another stream with the same chunks so far that continues by itself; the last chunk is committed. Keys
+        in pages are shared until either stream writes to them, others are copied. recorder: of what it computes. seed:
+        of the noise from the next chunk on, None for the same.
 
         Raises what `check_fork` raises, before any work.
         """
@@ -201,10 +201,10 @@ class ChunkStream(Iterator[CleanChunk]):
             self._sampler.commit(clean)
 
     def switch_text(self, text: Mapping[str, Conditions], mode: str | None = None) -> None:
-        """Another prompt from the next chunk on. text: by guidance branch.
+        """Use another prompt from the next chunk on. text: by guidance branch.
 
         mode: one of SWITCH_MODES. recache, which None is as well: the keys of the frames in sight, but for the sink's,
-        are computed anew under the new prompt (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk as they were.
+        are recomputed under the new prompt (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk as they were.
         recache_at_once: in one pass in which these frames see each other both ways, as LongLive's code does. keep: they
         stay those of the prompt before.
         """

@@ -29,7 +29,7 @@ def input_digests(request: GenerationRequest) -> dict[str, Digests]:
 def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationRequest]) -> tuple[str, ...]:
     """The paths of inputs that were another file when a recipe was made, of those that the requests still name.
 
-    recipe: it may say anything, or be of a version that kept no digests.
+    recipe: it may hold anything, or be of a version that kept no digests.
     """
     recorded, request = recipe.get("inputs"), recipe.get("request")
     if not isinstance(recorded, Mapping) or not isinstance(request, Mapping):

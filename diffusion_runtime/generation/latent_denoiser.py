@@ -237,7 +237,7 @@ class LatentDenoiser:
             return torch.cat([geometry.join(video[:, :end], audio), video[:, end:]], dim=1)
 
         with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance_mode, exchange, wrappers)
-        # Rescaling is measured with the images as they are, those beside the clip among them.
+        # Rescaling is measured with the images as they are, including those given with the clip.
         whole = self.transformer.complete if terms.video.rescale > 0 else self.transformer.settle
 
         def of_clip(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:

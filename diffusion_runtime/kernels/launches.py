@@ -50,8 +50,8 @@ class LaunchCache:
     def repeat(
         self, device: torch.device, key: Callable[[*_Arguments], Hashable], *arguments: *_Arguments
     ) -> CompiledLaunch | None:
-        """The launch of a call like an earlier one, which may skip its checks; None for the first of its kind, and
-        where something that no key says has changed. key: of the arguments, with all that checks and launch depend on.
+        """Return the launch of a call like an earlier one, which may skip its checks; None for the first of its kind,
+        and if something outside the keys has changed. key: of the arguments, with all that checks and launch depend on.
         """
         return self._launches.get(key(*arguments)) if may_repeat(device) else None
 

@@ -69,7 +69,7 @@ class CompiledBlocks:
             self._compile_block(block)
 
     def renew(self) -> None:
-        """Compile anew at the next call, where what the blocks consist of has changed: torch keeps up to 8 graphs."""
+        """Compile again at the next call, as the contents of the blocks have changed: torch keeps up to 8 graphs."""
         self._compiled = {}
         for reference in self._blocks:
             block = reference()

@@ -1,4 +1,5 @@
-"""The image that a video starts from, in its latents or beside them (image conditioning: token replace, latent concat).
+"""The image that a video starts from, in its latents or next to them (image conditioning: token replace, latent
+concat).
 
 Shapes: latents [batch, channels, frames, height, width]; image [batch, channels, 1, height, width], normalised as they.
 """

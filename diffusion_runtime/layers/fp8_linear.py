@@ -59,11 +59,11 @@ class ProductCounter:
         self._record: Callable[[str], object] = lambda _: None
 
     def start(self, record: Callable[[str], object]) -> None:
-        """From now on, call `record` with how each product is computed."""
+        """Start calling `record` with how each product is computed."""
         self._record = record
 
     def stop(self) -> None:
-        """Products of forward passes outside of a generation are not counted."""
+        """Stop counting: products of forward passes outside of a generation do not count."""
         self._record = lambda _: None
 
     def count(self, implementation: str) -> None:
@@ -149,7 +149,7 @@ class Fp8Linear(Linear):
         return not torch.compiler.is_dynamo_compiling() and self._refusal(x) is None
 
     def make_opaque(self) -> None:
-        """From now on, torch.compile records one operator for a product and does not trace it: it is counted."""
+        """Let torch.compile record one operator for a product instead of tracing it, so that it is counted."""
         self._handle = PRODUCTS.handle_of(self)
 
     def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:

@@ -93,7 +93,7 @@ class GgufLinear(Linear):
         return F.gelu(self.product(x), approximate="tanh")
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of Linear
-        """Its bytes are no rows of numbers."""
+        """Return False: the weight's bytes are not rows of numbers."""
         return False
 
     def extra_repr(self) -> str:

@@ -113,8 +113,8 @@ class Linear(nn.Linear):
     def forward_joined(
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer of first [..., a] and, beside it, the tanh GELU of second [..., b], or silu(second) * features;
-        a + b is in_features, and all are left as they are."""
+        """Apply the layer to first [..., a] and, next to it, the tanh GELU of second [..., b], or silu(second) *
+        features; a + b is in_features, and all are left as they are."""
         return self._complete(self.product_joined(first, second, features))
 
     def product_joined(

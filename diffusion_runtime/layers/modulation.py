@@ -35,7 +35,7 @@ class Modulation(nn.Module):
 class BlockModulation(Modulation):
     """Modulation of a block that is given its rows (layers/modulation_rows.py)."""
 
-    # By whoever computes the rows, and not by the block's forward.
+    # By the code that computes the rows, and not by the block's forward.
     read_once = ("projection",)
 
 

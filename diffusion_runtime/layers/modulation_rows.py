@@ -30,7 +30,7 @@ _PLAN, _ROWS = "planned_times", "modulation_rows"
 ROW_BY_ROW = ("cpu",)
 # (timestep, that of the step after it): what of a step conditions a model.
 Times: TypeAlias = tuple[float, float]
-# (timestep [M], that of the step that follows [M], None where nobody knows it) -> a model's conditioning, after its
+# (timestep [M], that of the step that follows [M], None if unknown) -> a model's conditioning, after its
 # activation, [M, D]. M: a batch for each of one or more timesteps, one after the other.
 Condition: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -112,9 +112,9 @@ def rows_of_step(
     *,
     takes_next: bool = False,
 ) -> ModulationRows:
-    """The rows of a forward pass. name: of the model, where a request has several. source: the object that they are
-    computed from beside the time, such as a pooled text; None where all samples and branches have the same. timestep:
-    [B], all alike. takes_next: whether the model reads the timestep that a step leads to."""
+    """Return the rows of a forward pass. name: of the model, where a request has several. source: the object that they
+    are computed from in addition to the time, such as a pooled text; None where all samples and branches have the same.
+    timestep: [B], all alike. takes_next: whether the model reads the timestep that a step leads to."""
     plan = _plan_of(context, takes_next=takes_next)
     if plan is None:
         following = context.step.next_timestep
@@ -215,7 +215,8 @@ def _index_of(timestep: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
 def _kept(
     name: str, sources: tuple[object, object], compute: Callable[[], _Table], context: AttentionContext
 ) -> _Table:
-    """The table under `name`, of the request or, where it has a source, of the branch; computed and said once."""
+    """Return the table under `name`, of the request or, where it has a source, of the branch; computed and reported
+    once."""
     state = context.state
     scope, key = state.request if sources[1] is None else state.of_branch(context.step), (_ROWS, name)
     found = scope.find(key)

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
     @property
     def as_norm(self) -> Norm:
-        """For a kernel that computes it with what stands beside it."""
+        """Form of the norm for a kernel that fuses it with its neighbours."""
         assert self.share is None
         return Norm("rms", self.eps, self.weight)
 

@@ -40,7 +40,7 @@ def cached_for_request(name: str, sizes: Hashable, context: AttentionContext, co
     """The result of `compute`, cached under `name` and `sizes` for the other steps of the request; it must not be
     written to.
 
-    sizes: all that it depends on beside the model and the order of the tokens, such as the grid. Not a cache of the
-    process: a table of rotary positions at 720p is 40 MB, and a server that makes many sizes would collect them.
+    sizes: all that it depends on in addition to the model and the order of the tokens, such as the grid. Not a cache of
+    the process: a table of rotary positions at 720p is 40 MB, and a server that makes many sizes would collect them.
     """
     return context.state.request.get_or_create(("sizes", name, sizes, context.sharding.tile), compute)

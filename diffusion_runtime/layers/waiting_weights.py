@@ -1,5 +1,5 @@
-"""Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that whoever
-computes with one that was not brought computes NaN."""
+"""Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that
+computing with one that was not brought gives NaN."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ SUFFIXES = (*_CONTAINERS, *_PICTURES, ".npy")
 @dataclass(frozen=True)
 class ClipFacts:
     """A file's frames. width, height: in pixels, upright; num_frames: at most one more than was asked for, so that a
-    longer file shows. fps: None where the file does not say it, or has one frame. remarks: what is not used as it
-    stands in the file."""
+    longer file is noticed. fps: None if the file does not give it, or has one frame. remarks: what is not used as it is
+    in the file."""
 
     width: int
     height: int
@@ -208,7 +208,7 @@ def _animation_facts(path: str, most: int) -> ClipFacts:
 
 
 def _animation(path: str) -> Iterator[tuple[Any, float, tuple[str, ...]]]:
-    """Every frame of a file of Pillow's, how long it is shown in milliseconds, and remarks."""
+    """Yield every frame of a file that Pillow reads, how long each is shown in milliseconds, and remarks."""
     from PIL import Image, ImageSequence
 
     with Image.open(path, formats=FORMATS) as image:

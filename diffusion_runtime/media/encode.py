@@ -40,7 +40,7 @@ class FrameChunks:
 
     @classmethod
     def of(cls, frames: numpy.ndarray) -> FrameChunks:
-        """All of them at once."""
+        """Encode all frames at once."""
         num_frames, height, width = frames.shape[:3]
         return cls(num_frames, height, width, [frames])
 

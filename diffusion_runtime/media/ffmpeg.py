@@ -55,7 +55,7 @@ class VideoEncoder:
         assert self._process.stderr is not None
         self._stdin: IO[bytes] = self._process.stdin
         self._messages: list[bytes] = []
-        # Read meanwhile: a program whose messages nobody reads stops in the middle.
+        # Read meanwhile: a program whose messages are not read blocks in the middle.
         self._reader = threading.Thread(
             target=_read_all, args=(self._process.stderr, self._messages), daemon=True, name="messages of ffmpeg"
         )
@@ -77,7 +77,8 @@ class VideoEncoder:
         self._process.stderr.close()
 
     def write(self, frames: numpy.ndarray) -> bool:
-        """The next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` says why."""
+        """Write the next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` raises
+        why."""
         try:
             self._stdin.write(_even(frames).data)
             self._stdin.flush()
@@ -144,7 +145,7 @@ def file_argument(path: Path) -> str:
 
 
 def comment_arguments(recipe: str | None) -> list[str]:
-    """For a recipe within the file."""
+    """Return ffmpeg's arguments for a recipe within the file."""
     return [] if recipe is None else ["-metadata", f"comment={recipe}"]
 
 

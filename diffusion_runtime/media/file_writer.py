@@ -153,7 +153,7 @@ class FileWriter:
             self._failure = error
 
     def _frames(self) -> Iterator[numpy.ndarray]:
-        """One at a time, so that an encoder notices soon that nobody wants its file."""
+        """Yield frames one at a time, so that an encoder notices soon that its file is no longer wanted."""
         num_frames = 0
         while (chunk := self._waiting.get()) is not None:
             for index in range(len(chunk)):

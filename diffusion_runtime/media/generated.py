@@ -150,7 +150,7 @@ class GeneratedMedia:
             raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
 
     def __repr__(self) -> str:
-        """One line: pixels and recipe are in the fields."""
+        """Return one line: pixels and recipe are in the fields."""
         request = self.recipe.get("request") or {}
         made = f"{self.num_frames} frames at {self.fps} per second, " if self.num_frames > 1 else ""
         height, width = self.frames.shape[1:3]
@@ -158,7 +158,7 @@ class GeneratedMedia:
         return f"<GeneratedMedia: {made}{width} x {height}{of}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the video inline up to 12 MB, else its first frame."""
+        """Return HTML for notebooks: the video inline up to 12 MB, else its first frame."""
         from diffusion_runtime.media.notebook import media_html
 
         return media_html(self)

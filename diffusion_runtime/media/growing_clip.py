@@ -110,8 +110,9 @@ class GrowingClip:
         raise OutputError(f"{self._name}: ffmpeg ended after {self.num_frames} frames without an error")
 
     def finish(self, sidecar: Mapping[str, Any]) -> Path | None:
-        """No frames follow: the file becomes an ordinary mp4 with the recipe of `sidecar`, which is written beside it.
-        Returns its path; None for standard output, which gets neither. Raises OutputError; the frames stay then."""
+        """Finish after the last frames: the file becomes an ordinary mp4 with the recipe of `sidecar`, which is written
+        next to it. Returns its path; None for standard output, which gets neither. Raises OutputError; the frames stay
+        then."""
         self._finish_encoding()
         if self._path is None:
             return None
@@ -186,7 +187,7 @@ def _take_free_name(target: Path) -> Path:
 
 
 def _standard_output() -> int:
-    """Its file descriptor; raises ConfigError for a terminal, which an mp4 would only upset."""
+    """Return the file descriptor of standard output. Raises ConfigError for a terminal, which cannot take an mp4."""
     if os.isatty(sys.stdout.fileno()):
         raise ConfigError("--stream -: standard output is a terminal; pipe it, as in `| ffplay -`, or name a file")
     return sys.stdout.fileno()

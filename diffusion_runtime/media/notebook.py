@@ -47,7 +47,7 @@ class ShownMedia(Protocol):
 
 
 def media_html(media: ShownMedia) -> str:
-    """One self-contained piece: no script and no request; prompts are escaped."""
+    """Return one self-contained piece of HTML without scripts or requests; prompts are escaped."""
     request = media.recipe.get("request") or {}
     prompt = html.escape(str(request.get("prompt", "")), quote=True)
     height, width = media.frames.shape[1:3]

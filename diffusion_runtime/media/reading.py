@@ -31,7 +31,7 @@ class MediaFile:
 
     width, height, num_frames: 0 for sound alone. fps: None when neither the format nor a recipe holds it. recipe,
     attention_report, timings: None when neither the file nor its sidecar has them. audio: of a file of sound, and of
-    one whose sidecar records sound in it or beside it: sample_rate, num_channels, seconds, is_beside.
+    one whose sidecar records sound in it or next to it: sample_rate, num_channels, seconds, is_beside.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Recipes and sidecars: the JSON inside a media file, and the JSON file beside it, with size limits.
+"""Recipes and sidecars: the JSON inside a media file, and the JSON file next to it, with size limits.
 
 A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and measurements: `{"schema", "file",
 "recipe", "attention_report", "timings", "peak_memory"}`. Both may be untrusted: they are parsed as JSON and as nothing
@@ -34,7 +34,7 @@ MAX_SIDECAR_BYTES = 8 * 1024 * 1024
 
 
 def sidecar_path(path: Path) -> Path:
-    """`out.mp4` has `out.json` beside it."""
+    """Return the path of a sidecar: `out.json` for `out.mp4`."""
     return path.with_suffix(".json")
 
 

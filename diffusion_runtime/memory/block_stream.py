@@ -106,7 +106,7 @@ class BlockStream:
         """Fill every slot whose block is not among the next ones."""
         if not self.is_running:
             return
-        # Whoever reads them now gets what lies in the machine's memory, and not what is written into the slot.
+        # Reading them now gives what is in the machine's memory, and not what is written into the slot.
         self._units[index].use_host()
         count = len(self._units)
         wanted = [(index + ahead) % count for ahead in range(1, self._num_slots + 1)]

@@ -33,7 +33,8 @@ def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
 
 def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Modules of a block with tensors of theirs that its forward does not read: what `read_once` of the module names,
-    such as the projections of a text to keys and values. Whoever reads them says so (layers/held_weights.py)."""
+    such as the projections of a text to keys and values. Code that reads them enters `held_weights`
+    (layers/held_weights.py)."""
     found = []
     for module in block.modules():
         names: tuple[str, ...] = getattr(module, "read_once", ())

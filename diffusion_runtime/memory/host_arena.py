@@ -1,4 +1,5 @@
-"""Host arena: weights in one piece of the machine's memory, pinned (page-locked) so that copies run beside kernels."""
+"""Host arena: weights in one piece of the machine's memory, pinned (page-locked) so that copies run in parallel with
+kernels."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of `explain`."""
+        """Return False: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of
+        `explain`."""
         return False
 
     def __torch_dispatch__(
@@ -97,8 +98,8 @@ def kept_bytes(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_bytes(compute: Callable[[], object], device: torch.device, *, copies_layout: bool = False) -> int:
-    """The most that `compute` has alive on a device at once beside what existed before it, its result included.
-    Attention counts its output alone. copies_layout: as in LiveBytes."""
+    """Return the most bytes that `compute` has alive on a device at once, its result included, without what existed
+    before. Attention counts its output alone. copies_layout: as in LiveBytes."""
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device, copies_layout=copies_layout) as live:
         result = compute()
         del result

@@ -16,7 +16,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 def free_on_device(device: torch.device) -> int | None:
     """Bytes that this process can still take on a device, with what torch's allocator holds unused; None for a device
-    that does not say."""
+    that does not report it."""
     if device.type == "cpu":
         return free_in_machine()
     library, share = _library_of(device), share_of_device(device)
@@ -25,14 +25,14 @@ def free_on_device(device: torch.device) -> int | None:
 
 def share_of_device(device: torch.device) -> int | None:
     """Bytes of a device that are this process's or free: what it could have if it gave back all of its own; None for
-    one that does not say, and for the machine's own memory."""
+    one that does not report it, and for the machine's own memory."""
     library = _library_of(device)
     if library is None:
         return None
     try:
         free, _ = library.mem_get_info(device)
     except RuntimeError:
-        # Some drivers of Intel's do not say.
+        # Some Intel drivers do not report it.
         if device.type == "cuda":
             raise
         return None

@@ -5,7 +5,7 @@ offloading is the cheapest that fits.
     denoise   transformer + activations of the largest step
     decode    decoder + its activations
 
-Each phase has beside it what stays on the device in its time: everything with `none`, the decoder alone with `model`
+Each phase also has what stays on the device meanwhile: everything with `none`, the decoder alone with `model`
 and `layers`. With `layers` a transformer is its blocks that fit, two slots for the others, and what is no block.
 
 On a CPU the device's memory is the machine's, and what is offloaded waits in the files it is read from (MACHINE).
@@ -25,11 +25,11 @@ Offload: TypeAlias = Literal["none", "model", "layers"]
 # By what they cost in time, the cheapest first.
 OFFLOADS: tuple[Offload, ...] = ("none", "model", "layers")
 NUM_SLOTS = 2
-# What libraries take beside tensors (workspaces of cuBLAS and attention kernels), and what torch's allocator rounds up:
-# tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
+# What libraries take in addition to tensors (workspaces of cuBLAS and attention kernels), and what torch's allocator
+# rounds up: tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
 WORKSPACE_BYTES = 192 * 2**20
 ROUNDING = 0.02
-# What Remedy.lowers says beside phases.
+# Value of Remedy.lowers in addition to the phases.
 WEIGHTS = "weights"
 
 
@@ -260,7 +260,7 @@ def make_plan(
     kind: DeviceKind = ACCELERATOR,
     free: int | None = None,
 ) -> MemoryPlan:
-    """The plan for the first of `choices` that fits. limit: bytes of the device, None where nobody knows; host_limit:
+    """Return the plan for the first of `choices` that fits. limit: bytes of the device, None if unknown; host_limit:
     of the machine. remedies: what else would need less, tried for the message; possible: what could be chosen instead;
     free: of the device, where `limit` may be raised as far as that.
 

@@ -1,4 +1,5 @@
-"""Transfers of weights to a device: on a stream of their own beside the kernels (CUDA), or in turn with them."""
+"""Transfers of weights to a device: on a stream of their own in parallel with the kernels (CUDA), or in turn with
+them."""
 
 from __future__ import annotations
 

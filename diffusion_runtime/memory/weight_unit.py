@@ -29,13 +29,13 @@ class Unit(Protocol):
         """Begin to bring the values into a buffer, behind all that computes so far; the event behind that."""
 
     def expect(self) -> None:
-        """It comes to the device next: whatever can be begun for that without memory."""
+        """Announce that this unit is copied next, so that it may prefetch what takes no memory."""
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Let the module's tensors be those in a buffer on the device, which holds their values."""
 
     def use_host(self) -> None:
-        """Let the module's tensors be what they are while nobody computes with them."""
+        """Point the module's tensors back to their home, where they stay while unused."""
 
 
 class WeightHome(Protocol):
@@ -115,6 +115,7 @@ class WeightUnit:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, each once, in the order of its state dict; what that leaves out comes last."""
+    """Return the module's parameters and buffers, each once, in the order of its state dict; those outside it come
+    last."""
     order = [*module.state_dict(keep_vars=True).values(), *module.parameters(), *module.buffers()]
     return list({id(tensor): tensor for tensor in order}.values())

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 
-# The key of the record in an error file of torch's elastic launcher, beside torch's own key `message`.
+# The key of the record in an error file of torch's elastic launcher, next to torch's own key `message`.
 _RECORD_KEY = "diffusion_runtime"
-# Beside the error file of rank 0.
+# Next to the error file of rank 0.
 _GROWING_FILE = "growing_file.txt"
 
 
@@ -66,7 +66,7 @@ class RankFailure:
 
 
 def note_growing_file(error_file: str | Path, path: Path) -> None:
-    """For the launcher, however this process ends: the file that grows while the run goes on. error_file: of this
+    """Note for the launcher, however this process ends, the file that grows while the run goes on. error_file: of this
     process (ProcessInfo.error_file)."""
     Path(error_file).with_name(_GROWING_FILE).write_text(str(path), encoding="utf-8")
 

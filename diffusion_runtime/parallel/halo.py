@@ -40,7 +40,7 @@ def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> tor
 
 
 def gather_bands(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """All bands along `dim`, in order, on every process; they may differ in size."""
+    """Return all bands along `dim`, in order, on every process; they may differ in size."""
     sizes = all_gather(group, torch.tensor([x.shape[dim]], device=x.device))
     largest = max(int(size) for size in sizes)
     behind = x.dim() - 1 - dim % x.dim()

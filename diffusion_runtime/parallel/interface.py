@@ -84,7 +84,7 @@ class SingleProcess(Exchange):
     splits_heads = False
 
     def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
     def with_every_key(self, num_heads: int) -> Exchange:  # noqa: ARG002
         return self

@@ -80,7 +80,7 @@ def launch(
     end_at_once: called on a second signal, after the ranks have been killed; its argument is whether one of them had
     reported the interruption.
 
-    check: what is asked of the whole run, in a thread beside the ranks, which import for seconds meanwhile. Where it
+    check: checks the whole run in a thread while the ranks import, which takes them seconds. Where it
     raises, they are killed, and `launch` raises the same once they have ended.
 
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once all processes have ended.
@@ -97,7 +97,7 @@ def launch(
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            # Rank 0 writes to the terminal. The stderr of the others is kept: it may say why one of them died.
+            # Rank 0 writes to the terminal. The stderr of the others is kept: it may show why one of them died.
             logs_specs=DefaultLogsSpecs(
                 log_dir=folder, redirects={} if verbose else dict.fromkeys(range(1, num_processes), Std.ERR)
             ),
@@ -126,7 +126,7 @@ def launch(
         except ChildFailedError as error:
             cause = _cause(error.failures, _records(folder), folder)
             if not cause.is_reported:
-                # A rank may fail of what the check finds, which says it without a rank.
+                # A rank may fail of what the check finds; the check reports it without a rank.
                 checked.raise_error()
             return dataclasses.replace(cause, growing_file=read_growing_file(folder))
         except (SignalException, KeyboardInterrupt) as error:
@@ -139,7 +139,7 @@ def launch(
 
 
 class _CheckBeside:
-    """A check in a thread beside torch's launcher, which only the main thread can run."""
+    """A check in a thread next to torch's launcher, which only the main thread can run."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

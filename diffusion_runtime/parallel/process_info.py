@@ -30,7 +30,7 @@ class ProcessInfo:
     """This process among those of the run.
 
     rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
-    its device. address, port: where the processes meet; port 0 for a process alone, which meets nobody. attempt: how
+    its device. address, port: where the processes meet; port 0 for a process alone. attempt: how
     often the launcher has started them again. is_launched: our own launcher is the parent. has_agent: torch's elastic
     launcher is, in whichever form. error_file: where a launcher reads why this process failed.
     """
@@ -103,8 +103,8 @@ _is_watching = threading.Lock()
 
 
 def end_with_launcher(process: ProcessInfo) -> None:
-    """From now on this process ends soon after its launcher. Uses the standard library alone, so that it works while
-    other libraries are still being imported; a second call changes nothing."""
+    """Let this process end soon after its launcher. Uses the standard library alone, so that it works while other
+    libraries are still being imported; a second call changes nothing."""
     if not process.has_agent or not _is_watching.acquire(blocking=False):
         return
     # Our own launcher passes its process id on, so that one which is gone already is detected as well.

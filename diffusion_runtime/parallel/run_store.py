@@ -88,7 +88,7 @@ class RunStore:
         return RankFailure.from_json(self.get([_ENDED])[0]) if self.has(_ENDED) else None
 
     def store(self) -> Store:
-        """Another connection to the same store with its own key prefix, for torch's process groups."""
+        """Open another connection to the same store with its own key prefix, for torch's process groups."""
         return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
 
 

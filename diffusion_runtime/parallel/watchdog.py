@@ -93,13 +93,15 @@ class Watchdog:
         self._timeout = timeout
 
     def enable_hang_detection(self, timeout: float) -> None:
-        """From now on a main thread that does not move for `timeout` seconds is at fault, whatever other threads do."""
+        """Treat a main thread that does not move for `timeout` seconds as at fault from now on, whatever other threads
+        do."""
         self._timeout = timeout
         self._is_loading = False
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """In the block this process waits for work that nobody has to give: however long, no other is at fault."""
+        """Context manager: this process waits for work from outside the run; however long, no other process is at
+        fault."""
         self._is_idle = True
         try:
             yield
@@ -108,7 +110,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """In the block this process waits for compilers, which count as its own work: it does not hang for so long as
+        """Context manager: this process waits for compilers, which counts as its own work; it is not hanging for up to
         LONGEST_COMPILE_SECONDS."""
         self._compiling_since = time.monotonic()
         try:
@@ -240,7 +242,8 @@ class Watchdog:
         return None
 
     def _process_of(self, rank: int, beat: _Heartbeat | None) -> int | None:
-        """Its process id, when it is on this host. One without a heartbeat yet has the same launcher as this one."""
+        """Return the process id of a rank on this host, else None. A rank without a heartbeat has the same launcher as
+        this one."""
         if beat is not None:
             is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
             return beat.process if is_here else None

@@ -143,7 +143,7 @@ class World:
         self.agree(None)
 
     def enable_hang_detection(self, timeout: float) -> None:
-        """From here on a process that does not move for `timeout` seconds while others wait for it ends the run."""
+        """End the run from now on if a process does not move for `timeout` seconds while others wait for it."""
         self._watchdog.enable_hang_detection(timeout)
 
     def idle(self) -> AbstractContextManager[None]:

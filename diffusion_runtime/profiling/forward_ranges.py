@@ -1,6 +1,6 @@
 """Named ranges of a forward pass for torch.profiler: the guidance branch, and attention by role, layer and backend.
 
-They are hooks, which are there while a step is recorded: a forward pass that nobody profiles runs nothing of this.
+They are hooks, installed while a step is recorded: a forward pass that is not profiled runs none of this.
 """
 
 from __future__ import annotations

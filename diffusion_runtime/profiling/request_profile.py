@@ -156,7 +156,8 @@ class RequestProfile:
         self._is_recorded = any(track == _STEPS and name == f"step {last}" for track, name, *_ in self._ranges)
 
     def _end_of_stage(self, progress: Progress) -> int:
-        """In nanoseconds, of a stage whose duration is known; one that nobody said had begun begins now."""
+        """Return the end in nanoseconds of a stage whose duration is known; a stage whose beginning was not reported
+        begins now."""
         duration = round(progress.seconds * 1e9)
         name, begun = self._begun.get(_STAGES, ("", 0))
         if name != progress.stage:

@@ -47,7 +47,7 @@ class ImportCheck:
 
     @property
     def path(self) -> Path:
-        """The file that says that it passed."""
+        """File that records that the check passed."""
         chip = re.sub(r"[^A-Za-z0-9_.]+", "_", self.chip)
         return cache_root() / "imports" / f"{self.module}-{chip}.json"
 
@@ -68,7 +68,8 @@ def is_remembered(check: ImportCheck) -> bool:
 
 
 def remember(check: ImportCheck) -> None:
-    """It passed. A folder that cannot be written costs a line in the log, and the next process an import."""
+    """Remember that the check passed. A folder that cannot be written costs a line in the log, and the next process an
+    import."""
     facts = _facts(check)
     if facts is None:
         return
@@ -87,8 +88,8 @@ def forget(module: str) -> None:
 
 
 def _facts(check: ImportCheck) -> dict[str, Any] | None:
-    """All that the outcome depends on, as it comes back from a file; None where the module's file is not found, or
-    nothing is to be remembered."""
+    """Return all that the outcome depends on, as it is read back from a file, or None if the module's file is not found
+    or nothing is to be remembered."""
     file = _file_of(check.module) if startup_is_on() else None
     if file is None:
         return None

@@ -18,7 +18,7 @@ class ForwardTime(Protocol):
     host_seconds: float
 
     def device_seconds(self) -> float:
-        """From its first kernel to the end of its last; waits for it."""
+        """Return the seconds from the pass's first kernel to the end of its last; waits for it."""
 
 
 class Capture(Protocol):
@@ -39,8 +39,8 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Capture by torch.cuda.CUDAGraph. The graphs share one memory pool, as they never run at the same time: whoever
-    replays one takes its result before the next."""
+    """Capture by torch.cuda.CUDAGraph. The graphs share one memory pool, as they never run at the same time: take the
+    result of a replay before the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

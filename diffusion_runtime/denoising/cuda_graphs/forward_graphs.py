@@ -5,8 +5,8 @@ the third is captured where the host took more than LAUNCH_BOUND of the device's
 their first pass runs eagerly and leaves what it keeps for the request, which is copied to where the graph reads it.
 
 Processes that share a sequence capture and replay the same passes: a graph holds the exchanges between them. They agree
-where they may decide otherwise, on times, failures and addresses, and nowhere else: a replay within a request waits for
-nobody.
+where they may decide otherwise, on times, failures and addresses, and nowhere else: a replay within a request does not
+wait.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ForwardGraphs:
 
     def forget_videos(self, branch: str | None = None) -> None:
         """End the graphs of passes with a key-value cache, which hold the keys of the video that they were captured
-        for: gigabytes that the next video has anew. branch: of one guidance branch alone."""
+        for: gigabytes, which the next video allocates again. branch: of one guidance branch alone."""
         held = [key for key, form in self._forms.items() if form.holds_cache and branch in (None, form.branch)]
         for key in held:
             del self._forms[key]
@@ -211,7 +211,7 @@ class GraphedForward:
         self._graphs.forget_videos()
 
     def _key(self, given: ForwardPass) -> Hashable:
-        """All that decides which kernels a pass launches, and with which numbers, beside those in its tensors."""
+        """Return all that decides which kernels a pass launches and with which numbers, except those in its tensors."""
         context, step = given.context, given.context.step
         if id(given.inputs) not in self._forms_of_inputs:
             self._forms_of_inputs[id(given.inputs)] = given.inputs, form_of(self._read(given.inputs))

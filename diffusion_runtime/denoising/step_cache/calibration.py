@@ -1,4 +1,4 @@
-"""Calibration of MagCache and TeaCache: how a model changes from step to step, in a file that says where it is from."""
+"""Calibration of MagCache and TeaCache: how a model changes from step to step, in a file that records its origin."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Calibration:
     with r the residual of all blocks; 1 for the first step. coefficients, of TeaCache: of the polynomial, the highest
     power first, `plain` and, of models that have it, `of_ret_steps`; empty where there were too few steps to fit one.
     model: of `model_identity`. prompts, request: what was generated; versions: of the packages that computed. spectrum:
-    A and beta of the clean latents' LatentSpectrum, for progressive resolution; None of latents that are too small to
-    say."""
+    A and beta of the clean latents' LatentSpectrum, for progressive resolution; None if the latents are too small to
+    fit one."""
 
     model: Mapping[str, str]
     num_steps: int
@@ -189,7 +189,7 @@ def _lists(
 
 
 def _floats(numbers: object) -> tuple[float, ...] | None:
-    """None for what is no list of finite numbers."""
+    """Return the list of finite numbers, or None for anything else."""
     if not isinstance(numbers, list) or any(type(number) not in (int, float) for number in numbers):
         return None
     try:

@@ -76,7 +76,7 @@ class StackMeasurement(BlockRunner):
 
 
 def mean_ratios(measured: Sequence[StackMeasurement], num_steps: int) -> dict[str, tuple[float, ...]]:
-    """By branch, over several requests; 1 for a step that a branch did not run."""
+    """Return the mean ratios by branch, over several requests; 1 for a step that a branch did not run."""
     branches = dict.fromkeys(branch for each in measured for branch in each.ratios)
     return {
         branch: tuple(

@@ -34,7 +34,7 @@ from diffusion_runtime.request.step_cache_options import (
 
 
 def _nothing(_device: torch.device) -> None:
-    """Every process has counted everything."""
+    """Do nothing: every process has counted everything."""
 
 
 @dataclass(frozen=True)

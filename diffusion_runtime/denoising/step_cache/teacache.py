@@ -122,7 +122,7 @@ def polynomial_of(
 ) -> TeaCachePolynomial:
     """The polynomial that a request asks for: of its calibration file, or published for the model.
 
-    calibration: of options.file, None where that is empty. published: None for a model that nobody published any for.
+    calibration: of options.file, None where that is empty. published: None for a model without published coefficients.
     Raises RequestError where there is none.
     """
     known = published if calibration is None else calibration.polynomials

@@ -47,7 +47,7 @@ def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place
 
 
 def _key(gate: torch.Tensor, features: torch.Tensor, in_place: bool, activation: str) -> Hashable:
-    """All that checks and launch depend on."""
+    """Return all that checks and launch depend on."""
     return activation, in_place, kind_of(gate), kind_of(features)
 
 
@@ -68,7 +68,7 @@ def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activ
 
 
 def _row_stride(x: torch.Tensor) -> int | None:
-    """From row to row of x [..., dim]; None where rows do not lie evenly apart."""
+    """Return the stride from row to row of x [..., dim], or None if rows are not evenly spaced."""
     stride, extent = 0, 1
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:

@@ -2,8 +2,8 @@
 backend "cake"; Ye et al., arXiv:2501.01005).
 
 Needs the package flashinfer-python, nvcc and an sm_90 GPU. The kernel is fast and its plans are not: FlashInfer makes
-them in Python on the host, 1.8 s of one core for 12 heads of 32,768 tokens at density 0.1, beside 1 to 2 ms of kernel.
-So `auto` never takes it; a plan that is used again is made once.
+them in Python on the host, 1.8 s of one core for 12 heads of 32,768 tokens at density 0.1, compared with 1 to 2 ms of
+kernel. So `auto` never takes it; a plan that is used again is made once.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def attend_lists(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of at most ROWS queries of one list against its key block, into their slots of `partial`.
+    """Attend one tile of at most ROWS queries of one list to its key block, into their slots of `partial`.
 
     Grid: (tiles,), those of a list one after the other, so that they find its keys in the cache.
     """

@@ -181,7 +181,8 @@ def _add_piece(
     EMPTY_ROWS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of them."""
+    """Compute one step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of
+    them."""
     scores = _scores(q, k, EXACT)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -286,7 +287,8 @@ def attend(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of at most ROWS queries of one block and head against the pieces that its block lists, then the text.
+    """Attend one tile of at most ROWS queries of one block and head to the pieces that its block lists, then to the
+    text.
 
     Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything. The
     rest of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at most LEFT
@@ -378,7 +380,7 @@ def attend(
             if SKIPS:
                 scores = _scores(q, k, EXACT)
                 top = tl.max(scores, 1) * qk_scale
-                # Rows past the tile's end hold other queries and have no say; NaN is below nothing.
+                # Rows past the tile's end hold other queries and do not count; NaN is below nothing.
                 in_tile = start + tl.arange(0, ROWS) < stop
                 needed = tl.where(in_tile & ~(top < row_max + skip_below), 1, 0)
                 if tl.max(needed, 0) > 0:

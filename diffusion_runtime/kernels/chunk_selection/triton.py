@@ -40,7 +40,7 @@ def chunk_row_mask_triton(
     row_mask = torch.empty(batch, num_heads, num_rows, words, dtype=torch.int32, device=q.device)
     chunks = max(32, 1 << (num_chunks - 1).bit_length())
     by_share = top is None
-    # Gates that a thread holds: 64, and 32 beside sums in float64; more of them do not fit the registers of sm_90.
+    # Gates that a thread holds: 64, or 32 next to sums in float64; more of them do not fit the registers of sm_90.
     rows = max(16, min(64, (8192 if by_share else 16384) // chunks))
     num_warps = max(4, rows * chunks // (1024 if by_share else 2048))
     kernels.select_rows[(-(-num_rows // rows), batch * num_heads)](

@@ -53,9 +53,9 @@ def quantize_gated_rows(gate: torch.Tensor, features: torch.Tensor) -> Quantized
 def quantize_joined_rows(
     first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
 ) -> QuantizedRows:
-    """quantize_rows of first [..., dim] and, beside it, the tanh GELU of second [..., other dim], or with features like
-    second silu(second) * features: in one pass, without a copy of either, and with the bits of quantize_rows of both
-    side by side. Raises ConfigError for shapes that do not fit."""
+    """quantize_rows of first [..., dim] and, next to it, the tanh GELU of second [..., other dim], or with features
+    like second silu(second) * features: in one pass, without a copy of either, and with the bits of quantize_rows of
+    both side by side. Raises ConfigError for shapes that do not fit."""
     return _quantize_parts(first, second, features)
 
 

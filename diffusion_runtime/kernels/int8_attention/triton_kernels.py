@@ -1,4 +1,4 @@
-"""The Triton kernels of 8-bit attention; reference.py says what is computed. Shapes: B batch, H heads, D head_dim.
+"""The Triton kernels of 8-bit attention; reference.py defines what is computed. Shapes: B batch, H heads, D head_dim.
 
 Two tricks keep conversions out of the inner loop, which the tensor cores would wait for. An int32 n of less than 2^22
 in magnitude, added to the bits of 1.5 * 2^23, is the bits of the float 1.5 * 2^23 + n. And a float of less than 2^22,

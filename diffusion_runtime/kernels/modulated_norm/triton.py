@@ -91,7 +91,7 @@ def repeat_fp8(call: NormCall) -> QuantizedRows | None:
 
 
 def _key(call: NormCall, form: str) -> Hashable:
-    """All that checks and launch depend on. form: of the result's numbers."""
+    """Return all that checks and launch depend on. form: of the result's numbers."""
     x, norm, shift, scale, branch, out = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     return (
@@ -108,7 +108,7 @@ def _key(call: NormCall, form: str) -> Hashable:
 
 
 def _pointers(call: NormCall, out: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """In the order of the kernel's arguments; one that it does not read is x."""
+    """Return the pointers in the order of the kernel's arguments, x for each that it does not read."""
     x, norm, shift, scale, branch, _ = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)

@@ -69,7 +69,7 @@ def norm_rope_into_blocks(call: NormRopeCall, blocks: TokenBlocks) -> PackedToke
 
 
 def _key(call: NormRopeCall, blocks: TokenBlocks) -> Hashable:
-    """All that the launch depends on."""
+    """Return all that the launch depends on."""
     product, weights, eps, rotations, _, _ = call
     offsets, lengths = kind_of(blocks.geometry.offsets), kind_of(blocks.text_lengths)
     kinds = kind_of(product), tuple(map(kind_of, weights)), kind_of(rotations), offsets, lengths

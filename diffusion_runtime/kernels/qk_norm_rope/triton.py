@@ -97,7 +97,7 @@ def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
 
 
 def _key(call: NormRopeCall) -> Hashable:
-    """All that checks and launch depend on."""
+    """Return all that checks and launch depend on."""
     packed, weights, eps, rotations, mean_squares, out = call
     return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(mean_squares), kind_of(out)
 
@@ -109,7 +109,7 @@ def _pointers(call: NormRopeCall, target: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def strides_of(rotations: torch.Tensor) -> tuple[int, int, int]:
-    """From sample to sample, token to token and head to head, 0 where they share."""
+    """Return the strides from sample to sample, token to token and head to head, 0 where they share."""
     if rotations.dim() == 2:
         return 0, rotations.stride(0), 0
     sample = rotations.stride(0) if rotations.shape[0] > 1 else 0

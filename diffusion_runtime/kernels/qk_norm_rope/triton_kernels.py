@@ -41,7 +41,7 @@ def norm_rope(
 
     weights: [HEAD_DIM], or [HEADS * HEAD_DIM] with OVER_HEADS, where the norm is over all heads. means: float32
     [batch, tokens, NUM_NORMED], with HAS_MEANS: the mean squares over more heads than these. rotations: float32
-    pairs of cosine and sine, [.., HEAD_DIM / 2, 2]: as they lie beside x, so that both split into pairs alike.
+    pairs of cosine and sine, [.., HEAD_DIM / 2, 2]: laid out like x, so that both split into pairs alike.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

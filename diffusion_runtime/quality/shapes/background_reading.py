@@ -18,7 +18,7 @@ _OBJECT_COVERAGE = 0.2
 
 
 def read_background(segmentation: Segmentation) -> str | None:
-    """One of BACKGROUND_NAMES, or None where the structure is unclear."""
+    """Return one of BACKGROUND_NAMES, or None if the structure is unclear."""
     lightness, seen, chroma = _still_picture(segmentation)
     if chroma > MAX_CHROMA or float(seen.float().mean()) < 0.3:
         return None

@@ -175,7 +175,8 @@ class _Body:
 def write_caption(
     scene: SceneAttributes, random: Random, settings: CaptionSettings = CaptionSettings(), *, image: bool = False
 ) -> Caption:
-    """One caption of a scene with every attribute given; `image` words it for a single frame, mostly without motion."""
+    """Write one caption of a scene with every attribute given; `image` words it for a single frame, mostly without
+    motion."""
     if image:
         settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
     mentioned = tuple(_leave_out(one, random, settings) for one in scene.objects)
@@ -264,7 +265,8 @@ def stream_words() -> list[str]:
 
 
 def all_words() -> list[str]:
-    """Every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the tokenizer."""
+    """Return every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the
+    tokenizer."""
     tables = (COLOUR_WORDS, SHAPE_WORDS, MOTION_WORDS, BACKGROUND_WORDS)
     phrases = [phrase for table in tables for words in table.values() for phrase in words]
     phrases += [*VIDEO_OPENINGS, *IMAGE_OPENINGS, *JOINTS]

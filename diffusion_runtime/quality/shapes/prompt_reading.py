@@ -23,7 +23,7 @@ from diffusion_runtime.quality.shapes.captions import (
 MAX_OBJECTS = 2
 _MAX_CHARACTERS = 400
 _TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
-# (kind, value): what a phrase says. `any` is an object whose shape is free.
+# (kind, value): the meaning of a phrase. `any` is an object whose shape is free.
 _Meaning = tuple[str, str]
 
 
