@@ -150,7 +150,7 @@ class _Case:
         )
 
     def run(self, name: str, state: RequestCache) -> torch.Tensor:
-        """A call as a model makes it, our own part of it included."""
+        """Make a call as a model makes it, our own part of it included."""
         return attention(
             *(self.q, self.k, self.v), backend=name, layout=self.shape.layout, layer=self.layer, step=_STEP, state=state
         )
@@ -188,7 +188,7 @@ def _measure_shape(
 
 
 def _check(case: _Case, name: str, state: RequestCache, hardware: Hardware, exact: ExactRows) -> Measurement:
-    """The first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
+    """Make the first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
     shape = case.shape
     reasons = refusals(name, case.requirements(hardware))
     backend = _find(name)

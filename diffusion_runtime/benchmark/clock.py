@@ -55,7 +55,7 @@ class Clock:
 
 
 def matmul_tflops(clock: Clock, dtype: torch.dtype, size: int, repeats: int = 9) -> float:
-    """The measured matmul limit: 10 ** 12 operations per second of a product of two matrices of size x size."""
+    """Measure the matmul limit: 10 ** 12 operations per second of a product of two matrices of size x size."""
     a, b = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2.0 * size**3 / clock.median_ms(lambda _: torch.mm(a, b, out=out), repeats) / 1e9

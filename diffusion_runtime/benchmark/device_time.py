@@ -31,7 +31,7 @@ class TimeShares:
         return self.attention + self.linear + self.rest
 
     def scaled_to(self, milliseconds: float) -> TimeShares:
-        """The same shares of another total."""
+        """Return the same shares of another total."""
         scale = milliseconds / max(self.total, 1e-9)
         longest = tuple((name, ms * scale, calls) for name, ms, calls in self.longest)
         return TimeShares(self.attention * scale, self.linear * scale, self.rest * scale, longest)

@@ -56,8 +56,8 @@ class RandomConditions(TextEncoder):
 def random_pipeline(
     name: str, config: RuntimeConfig, on_stage: OnStage, changes: Mapping[str, Mapping[str, object]] | None = None
 ) -> Pipeline:
-    """The model of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of the
-    folder's json by file, such as sizes that a CPU computes.
+    """Build the pipeline of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of
+    the folder's json by file, such as sizes that a CPU computes.
 
     Raises ConfigError for a name of nothing and for weights that are to be offloaded, and what `prepare` raises for
     choices that cannot run here.
@@ -120,8 +120,8 @@ class RandomImages(ImageConditioner):
 
 
 def _random_conditioner(prepared: PreparedModel, opened: StepModel) -> ImageConditioner:
-    """The autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model whose
-    image goes through another encoder as well."""
+    """Return the autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model
+    whose image goes through another encoder as well."""
     model = prepared.model
     if model.family.text_shapes(model.folder, model.config).image is not None:
         return RandomImages(opened, prepared.device, prepared.dtype)

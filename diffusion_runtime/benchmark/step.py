@@ -330,7 +330,7 @@ def _forward_of(
 def _replayed(
     model: DiffusionTransformer, inputs: StepInputs, device: torch.device, *, is_compiled: bool
 ) -> ReplayedStep:
-    """The same forwards from a CUDA graph."""
+    """Return the same forwards, replayed from a CUDA graph."""
     latents, timestep, conditions = inputs.ours
     state, steps = RequestCache(), steps_around(timestep, _NUM_STEPS)
     plan_steps(state, steps)

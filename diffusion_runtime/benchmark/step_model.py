@@ -72,7 +72,7 @@ class StepModel:
         )
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs:
-        """The same numbers at every call."""
+        """Return the same inputs at every call."""
         generator = torch.Generator(device).manual_seed(0)
         return step_inputs(
             self.transformer_class,
@@ -121,7 +121,7 @@ def open_step_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     index_changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> StepModel:
-    """The model of a name of `models`, of its hub id, or of a folder; of two experts, one.
+    """Open the model of a name of `models`, of its hub id, or of a folder; of two experts, one.
 
     num_layers: how many blocks are built of the kind that has most, and of other kinds in proportion; None for all.
     changes: of the transformer's config, such as sizes that a CPU computes; index_changes: of the folder's
@@ -167,8 +167,8 @@ def with_size(
     batch: int,
     num_images: int | None = None,
 ) -> StepModel:
-    """The same at another size. num_images: to edit; None for the model's usual number. Raises RequestError for sizes
-    that the model does not make, and ConfigError for images that it does not take."""
+    """Return the same model at another size. num_images: to edit; None for the model's usual number. Raises
+    RequestError for sizes that the model does not make, and ConfigError for images that it does not take."""
     most = 0 if opened.model.references is None else opened.model.references.most
     num_images = opened.num_images if num_images is None else num_images
     if num_images > most:
@@ -204,7 +204,7 @@ def is_published(name: str) -> bool:
 
 
 def published_files(name: str) -> FolderFiles:
-    """The json files of a published model's folder. Raises ConfigError for a name of none."""
+    """Return the json files of a published model's folder. Raises ConfigError for an unknown name."""
     published = _find_published(name)
     if published is None:
         raise ConfigError(f"MODEL: {shown(name)} is not a published model")
@@ -216,7 +216,7 @@ def _published_files(published: PublishedModel) -> FolderFiles:
 
 
 def _folder_files(name: str) -> FolderFiles:
-    """The json that a family reads, of a folder with or without weights."""
+    """Return the json that a family reads, of a folder with or without weights."""
     folder = resolve_model_folder(name)
     paths = [folder / INDEX_FILE, folder / "generation.json", *sorted(folder.glob("[!.]*/*config.json"))]
     return {path.relative_to(folder).as_posix(): read_json(path) for path in paths if path.is_file()}

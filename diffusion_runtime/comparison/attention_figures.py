@@ -65,15 +65,15 @@ def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progres
 def counted_density(
     pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
 ) -> float | None:
-    """The share of attention's operations that one generation computes."""
+    """Return the share of attention's operations that one generation computes."""
     with instruments.counted_density(pipeline):
         media = pipeline(request, on_progress=on_progress)
     return weighted_density(media.attention_report.density, expected.operations)
 
 
 def weighted_density(layers: Sequence[LayerDensity], operations: Mapping[str, float]) -> float | None:
-    """The mean over layers and steps of each role, weighted by what dense attention of the role takes; None where
-    a role was not counted."""
+    """Return the mean over layers and steps of each role, weighted by what dense attention of the role takes, or None
+    where a role was not counted."""
     shares: dict[str, list[float]] = {}
     for layer in layers:
         shares.setdefault(layer.role, []).extend(share for share in layer.steps if share is not None)

@@ -69,7 +69,7 @@ def compare(
     choices: Choices | None = None,
     save: SaveClip = lambda *_: None,
 ) -> Comparison:
-    """The first setting is the reference. reporter: None for silence.
+    """Compare settings; the first one is the reference. reporter: None for silence.
 
     Raises what `open_settings` and check_request raise, MissingPackageError for pictures of videos without ffmpeg, and
     ModelLoadError for a folder that holds no CLIP model, before any weight is read, and whatever ends the reference;
@@ -228,7 +228,7 @@ class _Run:
             return dataclasses.replace(blank, state="failed", failure=failure, reason=failure.message)
 
     def _made(self, row: Row, requests: Sequence[GenerationRequest], prepared: Prepared) -> Row:
-        """The row with its clips."""
+        """Return the row with its clips."""
         expected = expected_density(prepared, requests[0])
         pipeline, load_seconds = self._load(row, prepared, requests)
         forget_device_peak(pipeline.device)
@@ -383,7 +383,7 @@ def _by_model(settings: Sequence[OpenedSetting]) -> list[OpenedSetting]:
 
 
 def _with_steps(request: GenerationRequest, num_steps: int) -> GenerationRequest:
-    """The same with so many steps, at noise levels of its own spacing."""
+    """Return the same request with so many steps, at noise levels of its own spacing."""
     levels = {"sigmas": None, "sigmas_before_shift": None}
     return dataclasses.replace(request, num_inference_steps=num_steps, **levels)  # type: ignore[arg-type]
 

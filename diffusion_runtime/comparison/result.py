@@ -131,7 +131,8 @@ class Row:
         return _mean([clip.metrics.get(name) for clip in self.clips])
 
     def first_step_over(self, threshold: float) -> int | None:
-        """The first step, from 0, whose distance is above; None where none is, or steps cannot be compared."""
+        """Return the first step, from 0, whose distance is above, or None where none is, or steps cannot be
+        compared."""
         return next(
             (step for step, value in enumerate(self.latent_l2) if value is not None and value > threshold), None
         )
@@ -172,7 +173,7 @@ class Comparison:
         return BatchFailedError.exit_code if any(row.state == "failed" for row in self.rows) else 0
 
     def speedup(self, row: Row) -> float | None:
-        """The reference's time of one clip over the row's."""
+        """Return the reference's time of one clip over the row's."""
         its, mine = self.reference.total_seconds, row.total_seconds
         return None if its is None or mine is None else its / mine
 

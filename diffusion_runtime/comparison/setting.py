@@ -86,7 +86,7 @@ def open_settings(settings: Sequence[Setting]) -> list[OpenedSetting]:
 
 
 def named_error(name: str, error: DiffusionRuntimeError) -> DiffusionRuntimeError:
-    """The same error with the setting's name."""
+    """Return the same error with the setting's name."""
     message = f"--setting {name}: {error}"
     if isinstance(error, BackendUnavailableError):
         return BackendUnavailableError(message, error.reasons)

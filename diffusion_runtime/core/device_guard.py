@@ -45,7 +45,8 @@ def _is_autocast(device: torch.device) -> bool:
 
 
 def _has_autocast(kind: str) -> bool:
-    """A type of device without autocast, such as meta, raises when it is asked whether it is enabled."""
+    """Return False for a type of device without autocast, such as meta, which raises when asked whether it is
+    enabled."""
     # No functools.cache: torch.compile warns of what it wraps.
     if kind not in _autocast:
         _autocast[kind] = torch.amp.is_autocast_available(kind)

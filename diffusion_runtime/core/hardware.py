@@ -84,7 +84,7 @@ class Hardware:
 
 
 def installed_packages() -> dict[str, str]:
-    """The distributions of ATTENTION_PACKAGES that are installed, without importing any of them."""
+    """Return the distributions of ATTENTION_PACKAGES that are installed, without importing any of them."""
     found = {}
     for name in ATTENTION_PACKAGES:
         try:
@@ -105,7 +105,7 @@ def found_programs() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)
 def detect_hardware(device: str = "auto") -> Hardware:
-    """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); cached per process.
+    """Detect the hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); cached per process.
 
     Raises ConfigError when torch cannot reach the device.
     """
@@ -159,7 +159,8 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def device_of_process(device: str, local_rank: int, num_local: int) -> str:
-    """The device of one of `num_local` processes on this machine: the CPU for all of them, or one GPU per process.
+    """Return the device of one of `num_local` processes on this machine: the CPU for all of them, or one GPU per
+    process.
 
     Raises ConfigError for more processes than GPUs, and for a device that several processes cannot use.
     """

@@ -62,11 +62,11 @@ class ModelFolder:
         return self.parts[first].joinpath(*rest) if first in self.parts else self.path / name
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
-        """The same folder with components from elsewhere."""
+        """Return the same folder with components from elsewhere."""
         return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts})
 
     def without_downloads(self, components: Collection[str]) -> ModelFolder:
-        """The same folder, of which these components need not be downloaded."""
+        """Return the same folder, marking these components as not to be downloaded."""
         if self.downloads_gb is None:
             return self
         left = {name: size for name, size in self.downloads_gb.items() if name not in components}
@@ -108,7 +108,7 @@ AnyFolder: TypeAlias = ModelFolder | Path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
+    """Read the mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
     return _parse(path, _read(path))
 
 
@@ -127,7 +127,7 @@ def read_index(folder: AnyFolder) -> dict[str, Any]:
 
 
 def read_json_in(folder: AnyFolder, *names: str) -> dict[str, Any]:
-    """A json file of a model folder. names: as in ModelFolder.read_json. Raises what read_json raises."""
+    """Read a json file of a model folder. names: as in ModelFolder.read_json. Raises what read_json raises."""
     opened = folder if isinstance(folder, ModelFolder) else ModelFolder(folder)
     return opened.read_json(*names)
 
@@ -249,7 +249,7 @@ def refuse_unknown_index_keys(folder: AnyFolder, known: Collection[str]) -> None
 
 
 def read_config(folder: AnyFolder, component: str) -> ConfigFile:
-    """The config.json of a component's folder. Raises ModelLoadError."""
+    """Read the config.json of a component's folder. Raises ModelLoadError."""
     return ConfigFile(folder / component / "config.json", read_json_in(folder, component, "config.json"))
 
 
@@ -269,18 +269,18 @@ class ConfigFile:
         return {key: value for key, value in self.values.items() if not key.startswith("_")}
 
     def whole_number(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-        """An integer from `minimum` to `maximum`. Raises ModelLoadError when it is missing or something else."""
+        """Return an integer from `minimum` to `maximum`. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
         if type(value) is not int or not minimum <= value <= maximum:
             raise self.error(key, f"a whole number from {minimum} to {maximum}", value)
         return value
 
     def layer_count(self, key: str, default: int | None = None) -> int:
-        """A number of layers. Raises ModelLoadError when it is missing or something else."""
+        """Return a number of layers. Raises ModelLoadError when it is missing or something else."""
         return self.whole_number(key, default, maximum=MAX_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite float or an integer. Raises ModelLoadError when it is missing or something else."""
+        """Return a finite float or an integer. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
         if not _is_number(value):
             raise self.error(key, "a number", value)
@@ -327,7 +327,7 @@ class ConfigFile:
                 raise self.error(key, f"{shown(only)}, {why}", value)
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
-        """An error to raise for a key whose value is not what was expected."""
+        """Return an error to raise for a key whose value is not what was expected."""
         return ModelLoadError(f"{self.path}: key {shown(key)}: expected {expected}, got {shown(value)}")
 
     def _value(self, key: str, default: T | None) -> Any:

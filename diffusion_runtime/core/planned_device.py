@@ -79,7 +79,7 @@ class PlannedDevice:
 
 
 def named_device(name: str) -> PlannedDevice:
-    """The card of NAMED_CARDS. Raises ConfigError for any other name."""
+    """Return the card of NAMED_CARDS. Raises ConfigError for any other name."""
     card = NAMED_CARDS.get(name.lower())
     if card is None:
         raise ConfigError(

@@ -55,7 +55,7 @@ class TokenLayout:
 
     @classmethod
     def text(cls, num_tokens: int, valid_lengths: tuple[int, ...] | None = None) -> Self:
-        """The layout of a sequence that is text alone, such as the keys of a cross-attention."""
+        """Return the layout of a sequence that is text alone, such as the keys of a cross-attention."""
         return cls((0, 0, 0), num_suffix_tokens=num_tokens, valid_lengths=valid_lengths)
 
     @property
@@ -76,12 +76,12 @@ class TokenLayout:
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)
 
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
-        """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
+        """Return the layout of keys that are a run of the grid's tokens, with the text around them or without."""
         run = (1, 1, num_grid_tokens)
         return dataclasses.replace(self, grid=run, tile=RASTER) if with_text else type(self)(run)
 
     def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
-        """The non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""
+        """Return the non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""
         if self.valid_lengths is None:
             ranges = [(0, self.num_tokens)]
         elif self.num_prefix_tokens:

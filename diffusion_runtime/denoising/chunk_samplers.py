@@ -135,7 +135,7 @@ class ChunkSampler(ABC):
 
     @abstractmethod
     def next_chunk(self) -> CleanChunk:
-        """The next chunk, denoised. Not after the last one; the one before must have been committed."""
+        """Denoise and return the next chunk. Not after the last one; the one before must have been committed."""
 
     def commit(self, clean: CleanChunk) -> None:
         """Leave the final keys of a chunk that next_chunk returned: before the next one, and not after the last."""
@@ -163,7 +163,7 @@ class ChunkSampler(ABC):
         return twin
 
     def _take_upcoming(self) -> Chunk:
-        """The next chunk of the video, which there is."""
+        """Take the next chunk of the video, which must exist."""
         chunk = self._upcoming
         assert chunk is not None, "the last chunk has been made"
         self._upcoming = next(self._chunks, None)

@@ -145,7 +145,7 @@ def commits_of(recent: Sequence[_C], history: CompressedHistory | None) -> list[
 def passes_of(
     request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None = None
 ) -> Iterator[tuple[range, str]]:
-    """The frames and the kind (CachePasses.plan) of every forward pass of a video with an end, in order."""
+    """Yield the frames and the kind (CachePasses.plan) of every forward pass of a video with an end, in order."""
     num_steps, of_video = steps_of_chunk(request, 1), list(chunks)
     # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
     for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():

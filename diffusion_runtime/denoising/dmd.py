@@ -26,7 +26,7 @@ def precision_on(device: torch.device) -> torch.dtype:
 
 
 def renoised(data: torch.Tensor, level: float, fresh: torch.Tensor) -> torch.Tensor:
-    """An estimate of the data at a noise level sigma. fresh: normal noise."""
+    """Return an estimate of the data at a noise level sigma. fresh: normal noise."""
     return (1 - level) * data + level * fresh
 
 

@@ -126,8 +126,8 @@ def with_guidance_terms(
     branches: BranchExchange | None = None,
     wrappers: Sequence[BranchWrapper] = (),
 ) -> Predict:
-    """The guided velocity of both parts, float32. The other arguments are those of `with_guidance`; two groups of
-    processes run the further branches one each, too."""
+    """Return the guided velocity of both parts, float32. The other arguments are those of `with_guidance`; two groups
+    of processes run the further branches one each, too."""
     velocities = predict_branches(predict, mode, branches)
     for wrap in wrappers:
         velocities = wrap(velocities)

@@ -51,7 +51,7 @@ class ScheduleSampler(Sampler):
 
     @abstractmethod
     def scheduler(self, device: torch.device) -> Scheduler:
-        """A fresh one, with its timesteps set. Raises ModelLoadError."""
+        """Return a fresh scheduler, with its timesteps set. Raises ModelLoadError."""
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return steps_of(self.scheduler(device), self.num_steps)
@@ -73,7 +73,8 @@ def build_scheduler(
     device: torch.device,
     sigmas: Sequence[float] | None = None,
 ) -> Any:
-    """A scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own spacing.
+    """Build a scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own
+    spacing.
 
     Raises ModelLoadError for a setting that the installed class does not know, and for values that it refuses.
     """

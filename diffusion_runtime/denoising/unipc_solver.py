@@ -189,11 +189,11 @@ class _Interval:
         return torch.expm1(self.width)
 
     def linear(self, sample: torch.Tensor, prediction: torch.Tensor) -> torch.Tensor:
-        """The solution for a prediction that does not change."""
+        """Return the solution for a prediction that does not change."""
         return self.end / self.start * sample - self.signal * self.scale * prediction
 
     def system(self, order: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The equations of the weights that make the step exact to `order`: [order, order] and [order]."""
+        """Return the equations of the weights that make the step exact to `order`: [order, order] and [order]."""
         places = torch.stack([*self.places, torch.ones((), device=self.width.device)])
         phi, factorial = self.scale / self.width - 1, 1
         rows, right = [], []

@@ -130,7 +130,7 @@ def examine(
 
 
 def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem]]:
-    """A device that is not there is a finding; a string that names no device is a usage error."""
+    """Find the device: one that is not there is a finding; a string that names no device is a usage error."""
     if device != "auto":
         try:
             torch.device(device)

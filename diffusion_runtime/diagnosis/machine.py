@@ -73,7 +73,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """The facts of this machine. Raises nothing: what cannot be read is left out."""
+    """Return the facts of this machine. Raises nothing: what cannot be read is left out."""
     gpus, cuda_error = _gpus()
     return Machine(
         python=platform.python_version(),
@@ -157,7 +157,7 @@ def _dotted(version: Version) -> str:
 
 
 def _index(driver: Driver) -> str:
-    """The package index of torch builds that this driver supports."""
+    """Return the package index of torch builds that this driver supports."""
     return f"{_TORCH_INDEX}/{'cu130' if driver.cuda[0] >= 13 else 'cu126'}"
 
 
@@ -206,7 +206,7 @@ def _ask_nvidia_smi() -> list[str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The CUDA and ROCm devices torch can use; none, and why, when it cannot."""
+    """Return the CUDA and ROCm devices torch can use; none, and why, when it cannot."""
     try:
         if not torch.cuda.is_available():
             if torch.version.cuda is not None:

@@ -120,7 +120,7 @@ def package_problems(checks: list[PackageCheck]) -> list[Problem]:
 
 
 def _package_backends() -> dict[str, PackageBackend]:
-    """The backends that need one package, by its distribution: each declares which functions it calls."""
+    """Return the backends that need one package, by its distribution: each declares which functions it calls."""
     found = [find_backend(name) for name in available_names()]
     return {backend.distribution: backend for backend in found if isinstance(backend, PackageBackend)}
 

@@ -245,7 +245,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
 
 
 def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
-    """The same stage, in some of whose steps a ControlNet does not run. Its cost is the mean over the steps."""
+    """Return the stage with a ControlNet that does not run in some of its steps. Its cost is the mean over the
+    steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
     if not isinstance(prepared.model.control, ImageControl) or all(runs):
         return stage
@@ -486,7 +487,7 @@ def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ..
 
 
 def layer_map(schedule: Sequence[LayerSchedule]) -> Mapping[str, Sequence[LayerSchedule]]:
-    """The schedule by role, in the order in which roles first run."""
+    """Return the schedule by role, in the order in which roles first run."""
     rows: dict[str, list[LayerSchedule]] = {}
     for row in schedule:
         rows.setdefault(row.role, []).append(row)

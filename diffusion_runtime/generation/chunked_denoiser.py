@@ -72,8 +72,8 @@ class ChunkedDenoiser:
     def stream(
         self, chunks: ChunkPlan, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep | None = None
     ) -> ChunkStream:
-        """The chunks one after the other, each made when it is asked for. chunks: how the video is cut, which may have
-        no end. on_step: after every denoising step, with the latents of its chunk."""
+        """Return the chunks one after the other, each made when it is asked for. chunks: how the video is cut, which
+        may have no end. on_step: after every denoising step, with the latents of its chunk."""
         denoiser, settings = self.denoiser, self.denoiser.settings
         channels, _, height, width = settings.sample_shape(settings.size)
         later = {
@@ -406,8 +406,8 @@ class _FrameForward:
 
 
 def experts_by_step(sampler: Sampler, expert_at: Callable[[float], int]) -> tuple[int, ...]:
-    """The expert of each step of a sampler, in order; of all steps in one where there is one expert. expert_at: of a
-    timestep."""
+    """Return the expert of each step of a sampler, in order; of all steps in one where there is one expert. expert_at:
+    of a timestep."""
     if expert_at(0.0) == expert_at(1000.0):
         return (expert_at(0.0),)
     found: list[int] = []
@@ -424,6 +424,6 @@ def experts_by_step(sampler: Sampler, expert_at: Callable[[float], int]) -> tupl
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:
-    """The frames of a chunk from one of the video on."""
+    """Return the frames of a chunk from one of the video on."""
     num_gone = max(0, first - clean.chunk.frames.start)
     return CleanChunk(Chunk(clean.chunk.index, clean.chunk.frames[num_gone:]), clean.latents[:, :, num_gone:])

@@ -27,7 +27,7 @@ def input_digests(request: GenerationRequest) -> dict[str, Digests]:
 
 
 def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationRequest]) -> tuple[str, ...]:
-    """The paths of inputs that were another file when a recipe was made, of those that the requests still name.
+    """Return the paths of inputs that were another file when a recipe was made, of those that the requests still name.
 
     recipe: it may hold anything, or be of a version that kept no digests.
     """

@@ -30,7 +30,7 @@ class GenerationRules(Protocol):
         """True if the model makes more than pictures; None if unknown before it has generated."""
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """The request with what is missing filled in. Raises RequestError for what cannot be made."""
+        """Return the request with missing values filled in. Raises RequestError for what cannot be made."""
 
     def is_guided(self, request: GenerationRequest, /) -> bool:
         """Return True if a resolved request runs two branches of guidance."""

@@ -11,7 +11,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def block_means(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """The mean over the tokens of each block; text tokens belong to none.
+    """Return the mean over the tokens of each block; text tokens belong to none.
 
     x: [B, seq, heads, head_dim]; geometry: shared by all heads, or with one row for each of B * heads. Returns [B,
     heads, blocks, head_dim] in float32, summed in float32; an empty block gives 0. Deterministic, and without a device

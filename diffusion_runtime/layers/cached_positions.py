@@ -13,7 +13,7 @@ from diffusion_runtime.parallel.sharding import SequenceSharding
 def with_positions(
     cache: FrameCache, grid: tuple[int, int, int], head_dim: int, sharding: SequenceSharding, device: torch.device
 ) -> FrameCache:
-    """The cache of a forward pass over a grid of tokens, with the rotations that its `positions` ask for."""
+    """Return the cache of a forward pass over a grid of tokens, with the rotations that its `positions` ask for."""
     if cache.positions == "window":
         return cache.with_rotations(*_among_frames_in_sight(cache.plan, grid, head_dim, device))
     box = (cache.plan.frames, range(grid[1]), range(grid[2]))

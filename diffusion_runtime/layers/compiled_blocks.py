@@ -77,7 +77,7 @@ class CompiledBlocks:
                 block.forward = _CompiledForward(self, self._function_of(block), block)
 
     def run(self, call: Callable[[], T]) -> T:
-        """The result of a call of a compiled function, which may make a graph."""
+        """Call a compiled function, which may make a graph, and return its result."""
         num_graphs, started = self.num_graphs, time.perf_counter()
         result = call()
         if self.num_graphs != num_graphs:
@@ -102,7 +102,7 @@ class CompiledBlocks:
         return self._compiled[original]
 
     def _counting_backend(self) -> Callable[..., Any]:
-        """The backend as a function that counts."""
+        """Wrap the backend in a function that counts."""
         compile_graph = torch._dynamo.lookup_backend(self._backend)
 
         def compile_and_count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ class _CompiledForward:
 
 
 def _of_its_own(value: Any) -> Any:
-    """A tensor that is laid out as all of its size are; other values as they are."""
+    """Return a tensor laid out like all of its size; other values unchanged."""
     if not isinstance(value, torch.Tensor) or (value.is_contiguous() and value.storage_offset() == 0):
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -193,8 +193,8 @@ def _mark_dynamic(value: Any) -> None:
 
 
 def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code of its own. torch keeps graphs by code object, up to 8 of them: those of another model of
-    the process do not count, and all are freed with this one."""
+    """Copy the function with code of its own. torch keeps graphs by code object, up to 8 of them: those of another
+    model of the process do not count, and all are freed with this one."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),

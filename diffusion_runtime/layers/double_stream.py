@@ -189,8 +189,8 @@ class DoubleStreamBlock(ModulatedBlock):
     def _modulated(
         self, x: torch.Tensor, runs: Sequence[_Run], first: int, branch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The norm of x with rows `first` and after it of each run for shift and scale. branch: added to x before,
-        gated by the row before them."""
+        """Return the norm of x with rows `first` and after it of each run for shift and scale. branch: added to x
+        before, gated by the row before them."""
         out = torch.empty_like(x)
         for tokens, rows in runs:
             added = None if branch is None else Branch(branch[:, tokens], rows[first - 1])

@@ -10,7 +10,7 @@ import torch
 
 
 def in_first_frame(latents: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """The latents with the image as their first frame, a new tensor (token replace)."""
+    """Return the latents with the image as their first frame, a new tensor (token replace)."""
     return torch.cat([image.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)
 
 

@@ -153,7 +153,8 @@ class Fp8Linear(Linear):
         self._handle = PRODUCTS.handle_of(self)
 
     def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:
-        """The product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it is."""
+        """Return the product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it
+        is."""
         if self._refusal(x) is None:
             return self._multiply(quantize_rows(x, gelu_from=gelu_from), x.shape[:-1])
         if gelu_from is not None:
@@ -165,7 +166,7 @@ class Fp8Linear(Linear):
         return torch.compiler.is_dynamo_compiling() and self._handle is not None
 
     def _record_operator(self, x: torch.Tensor, gelu_from: int | None = None) -> torch.Tensor:
-        """The product as torch.compile records it."""
+        """Return the product as torch.compile records it."""
         assert self._handle is not None
         out: torch.Tensor = opaque_product(x, self._handle, self.out_features, gelu_from)
         return out
@@ -217,6 +218,6 @@ def replace_layer(root: nn.Module, name: str, make: MakeLinear) -> None:
 
 
 def quantized_weights(module: nn.Module) -> dict[str, str]:
-    """The names of 8-bit weights in a module's state dict, with the names of their scales."""
+    """Return the names of 8-bit weights in a module's state dict, with the names of their scales."""
     prefixes = [f"{name}." if name else "" for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
     return {f"{prefix}weight": f"{prefix}weight_scale" for prefix in prefixes}

@@ -76,7 +76,7 @@ class GgufLinear(Linear):
         return " and ".join(dict.fromkeys(part.kind for part in self._parts))
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [out_features, in_features]."""
+        """Return the weight, [out_features, in_features]."""
         sizes = [part.num_bytes for part in self._parts]
         several = [
             dequantize_blocks(data.view(part.num_rows, -1), part.kind).to(dtype)

@@ -146,7 +146,7 @@ def rows_of_request(
     conditioning: Callable[[], torch.Tensor],
     context: AttentionContext,
 ) -> ModulationRows:
-    """The rows of a timestep that is the same at every step, such as that of a given image. Arguments as in
+    """Return the rows of a timestep that is the same at every step, such as that of a given image. Arguments as in
     rows_of_step; conditioning: [B, D], [1, D] where there is no source."""
     plan = _plan_of(context)
     if plan is None:
@@ -161,7 +161,7 @@ def rows_of_request(
 
 
 def repeated(pooled: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """A pooled text [B, width] once for each timestep of a Condition's num_samples, [num_samples, width]."""
+    """Repeat a pooled text [B, width] once for each timestep of a Condition's num_samples, [num_samples, width]."""
     return pooled.expand(num_samples // len(pooled), *pooled.shape).flatten(0, 1)
 
 
@@ -195,7 +195,7 @@ def _times_of(step: StepInfo) -> Times | None:
 
 
 def _plan_of(context: AttentionContext, *, takes_next: bool = False) -> PlannedTimes | None:
-    """The plan that the pass's step is part of. takes_next: where the timestep alone must tell the step."""
+    """Return the plan that the pass's step is part of. takes_next: where the timestep alone must tell the step."""
     plan = context.state.request.find(_PLAN)
     if not isinstance(plan, PlannedTimes) or _times_of(context.step) not in plan.known:
         return None

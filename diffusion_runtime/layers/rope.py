@@ -64,8 +64,8 @@ def diagonal_rotations(
 
 
 def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch.Tensor:
-    """The rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: its own rotations, or the
-    number of tokens that are not rotated."""
+    """Return the rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: its own rotations,
+    or the number of tokens that are not rotated."""
     if isinstance(text, int):
         text = rotations.new_ones(text, rotations.shape[1])
     return torch.cat([rotations, text])

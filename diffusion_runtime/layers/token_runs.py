@@ -39,7 +39,7 @@ RowsOfRun = tuple[slice, tuple[torch.Tensor, ...]]
 
 
 def rows_by_run(own: torch.Tensor, runs: Sequence[TokenRun], rows: slice = slice(None)) -> list[RowsOfRun]:
-    """A block's own rows [rows, D] with those of the timestep added, for each run. rows: which of them."""
+    """Return a block's own rows [rows, D] with those of the timestep added, for each run. rows: which of them."""
     return [(run.tokens, (own[rows] + run.rows[:, rows]).unbind(1)) for run in runs]
 
 

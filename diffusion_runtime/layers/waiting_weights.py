@@ -8,8 +8,8 @@ from torch import nn
 
 
 def nothing_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of that shape on the CPU in the memory of one number: NaN, 255 for bytes, which are NaN as scales of
-    GGUF blocks, zero for other integers. dtype: of floating-point numbers, None for the tensor's own."""
+    """Return a tensor of that shape on the CPU in the memory of one number: NaN, 255 for bytes, which are NaN as scales
+    of GGUF blocks, zero for other integers. dtype: of floating-point numbers, None for the tensor's own."""
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
     value = float("nan") if tensor.is_floating_point() else 255.0 if dtype == torch.uint8 else 0.0

@@ -39,7 +39,7 @@ def save_attention_plot(report: Mapping[str, Any], path: str | Path, subtitle: s
 
 
 def draw_attention_plot(report: Mapping[str, Any], subtitle: str = "") -> Image:
-    """The picture, RGB: a map per role that is anywhere sparse, the first role's where none is, and the plan."""
+    """Draw the picture, RGB: a map per role that is anywhere sparse, the first role's where none is, and the plan."""
     from PIL import Image, ImageDraw
 
     maps = _maps(report)

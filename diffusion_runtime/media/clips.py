@@ -70,8 +70,8 @@ def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
 def read_clip(
     path: str, field: str, num_frames: int, height: int, width: int, *, grey: bool = False
 ) -> numpy.typing.NDArray[numpy.uint8]:
-    """The first frames of a file that `inspect_clip` passed, scaled by Lanczos' filter: uint8, [num_frames, height,
-    width, 3], or [num_frames, height, width] of brightness. Raises what it raises, and for fewer frames."""
+    """Read the first frames of a file that `inspect_clip` passed, scaled by Lanczos' filter: uint8, [num_frames,
+    height, width, 3], or [num_frames, height, width] of brightness. Raises what it raises, and for fewer frames."""
     from PIL import Image
 
     facts = inspect_clip(path, field, num_frames)
@@ -86,8 +86,8 @@ def read_clip(
 
 
 def read_pictures(path: str, field: str, most: int) -> list[Any]:
-    """The first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises what
-    `inspect_clip` raises."""
+    """Read the first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises
+    what `inspect_clip` raises."""
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
         return list(pictures)
@@ -136,7 +136,7 @@ def _readable(path: str, field: str) -> Iterator[None]:
 
 
 def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any, None, None]:
-    """The first frames as Pillow's RGB images."""
+    """Yield the first frames as Pillow's RGB images."""
     from PIL import Image
 
     suffix = Path(path).suffix.lower()

@@ -117,7 +117,7 @@ def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) ->
 
 
 def _write_webp(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
-    """An animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
+    """Write an animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
     from PIL import Image
 
     images = frames.images()
@@ -146,7 +146,7 @@ def _write_png(frames: FrameChunks, _fps: int, recipe: str | None, path: Path) -
 
 
 def _write_npy(frames: FrameChunks, _fps: int, _recipe: str | None, path: Path) -> None:
-    """The frames as they are. The format has no room for a recipe; the sidecar has it."""
+    """Write the frames as they are. The format has no room for a recipe; the sidecar has it."""
     shape = (frames.num_frames, frames.height, frames.width, 3)
     with path.open("wb") as file:
         # Header and bytes are written by hand: numpy.save hides why a write failed.

@@ -105,8 +105,7 @@ def run_on_bytes(arguments: Sequence[str], given: bytes) -> bytes:
 
 
 def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> None:
-    """The streams of an mp4 as they are in an mp4 whose index comes first, with a recipe as its comment. Raises
-    OSError."""
+    """Copy the streams of an mp4 into an mp4 whose index comes first, with a recipe as its comment. Raises OSError."""
     output = ["-c", "copy", "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4"]
     done = subprocess.run(
         [*_program(), "-i", file_argument(source), *output, file_argument(target)],
@@ -140,7 +139,8 @@ def num_frames_in(path: Path) -> int:
 
 
 def file_argument(path: Path) -> str:
-    """A path that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an address."""
+    """Return a path in the form that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an
+    address."""
     return str(path.absolute())
 
 

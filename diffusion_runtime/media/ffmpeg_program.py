@@ -9,7 +9,7 @@ INSTALL = f"pip install {PACKAGE}"
 
 
 def find_ffmpeg(what: str = "this", instead: str | None = None) -> str:
-    """The path of the program.
+    """Find the program and return its path.
 
     what: what is read or written with it, for the message; instead: what to do without it. Raises MissingPackageError
     where the package is not installed, or has no program for this machine.

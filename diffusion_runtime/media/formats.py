@@ -23,7 +23,7 @@ _OTHER_VIDEOS = ("mov", "mkv", "webm", "avi", "m4v", "mpg", "mpeg")
 
 
 def format_of(path: str | Path) -> str:
-    """The format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
+    """Return the format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
     SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in (*FORMATS, *SOUND_FORMATS):
@@ -76,6 +76,6 @@ def check_writable(name: str, num_frames: int | None = None) -> None:
 
 
 def without_ffmpeg(num_frames: int | None = None) -> list[str]:
-    """The formats of pictures that hold so many frames and need no ffmpeg, the most widely played first."""
+    """Return the formats of pictures that hold so many frames and need no ffmpeg, the most widely played first."""
     is_image = num_frames == 1
     return [name for name in FORMATS if name not in FORMATS_BY_FFMPEG and (is_image or name not in IMAGE_FORMATS)]

@@ -127,7 +127,7 @@ class GeneratedMedia:
         return path
 
     def to_bytes(self, file_format: str) -> bytes:
-        """The file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
+        """Return the file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
 
         Raises ConfigError for a format that is unknown or cannot hold what was made, a sound included,
         MissingPackageError for an mp4 where there is no ffmpeg, and OutputError when writing fails: encoders need room
@@ -216,7 +216,7 @@ class GeneratedMedia:
 
 
 def _sound_of(target: Path) -> Path | None:
-    """The .wav that was written with the file `target`, by its sidecar; any other .wav is not ours."""
+    """Return the .wav that was written with the file `target`, by its sidecar; any other .wav is not ours."""
     if format_of(target) in SOUND_FORMATS:
         return None
     try:

@@ -99,7 +99,7 @@ class GrowingClip:
             self._path.unlink(missing_ok=True)
 
     def write(self, frames: numpy.ndarray) -> None:
-        """The next frames, uint8 RGB [frames, height, width, 3].
+        """Write the next frames, uint8 RGB [frames, height, width, 3].
 
         Raises OutputError when they cannot be written: the disk is full, or the reader of the pipe has left.
         """
@@ -159,7 +159,7 @@ def check_ffmpeg(name: str) -> None:
 
 
 def check_streamable(target: str | Path) -> Path:
-    """The path of a file that can grow. Raises ConfigError for another extension than .mp4."""
+    """Check that a file can grow, and return its path. Raises ConfigError for another extension than .mp4."""
     path = Path(target)
     file_format = format_of(path)
     if file_format != "mp4":
@@ -170,7 +170,8 @@ def check_streamable(target: str | Path) -> Path:
 
 
 def _take_free_name(target: Path) -> Path:
-    """An empty file of the first of the target's numbered names that is free with its sidecar. Raises OutputError."""
+    """Create an empty file of the first of the target's numbered names that is free with its sidecar. Raises
+    OutputError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned_files(target.parent)

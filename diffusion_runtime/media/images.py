@@ -28,7 +28,7 @@ MAX_STRETCH = 0.1
 
 
 def open_picture(path: str, field: str = "image_path") -> Any:
-    """An image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
+    """Open an image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit images are converted, and colours of another profile to sRGB; of an animation it is
     the first frame. field: of the request, for messages. Raises RequestError for a file that is missing, damaged or no
@@ -44,7 +44,7 @@ def picture_remarks(path: str, field: str) -> tuple[str, ...]:
 
 
 def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
-    """The image, and remarks on it."""
+    """Read the image and remarks on it."""
     from PIL import Image, UnidentifiedImageError
 
     source = check_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError)
@@ -84,7 +84,7 @@ class UnfitPicture(ValueError):
 
 
 def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
-    """The frame that a Pillow image is at, upright and as 8 bits of sRGB, and remarks. Raises UnfitPicture for
+    """Return the frame that a Pillow image is at, upright and as 8 bits of sRGB, and remarks. Raises UnfitPicture for
     transparent parts."""
     from PIL import ImageOps
 
@@ -95,7 +95,8 @@ def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
-    """A Pillow image as RGB in sRGB, and remarks. profile: the ICC profile of its colours, None for sRGB."""
+    """Convert a Pillow image to RGB in sRGB, and return it with remarks. profile: the ICC profile of its colours, None
+    for sRGB."""
     if not profile:
         return image.convert("RGB"), ()
     try:
@@ -152,8 +153,8 @@ def _is_turned(path: str) -> bool:
 
 
 def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typing.NDArray[numpy.uint8]:
-    """The pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter. crf: of
-    the H.264 frame that it is before, at its own size; 0 for none."""
+    """Read the pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter. crf:
+    of the H.264 frame that it is before, at its own size; 0 for none."""
     from PIL import Image
 
     picture = open_picture(path)
@@ -177,8 +178,8 @@ def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
 
 
 def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> numpy.typing.NDArray[numpy.bool_]:
-    """The mask that `check_mask` passed, [height, width]: whether a pixel is repainted; scaled by Lanczos' filter, and
-    white from the middle grey on."""
+    """Read the mask that `check_mask` passed, [height, width]: whether a pixel is repainted; scaled by Lanczos' filter,
+    and white from the middle grey on."""
     from PIL import Image
 
     scaled = open_picture(path, field).resize((width, height), Image.Resampling.LANCZOS).convert("L")

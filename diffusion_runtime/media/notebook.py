@@ -62,7 +62,7 @@ def media_html(media: ShownMedia) -> str:
 
 
 def _shown(media: ShownMedia, prompt: str) -> str:
-    """The video or image, with the prompt as its description."""
+    """Return the HTML of the video or image, with the prompt as its description."""
     if media.num_frames == 1:
         return _image(media, prompt)
     try:
@@ -78,7 +78,7 @@ def _shown(media: ShownMedia, prompt: str) -> str:
 
 
 def _image(media: ShownMedia, prompt: str) -> str:
-    """The first frame."""
+    """Return the HTML of the first frame."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -55,7 +55,7 @@ def embedded_recipe(recipe: Mapping[str, Any]) -> str | None:
 
 
 def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in `text`; None when it is anything else, however it is broken."""
+    """Parse the JSON object in `text`; None when it is anything else, however it is broken."""
     try:
         value = parse_json(text)
     except DocumentError:
@@ -64,7 +64,7 @@ def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
 
 
 def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
-    """The recipe in a file's comment; None when the comment is missing or something else."""
+    """Parse the recipe in a file's comment; None when the comment is missing or something else."""
     if text is None or len(text) > MAX_EMBEDDED_CHARACTERS:
         return None
     value = parse_json_mapping(text)
@@ -72,7 +72,8 @@ def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """The sidecar at `path`; None when there is none or it is something else. Raises OutputError when unreadable."""
+    """Read the sidecar at `path`; None when there is none or it is something else. Raises OutputError when
+    unreadable."""
     try:
         state = os.stat(path)
     except OSError as error:

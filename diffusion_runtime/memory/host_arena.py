@@ -46,7 +46,7 @@ class HostArena:
         return self._unpin is not None and self._unpin.alive
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the arena, behind those before it."""
+        """Return a contiguous tensor in the arena, after those before it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         begin, self._used = self._used, self._used + aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena was made for fewer tensors"

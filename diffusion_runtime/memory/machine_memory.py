@@ -53,7 +53,8 @@ def free_in_machine() -> int | None:
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """The most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that counts."""
+    """Return the most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that
+    counts."""
     found, library = {"machine": peak_in_machine()}, _library_of(device)
     if library is not None:
         found["device"] = int(library.max_memory_allocated(device))
@@ -68,7 +69,7 @@ def forget_device_peak(device: torch.device) -> None:
 
 
 def peak_in_machine() -> int:
-    """The most bytes of this process that were in memory at once so far, pages of mapped files included."""
+    """Return the most bytes of this process that were in memory at once so far, pages of mapped files included."""
     # getrusage's begins with that of the program that started this one, where exec kept the process.
     own = _kibibytes(_STATUS, "VmHWM:")
     if own is not None:
@@ -96,7 +97,7 @@ def _free_in_container() -> int | None:
 
 
 def _text(path: Path) -> str:
-    """A file of the kernel's, empty where there is none."""
+    """Return the text of a kernel file, empty if it does not exist."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

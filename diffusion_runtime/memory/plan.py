@@ -235,7 +235,7 @@ class _Place:
 
 
 def as_offload(text: str) -> Offload:
-    """A choice of RuntimeConfig.offload other than `auto`."""
+    """Return the text as a choice of RuntimeConfig.offload other than `auto`."""
     return next(each for each in OFFLOADS if each == text)
 
 
@@ -245,7 +245,7 @@ def plans_of(
     choices: Sequence[Offload] = OFFLOADS,
     kind: DeviceKind = ACCELERATOR,
 ) -> list[MemoryPlan]:
-    """A plan for each choice, whether it fits or not."""
+    """Return a plan for each choice, whether it fits or not."""
     return [_plan_of(demand, each, limit, kind) for each in choices]
 
 

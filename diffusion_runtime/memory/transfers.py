@@ -30,7 +30,7 @@ class Transfers:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def mark(self) -> Any:
-        """An event behind everything that computes so far."""
+        """Return an event behind everything computed so far."""
         return None
 
     def copy(self, copies: Copies, after: Any) -> Any:

@@ -16,7 +16,7 @@ ALIGNMENT = 256
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return the next multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

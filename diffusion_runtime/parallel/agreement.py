@@ -11,8 +11,9 @@ _MAX_BYTES = 400
 
 
 def reasons_of(group: RankGroup, reason: str | None, device: torch.device | None) -> list[str | None]:
-    """The reason that each member gives, by member; None for none. A collective call of all members, which waits for
-    the device. device: where the group's tensors are; None for one process, which sends none."""
+    """Return the reason that each member gives, by member; None for a member without one. A collective call of all
+    members, which waits for the device. device: where the group's tensors are; None for one process, which sends none.
+    """
     if group.size == 1:
         return [reason]
     written = b"" if reason is None else (reason.encode()[:_MAX_BYTES] or b" ")

@@ -36,7 +36,7 @@ class RankFailure:
 
     @classmethod
     def of_interruption(cls, message: str) -> Self:
-        """The user ended the run: no rank is at fault."""
+        """Return the failure for a run that the user ended: no rank is at fault."""
         return cls(0, "Interrupted", message, 130)
 
     def to_json(self) -> str:

@@ -11,7 +11,7 @@ from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
 def band_of(num_rows: int, group: RankGroup) -> slice:
-    """The rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
+    """Return the rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
     size."""
     index, size = group.index, group.size
     return slice(index * num_rows // size, (index + 1) * num_rows // size)

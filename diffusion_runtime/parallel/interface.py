@@ -62,8 +62,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def with_every_key(self, num_heads: int) -> Exchange | None:
-        """The exchange for a backend that needs every key, with all heads of a process in one call; None if there is
-        none."""
+        """Return the exchange for a backend that needs every key, with all heads of a process in one call, or None if
+        there is none."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -57,7 +57,8 @@ class Interrupted(Exception):
 
 
 def this_program() -> tuple[str, ...]:
-    """The arguments after the interpreter in the command line that starts this program again: a module or a script."""
+    """Return the arguments after the interpreter in the command line that starts this program again: a module or a
+    script."""
     is_module = sys.modules["__main__"].__spec__ is not None
     # An installed command is a script too, but on some systems not one that Python can read.
     return (sys.argv[0],) if sys.argv[0].endswith(".py") and not is_module else ("-m", "diffusion_runtime")
@@ -254,13 +255,13 @@ def _kill_ranks(others: frozenset[int]) -> None:
 
 
 def _records(folder: str) -> list[RankFailure]:
-    """The failure records that ranks have written, by rank."""
+    """Return the failure records that ranks have written, by rank."""
     found = [RankFailure.read(path) for path in sorted(Path(folder).glob("**/error.json"))]
     return [record for record in found if record is not None]
 
 
 def _stderr_end(folder: str, rank: int) -> str:
-    """The end of a rank's stderr, where that was kept."""
+    """Return the end of a rank's stderr, where that was kept."""
     lines: list[str] = []
     for path in Path(folder).glob(f"**/{rank}/stderr.log"):
         with path.open("rb") as file:
@@ -270,7 +271,7 @@ def _stderr_end(folder: str, rank: int) -> str:
 
 
 def _cause(failures: Mapping[int, ProcessFailure], records: Sequence[RankFailure], folder: str) -> RankFailure:
-    """The root cause among several failures: one with a record is preferred to one that a signal ended."""
+    """Return the root cause among several failures: one with a record is preferred to one that a signal ended."""
     # After a failure the launcher ends the other ranks with SIGTERM, and with SIGKILL those that do not react.
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     killed = [failure for failure in failures.values() if failure.exitcode < 0 and failure.signal_name() != "SIGTERM"]

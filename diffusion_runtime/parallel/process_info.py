@@ -58,7 +58,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
-    """The rank and rendezvous that a launcher has set; None when this process runs alone.
+    """Read the rank and rendezvous that a launcher has set; None when this process runs alone.
 
     Raises ConfigError for an environment that is incomplete or contradicts itself.
     """

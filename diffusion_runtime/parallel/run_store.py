@@ -49,7 +49,7 @@ class RunStore:
             self._store.set(self._prefix + name, text)
 
     def get(self, names: Sequence[str]) -> list[str]:
-        """The values of keys that exist."""
+        """Return the values of keys that exist."""
         with self._lock:
             return [value.decode() for value in self._store.multi_get([self._prefix + name for name in names])]
 
@@ -93,7 +93,7 @@ class RunStore:
 
 
 def connect(process: ProcessInfo, timeout: timedelta) -> RunStore:
-    """The run store at the address in `process`. A process alone needs no port.
+    """Connect to the run store at the address in `process`. A process alone needs no port.
 
     Raises ConfigError, within seconds, for an address that cannot be resolved, a port that another program holds, a run
     that meets at the same port, and ranks that were given different WORLD_SIZEs; DiffusionRuntimeError when the store

@@ -146,15 +146,16 @@ class Watchdog:
         return ending
 
     def report_store_lost(self) -> None:
-        """The rendezvous store is unreachable: report once, from rank 1 if rank 0 hosted it. With torch's launcher the
-        launcher hosted it, and no rank reports."""
+        """Report once that the rendezvous store is unreachable, from rank 1 if rank 0 hosted it. With torch's launcher
+        the launcher hosted it, and no rank reports."""
         if self._place.has_agent or self._place.rank != 1 or not self._store_loss_reported.acquire(blocking=False):
             return
         what = "rank 0 is gone: it was killed or crashed, and the rendezvous store with it"
         self._announce(RankFailure(0, "ProcessLostError", what))
 
     def find_stalled_rank(self, seconds: float) -> RankFailure | None:
-        """The rank that keeps the others waiting, after this one has waited for `seconds`; None if all of them wait."""
+        """Return the rank that keeps the others waiting, after this one has waited for `seconds`, or None if all of
+        them wait."""
         for rank, beat in self._read_beats().items():
             if not beat.waits and not beat.has_left and rank != self._place.rank:
                 return _process_failure(rank, beat, f"has kept others waiting for {seconds:.0f} s, at {beat.place}")
@@ -197,7 +198,7 @@ class Watchdog:
         self._store.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))
 
     def _read_beats(self) -> dict[int, _Heartbeat]:
-        """The last heartbeat of every rank that has posted one."""
+        """Read the last heartbeat of every rank that has posted one."""
         names = {rank: f"beat/{rank}" for rank in range(self._place.world_size)}
         # Usually all exist, and then one call is enough.
         posted = list(names) if self._store.has(*names.values()) else [r for r in names if self._store.has(names[r])]
@@ -261,8 +262,8 @@ class Watchdog:
         return beat is not None and beat.has_left
 
     def _find_hanging(self, beats: dict[int, _Heartbeat], timeout: float) -> RankFailure | None:
-        """The rank that has been idle longest and does not wait itself, if another one has waited for it for `timeout`
-        seconds."""
+        """Return the rank that has been idle longest and does not wait itself, if another one has waited for it for
+        `timeout` seconds."""
         idle = {
             rank: beat.process_idle_seconds if self._is_loading else beat.idle_seconds for rank, beat in beats.items()
         }
@@ -291,7 +292,7 @@ def _lost_failure(rank: int, beat: _Heartbeat | None, process: int | None, what:
 
 
 def _process_table() -> str:
-    """The PID namespace: containers of one host may share a host name, and each counts its processes from 1."""
+    """Return the PID namespace: containers of one host may share a host name, and each counts its processes from 1."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -139,7 +139,7 @@ class World:
         )
 
     def wait_for_all(self) -> None:
-        """A barrier without a time limit: a model may have to be downloaded first."""
+        """Wait for all ranks without a time limit: a model may have to be downloaded first."""
         self.agree(None)
 
     def enable_hang_detection(self, timeout: float) -> None:
@@ -147,11 +147,11 @@ class World:
         self._watchdog.enable_hang_detection(timeout)
 
     def idle(self) -> AbstractContextManager[None]:
-        """A block in which this process waits for work, however long; it is not a hang."""
+        """Context manager: this process waits for work, however long; it is not a hang."""
         return self._watchdog.idle()
 
     def compiling(self) -> AbstractContextManager[None]:
-        """A block in which this process compiles; it is not a hang, while others wait for it."""
+        """Context manager: this process compiles; it is not a hang while others wait for it."""
         return self._watchdog.compiling()
 
     def from_first(self, make: Callable[[], str]) -> str:
@@ -263,7 +263,7 @@ class World:
         return self._watchdog.end(failure)
 
     def end_unreported(self, failure: RankFailure) -> None:
-        """The same for a reason that was already reported."""
+        """End the run for a reason that was already reported."""
         self._store.end(failure)
 
     def ending(self) -> RankFailure | None:
@@ -276,7 +276,8 @@ class World:
         return self._watchdog.is_reporting
 
     def leave(self) -> None:
-        """The orderly end, after a last `agree`. Rank 0 goes last: without torch's launcher, it hosts the store."""
+        """Leave the run in order, after a last `agree`. Rank 0 goes last: it hosts the store without torch's
+        launcher."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watchdog.stop()
@@ -314,7 +315,7 @@ class _Deadline:
 
 
 def describe_error(rank: int, error: BaseException) -> RankFailure:
-    """An error as a failure that ends the run."""
+    """Describe an error as a failure that ends the run."""
     trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
     if isinstance(error, DiffusionRuntimeError | Cancelled):

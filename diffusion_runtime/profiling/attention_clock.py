@@ -40,7 +40,7 @@ class AttentionClock:
         return float(sum(start.elapsed_time(stop) for start, stop in self._marks)) / 1000
 
     def begin(self) -> None:
-        """A call inside another one counts once, with the outer one."""
+        """Begin a call; one inside another counts once, with the outer one."""
         if self._depth == 0:
             self._start = self._now()
         self._depth += 1

@@ -71,7 +71,7 @@ class RequestProfile:
         return self._is_recorded
 
     def watching(self, on_progress: OnProgress = lambda _: None) -> OnProgress:
-        """An on_progress that records, and passes everything on."""
+        """Return an on_progress that records, and passes everything on."""
 
         def watch(progress: Progress) -> None:
             if progress.step:
@@ -83,7 +83,7 @@ class RequestProfile:
         return watch
 
     def begin_stage(self, name: str) -> None:
-        """A stage that no progress reports; it ends with the next one, or with the profile."""
+        """Begin a stage that no progress reports; it ends with the next one, or with the profile."""
         self._begin(_STAGES, name)
 
     def end_stage(self) -> None:
@@ -175,7 +175,8 @@ class RequestProfile:
             self._ranges.append((track, *self._begun.pop(track), time.time_ns() if at is None else at))
 
     def _with_ranges(self, trace: dict[str, Any]) -> dict[str, Any]:
-        """The trace with stages and steps as two tracks of their own. Its clock counts microseconds from its base."""
+        """Return the trace with stages and steps as two tracks of their own. Its clock counts microseconds from its
+        base."""
         base = int(trace.get("baseTimeNanoseconds", 0))
         tracks = (_STAGES, _STEPS)
         events: list[dict[str, Any]] = [

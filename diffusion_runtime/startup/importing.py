@@ -87,7 +87,8 @@ def _compiler_left_out(package: str) -> Iterator[None]:
 
 
 def first_call_functions(backend: str, module: str, *functions: str) -> tuple[Callable[..., Any], ...]:
-    """The functions of a module, imported now unless it is: a choice of `backend` that is remembered imports nothing.
+    """Return the functions of a module, imported now unless it is: a choice of `backend` that is remembered imports
+    nothing.
 
     Raises BackendUnavailableError where the import fails after all; what is remembered of it is dropped, so that the
     next choice imports first.

@@ -109,7 +109,7 @@ def _facts(check: ImportCheck) -> dict[str, Any] | None:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file that an import of the module would read first of its own; found without importing its parents."""
+    """Return the file that an import of the module would read first of its own; found without importing its parents."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

@@ -25,14 +25,14 @@ class Capture(Protocol):
     """Runs forward passes so that they are timed, prepared and captured."""
 
     def timed(self, run: Run) -> tuple[torch.Tensor, ForwardTime]:
-        """The result of `run`, and its time."""
+        """Return the result of `run`, and its time."""
 
     def warm_up(self, run: Run) -> torch.Tensor:
-        """The result of `run`, on the stream on which it is captured."""
+        """Return the result of `run`, on the stream on which it is captured."""
 
     def capture(self, run: Run) -> Callable[[], torch.Tensor]:
-        """A function that does again what `run` did on the device, on the same addresses, and returns where the result
-        is: the next replay overwrites it. `run` itself may compute nothing."""
+        """Return a function that repeats what `run` did on the device, on the same addresses, and returns where the
+        result is: the next replay overwrites it. `run` itself may compute nothing."""
 
     def pool_bytes(self) -> int:
         """Device memory that graphs hold for what is between their inputs and results."""

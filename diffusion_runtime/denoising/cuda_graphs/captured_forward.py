@@ -93,7 +93,7 @@ class CapturedForward:
         return None if self.is_bound_to(given) else self._state.difference(given.context.state)
 
     def replay(self, given: ForwardPass) -> torch.Tensor:
-        """The velocity of a pass without a misfit, as a tensor of its own."""
+        """Return the velocity of a pass without a misfit, as a tensor of its own."""
         if not self.is_bound_to(given):
             copy_tensors(given.inputs, self._fixed.inputs)
             self._state.copy_from(given.context.state)
@@ -111,7 +111,7 @@ class CapturedForward:
         return velocity
 
     def _captured(self, model: Model, tape: CallTape) -> torch.Tensor:
-        """The forward pass, with what its calls skipped in one tensor. tape: of this run."""
+        """Run the forward pass, and join what its calls skipped in one tensor. tape: of this run."""
         velocity = self._fixed.run(model)
         if tape.skipped:
             self._skip_counts = torch.stack([counts for _, counts in tape.skipped])

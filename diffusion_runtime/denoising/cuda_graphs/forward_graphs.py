@@ -92,7 +92,7 @@ class ForwardGraphs:
         group: RankGroup | None = None,
         eager_reason: Callable[[], str | None] = lambda: None,
     ) -> GraphedForward:
-        """The model's forward passes in one generation. read: the inputs without what the model does not read.
+        """Return the model's forward passes in one generation. read: the inputs without what the model does not read.
         refusal: why none of them can be replayed. group: the processes that share the sequence, all of which make the
         same calls; None for one. eager_reason: why no pass is captured or replayed now, asked at every pass; None for
         no reason.
@@ -142,7 +142,7 @@ class Agreement:
         return agreed_refusal(self.group, own, self.device)
 
     def refusal_of_all(self, own: str | None) -> str | None:
-        """The own reason where each of them has one; None where one is without: the others wait for that one."""
+        """Return the own reason if every process has one, else None: the others wait for one without."""
         return None if None in reasons_of(self.group, own, self.device) else own
 
 
@@ -174,7 +174,7 @@ class GraphedForward:
         self._step_keys: dict[Hashable, Hashable] = {}
 
     def __call__(self, given: ForwardPass) -> torch.Tensor:
-        """The model's velocity."""
+        """Return the model's velocity."""
         refusal = self._refusal or self._eager_reason() or _refusal_of(given)
         if refusal is not None:
             return self._run(given, refusal)
@@ -235,7 +235,7 @@ class GraphedForward:
         return self._step_keys[moment]
 
     def _watch(self, form: _Form, given: ForwardPass) -> torch.Tensor:
-        """The first pass, in which the backends that serve it are asked."""
+        """Run the first pass, in which the backends that serve it are asked."""
         plans = WatchedPlans()
         watched = dataclasses.replace(given, context=dataclasses.replace(given.context, plans=plans))
         velocity = watched.run(self._model)
@@ -261,7 +261,7 @@ class GraphedForward:
         return form.graph.first
 
     def _replay(self, form: _Form, given: ForwardPass) -> torch.Tensor:
-        """A replay, or the eager pass that has to come before: a request's first, which fills its cache."""
+        """Replay, or run the eager pass that has to come before: a request's first, which fills its cache."""
         assert form.graph is not None
         misfit = None if form.graph.is_bound_to(given) else self._agree.refusal(form.graph.misfit(given))
         if misfit is None:

@@ -108,7 +108,7 @@ class DBCache(CountedRunner):
 
 
 def _forecast(differences: Sequence[Streams], num_steps: int) -> Streams:
-    """The residual `num_steps` after the last computed step."""
+    """Forecast the residual `num_steps` after the last computed step."""
     forecast = differences[0]
     for order, difference in enumerate(differences[1:], start=1):
         factor = num_steps**order / math.factorial(order)

@@ -98,7 +98,7 @@ class StepCache:
 
 
 def calibration_of(file: str, method: str, model: Mapping[str, str]) -> Calibration | None:
-    """The calibration that a step cache names; None where it names none. model: of `model_identity`. Raises
+    """Return the calibration that a step cache names, or None where it names none. model: of `model_identity`. Raises
     RequestError for a file that is none, or is another model's."""
     if not file:
         return None

@@ -120,7 +120,7 @@ def relative_change(now: torch.Tensor, before: torch.Tensor, sequence: RankGroup
 def polynomial_of(
     options: TeaCacheOptions, calibration: Calibration | None, published: TeaCachePolynomials | None
 ) -> TeaCachePolynomial:
-    """The polynomial that a request asks for: of its calibration file, or published for the model.
+    """Return the polynomial that a request asks for: of its calibration file, or published for the model.
 
     calibration: of options.file, None where that is empty. published: None for a model without published coefficients.
     Raises RequestError where there is none.

@@ -37,7 +37,7 @@ def gelu_(x: torch.Tensor) -> torch.Tensor:
 
 
 def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place: bool) -> torch.Tensor | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(gate.device, _key, gate, features, in_place, activation)
     if found is None:
         return None

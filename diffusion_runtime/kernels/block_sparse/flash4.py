@@ -133,7 +133,7 @@ def _in_order(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
 
 
 def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
+    """Return the plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
     factor = (plan.kv.uniform_block_size or 0) // TILE
     within = torch.arange(factor, dtype=torch.int32, device=plan.device)
     tiles = (plan.kv_index[..., None] * factor + within).flatten(-2)

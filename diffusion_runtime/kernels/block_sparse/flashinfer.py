@@ -49,7 +49,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan, return_lse: bool = False) -> str 
 
 
 def refusal_of_plan(q: torch.Tensor, plan: SparsePlan, return_lse: bool) -> str | None:
-    """The same, whatever the machine is."""
+    """Return why this plan cannot be computed on any machine, or None."""
     if q.dtype != torch.bfloat16:
         return f"takes bfloat16, not {q.dtype}"
     if q.shape[-1] != HEAD_DIM:

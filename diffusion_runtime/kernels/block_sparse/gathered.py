@@ -181,7 +181,7 @@ class _Call:
     lse: torch.Tensor
 
     def prepared(self, unit: Unit) -> PreparedUnit:
-        """The steps of a unit. Long, because launches name all of the kernels' arguments."""
+        """Prepare the steps of a unit. Long, because launches name all of the kernels' arguments."""
         from diffusion_runtime.kernels.block_sparse import gathered_kernels as kernels
 
         plan, shape, device = self.plan, self.shape, self.q.device

@@ -77,7 +77,8 @@ def list_queries(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The queries that see each key block, ascending, and where the result of each goes: entry by entry of a query.
+    """List the queries that see each key block, ascending, and where the result of each goes: entry by entry of a
+    query.
 
     bases [heads, C, q blocks] of the unit: where the entries of a q block start. Grid: (q blocks, heads) of the unit.
     """

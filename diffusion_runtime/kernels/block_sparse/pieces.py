@@ -26,7 +26,7 @@ class Pieces:
 
 
 def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
-    """The key blocks that each q block lists, cut into runs of at most `piece` rows."""
+    """Return the key blocks that each q block lists, cut into runs of at most `piece` rows."""
     per_head = plan.kv.num_groups > 1
     num_rows = plan.batch * plan.num_heads if per_head else plan.kv_count.shape[0]
     index_capacity = plan.kv_index.shape[2]

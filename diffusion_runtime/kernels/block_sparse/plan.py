@@ -165,7 +165,7 @@ class SparsePlan:
         return mask
 
     def heads(self, start: int, stop: int) -> Self:
-        """The plan of query heads start to stop - 1, which must be whole groups that share key heads."""
+        """Return the plan of query heads start to stop - 1, which must be whole groups that share key heads."""
         repeats = self.num_heads // self.num_kv_heads
         assert start % repeats == stop % repeats == 0, "heads that share a key head stay together"
         return dataclasses.replace(
@@ -180,7 +180,7 @@ class SparsePlan:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """The same plan on another device."""
+        """Return the same plan on another device."""
         return dataclasses.replace(
             self,
             q=self.q.to(device),

@@ -201,7 +201,7 @@ def _scores(q, k, EXACT: tl.constexpr):
 
 @triton.jit
 def _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, EMPTY_ROWS: tl.constexpr, EXACT: tl.constexpr):
-    """The softmax of a step and its product with v. top: the highest score of each row, scaled."""
+    """Compute the softmax of a step and its product with v. top: the highest score of each row, scaled."""
     new_max = tl.maximum(row_max, top)
     if EMPTY_ROWS:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

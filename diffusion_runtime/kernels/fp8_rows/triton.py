@@ -64,7 +64,7 @@ def quantize_rows(
 def repeat(
     x: torch.Tensor, gelu_from: int | None, features: torch.Tensor | None, first: torch.Tensor | None
 ) -> QuantizedRows | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(x.device, _key, x, gelu_from, features, first)
     if found is None:
         return None

@@ -42,7 +42,7 @@ def refusal(q: torch.Tensor, values: str) -> str | None:
 
 
 def refusal_of(hardware: Hardware, head_dim: int, dtype: torch.dtype, values: str) -> str | None:
-    """The same, of what decides it."""
+    """Return why such tensors cannot be computed here, by the properties that decide it, or None."""
     if head_dim not in HEAD_SIZES:
         return f"takes head sizes 64 and 128, not {head_dim}"
     if dtype not in DTYPES:
@@ -59,7 +59,7 @@ def refusal_of(hardware: Hardware, head_dim: int, dtype: torch.dtype, values: st
 
 
 def tile_shape(q: torch.Tensor) -> TileShape:
-    """The shape for tensors like q."""
+    """Return the shape for tensors like q."""
     bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
     if not bulk:
         return TileShape(64, 64, 4, 2, bulk=False)

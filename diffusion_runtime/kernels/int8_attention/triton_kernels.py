@@ -87,7 +87,7 @@ def finish_sums(
 
 @triton.jit
 def _to_int8(x):
-    """The nearest integers of numbers within [-127, 127], halves to even."""
+    """Return the nearest integers of numbers within [-127, 127], halves to even."""
     return (x + SHIFT).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -189,7 +189,7 @@ def quantize_keys_and_values(
 
 @triton.jit
 def _load_tile(source, row, column, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BULK: tl.constexpr):
-    """A tile of a matrix [rows, stride]: one bulk copy from a descriptor, or through pointers."""
+    """Load a tile of a matrix [rows, stride]: one bulk copy from a descriptor, or through pointers."""
     if BULK:
         tile = source.load([row, column])
     else:
@@ -219,7 +219,8 @@ def _add_block(
     VALUES: tl.constexpr,
     LOG2_LEVEL: tl.constexpr,
 ):
-    """A step of the online softmax, base 2. scores: from _scores; held: [D, keys]; v_sums: [D]; visible: [keys]."""
+    """Compute a step of the online softmax, base 2. scores: from _scores; held: [D, keys]; v_sums: [D]; visible:
+    [keys]."""
     factor = q_scale * k_scale
     if MASKED:
         # Lower than any score is with its shift.

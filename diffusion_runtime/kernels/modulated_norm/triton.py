@@ -68,7 +68,7 @@ def launch_shape(dim: int) -> tuple[int, int, int]:
 
 
 def repeat(call: NormCall) -> torch.Tensor | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     x, _, _, _, _, out = call
     found = _launches.repeat(x.device, _key, call, "")
     if found is None:

@@ -37,7 +37,7 @@ def refusal(call: NormRopeCall) -> str | None:
 
 
 def padded(size: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -49,7 +49,7 @@ def num_warps_for(block: int, over_heads: bool) -> int:
 
 
 def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(call.packed.device, _key, call)
     if found is None:
         return None

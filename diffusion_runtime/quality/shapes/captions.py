@@ -237,7 +237,7 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
 
 
 def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
-    """A body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
+    """Return a body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
     equal."""
     first, second = mentioned
     same_colour = first.colour is not None and first.colour == second.colour
@@ -258,8 +258,8 @@ def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, sett
 
 
 def stream_words() -> list[str]:
-    """The words of endless motions that no other caption has, sorted: behind `all_words` in the tokenizer of streams,
-    so that the words of clips keep their numbers."""
+    """Return the words of endless motions that no other caption has, sorted: behind `all_words` in the tokenizer of
+    streams, so that the words of clips keep their numbers."""
     words = {word for phrases in _ENDLESS_MOTION_WORDS.values() for phrase in phrases for word in phrase.split()}
     return sorted(words - set(all_words()))
 

@@ -50,7 +50,7 @@ def _cost(tracks: list[list[Region]], found: list[Region], choice: tuple[int, ..
 
 
 def read_motion(track: list[Region]) -> str | None:
-    """The motion of a track of two frames or more; None where it is too short, slanted, or goes back and forth."""
+    """Read the motion of a track of two frames or more; None where it is too short, slanted, or goes back and forth."""
     xs, ys = [region.x for region in track], [region.y for region in track]
     if max(xs) - min(xs) <= MAX_REST and max(ys) - min(ys) <= MAX_REST:
         return "still"
