@@ -38,8 +38,7 @@ def open_picture(path: str, field: str = "image_path") -> Any:
 
 
 def picture_remarks(path: str, field: str) -> tuple[str, ...]:
-    """Return which properties of an image file are not used as they are, as sentences. Raises what open_picture
-    raises."""
+    """Return what of an image file is not used as it is, as sentences. Raises what `open_picture` raises."""
     return tuple(f"{field}: {path}: {remark}" for remark in _read(path, field)[1])
 
 
