@@ -1,4 +1,4 @@
-"""Benchmarks attention backends shape by shape: checked first, then timed in alternation beside a matrix product."""
+"""Benchmarks attention backends shape by shape: checked first, then timed in alternation with a matrix product."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Effort:
 
 
 def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """All usable dense backends that are timed by default, lossless or not; and (name, reason) of the other
-    dense ones, and of those that cannot run."""
+    """Return all usable dense backends that are timed by default, lossless or not, and (name, reason) of the other
+    dense ones and of those that cannot run."""
     names, left_out = [], []
     for info in list_backends(hardware):
         backend = _find(info.name) if info.usable else None
@@ -150,7 +150,7 @@ class _Case:
         )
 
     def run(self, name: str, state: RequestCache) -> torch.Tensor:
-        """A call as a model makes it, our own part of it included."""
+        """Make a call as a model makes it, our own part of it included."""
         return attention(
             *(self.q, self.k, self.v), backend=name, layout=self.shape.layout, layer=self.layer, step=_STEP, state=state
         )
@@ -165,7 +165,7 @@ def _measure_shape(
     effort: Effort,
     on_progress: OnProgress,
 ) -> list[Measurement]:
-    """One row per name at one shape."""
+    """Measure one row per name at one shape."""
     case = _Case.draw(shape, device, dtype)
     exact = ExactRows(case.q, case.k, case.v, shape.layout)
     checked: dict[str, Measurement] = {}
@@ -188,7 +188,7 @@ def _measure_shape(
 
 
 def _check(case: _Case, name: str, state: RequestCache, hardware: Hardware, exact: ExactRows) -> Measurement:
-    """The first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
+    """Make the first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
     shape = case.shape
     reasons = refusals(name, case.requirements(hardware))
     backend = _find(name)
@@ -238,7 +238,7 @@ def _time_together(
     dtype: torch.dtype,
     effort: Effort,
 ) -> dict[str, list[float]]:
-    """Samples of the functions and of a matrix product beside them; empty when none is left.
+    """Return samples of the functions and of a matrix product timed with them; empty when none is left.
 
     A function that raises is removed, its row in `checked` records why, and the others start again.
     """

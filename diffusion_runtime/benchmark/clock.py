@@ -24,7 +24,7 @@ class Clock:
             torch.accelerator.synchronize()
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """Of one call."""
+        """Return the milliseconds of one call."""
         self.synchronize()
         if self.device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class Clock:
         return (time.perf_counter() - begin) * 1000
 
     def median_ms(self, run: Callable[[int], object], repeats: int, num_warm: int = 2) -> float:
-        """Of calls after `num_warm` others. run: takes the number of the repeat."""
+        """Return the median milliseconds of calls after `num_warm` others. run: takes the number of the repeat."""
         times = [self.milliseconds(functools.partial(run, repeat)) for repeat in range(repeats + num_warm)]
         return statistics.median(times[num_warm:])
 
@@ -55,7 +55,7 @@ class Clock:
 
 
 def matmul_tflops(clock: Clock, dtype: torch.dtype, size: int, repeats: int = 9) -> float:
-    """The measured matmul limit: 10 ** 12 operations per second of a product of two matrices of size x size."""
+    """Measure the matmul limit: 10 ** 12 operations per second of a product of two matrices of size x size."""
     a, b = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2.0 * size**3 / clock.median_ms(lambda _: torch.mm(a, b, out=out), repeats) / 1e9

@@ -1,4 +1,4 @@
-"""Where a call's time goes, by torch.profiler: attention, linear products and the rest."""
+"""Division of a call's time, by torch.profiler: attention, linear products and the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TimeShares:
         return self.attention + self.linear + self.rest
 
     def scaled_to(self, milliseconds: float) -> TimeShares:
-        """The same shares of another total."""
+        """Return the same shares of another total."""
         scale = milliseconds / max(self.total, 1e-9)
         longest = tuple((name, ms * scale, calls) for name, ms, calls in self.longest)
         return TimeShares(self.attention * scale, self.linear * scale, self.rest * scale, longest)
@@ -46,7 +46,7 @@ class TimeShares:
 
 
 def time_shares(run: Callable[[], object], device: torch.device) -> TimeShares:
-    """Of kernels on a GPU; of operators on a CPU, without what is computed between them, such as Python."""
+    """Return the shares of kernels on a GPU; of operators on a CPU, without the time between them, such as Python's."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"

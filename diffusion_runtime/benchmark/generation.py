@@ -1,4 +1,5 @@
-"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own beside them."""
+"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own next to
+them."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ _GENERATED = "{}: generated, of the size of what is made; reading and encoding i
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """What is timed. config: of the model, as it is loaded. values: of the request, by field; preset: of the model's.
-    num_warm: generations after the first. changes: see `random_pipeline`."""
+    """Generation to be timed. config: of the model, as it is loaded. values: of the request, by field; preset: of the
+    model's. num_warm: generations after the first. changes: see `random_pipeline`."""
 
     config: RuntimeConfig
     values: Mapping[str, Any]
@@ -108,7 +109,8 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
 
 
 def _file_format(request: GenerationRequest) -> str:
-    """What `generate` writes without --format, where this machine can: without ffmpeg, the frames of a video alone."""
+    """Return the format that `generate` writes without --format if this machine can; without ffmpeg, the frames of a
+    video alone."""
     if request.num_frames == 1:
         return "png"
     return "mp4" if has_ffmpeg() else "npy"
@@ -191,8 +193,8 @@ def _row(
 
 
 def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[dict[str, float], str]:
-    """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded. Beside
-    them its attention report."""
+    """Return the seconds by stage of one generation as the command runs it, and its attention report: encoding the file
+    begins while frames are decoded."""
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
         path = Path(folder) / f"made.{_file_format(request)}"
         with FileWriter(path) as writer:

@@ -89,12 +89,12 @@ class AttentionBenchmark:
         return int(any(item.state in ("wrong", "failed") for item in self.measurements))
 
     def of_shape(self, shape: AttentionShape) -> Sequence[Measurement]:
-        """The measurements of a shape: the fastest first, those without a time last."""
+        """Return the measurements of a shape: the fastest first, those without a time last."""
         mine = [item for item in self.measurements if item.shape == shape]
         return sorted(mine, key=lambda item: (item.milliseconds is None, item.milliseconds or 0.0))
 
     def find(self, shape: str, backend: str) -> Measurement | None:
-        """The measurement of a backend at a shape, by their names."""
+        """Return the measurement of a backend at a shape, by their names."""
         mine = (item for item in self.measurements if (item.shape.name, item.backend) == (shape, backend))
         return next(mine, None)
 

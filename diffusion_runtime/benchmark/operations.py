@@ -40,7 +40,7 @@ def _count(total: list[float], *arguments: Any) -> None:
 
 
 def _valid_keys(k: torch.Tensor, context: AttentionContext | None) -> int:
-    """Of all samples together."""
+    """Count the valid keys of all samples together."""
     layout = None if context is None else context.layout
     if layout is None:
         return k.shape[0] * k.shape[1]

@@ -48,7 +48,7 @@ class RandomConditions(TextEncoder):
         self._dtype = dtype
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """Of as many prompts; their texts are not read."""
+        """Return random conditions for as many prompts; their texts are not read."""
         batch = dataclasses.replace(self._opened, batch=len(prompts))
         return batch.inputs(self.device, self._dtype).ours[2].text
 
@@ -56,8 +56,8 @@ class RandomConditions(TextEncoder):
 def random_pipeline(
     name: str, config: RuntimeConfig, on_stage: OnStage, changes: Mapping[str, Mapping[str, object]] | None = None
 ) -> Pipeline:
-    """The model of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of the
-    folder's json by file, such as sizes that a CPU computes.
+    """Build the pipeline of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of
+    the folder's json by file, such as sizes that a CPU computes.
 
     Raises ConfigError for a name of nothing and for weights that are to be offloaded, and what `prepare` raises for
     choices that cannot run here.
@@ -105,7 +105,7 @@ def random_pipeline(
 
 
 class RandomImages(ImageConditioner):
-    """Random conditions in place of an image's, of a model with an image encoder beside its autoencoder."""
+    """Random conditions in place of an image's, of a model with an image encoder in addition to its autoencoder."""
 
     def __init__(self, opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
         self._opened = opened
@@ -113,15 +113,15 @@ class RandomImages(ImageConditioner):
         self._dtype = dtype
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
-        """See ImageConditioner.condition. The image is not read."""
+        """Return a random condition; the image is not read."""
         inputs = dataclasses.replace(self._opened, size=size, batch=1).inputs(self._device, self._dtype).ours[2]
         assert inputs.image is not None
         return inputs.image
 
 
 def _random_conditioner(prepared: PreparedModel, opened: StepModel) -> ImageConditioner:
-    """The autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model whose
-    image goes through another encoder as well."""
+    """Return the autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model
+    whose image goes through another encoder as well."""
     model = prepared.model
     if model.family.text_shapes(model.folder, model.config).image is not None:
         return RandomImages(opened, prepared.device, prepared.dtype)

@@ -53,5 +53,5 @@ class ReplayedStep:
     def _reasons(self) -> str:
         self._forward.report()
         found = self._recorder.report().graphs
-        # The last one says what became of the pass that was to be captured.
+        # The last one tells what became of the pass that was to be captured.
         return "no pass ran" if found is None else list(found.eager)[-1]

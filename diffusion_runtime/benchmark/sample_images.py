@@ -13,15 +13,15 @@ from diffusion_runtime.generation.interface import GenerationRules
 from diffusion_runtime.rules.request_rules import RequestRules
 
 _FIELDS = ("image_path", "last_image_path", "mask_path")
-# Of an image whose size nothing says.
+# Size of an image whose size is not given.
 _SIDE = 1024
 
 
 def sample_images(
     rules: GenerationRules, values: Mapping[str, Any], preset: str | None, folder: Path
 ) -> dict[str, str]:
-    """The paths of the images that a model does not do without, or is made for, by their request field. values, preset:
-    of the request, for the size. folder: where they are written."""
+    """Return the paths of the images that a model does not do without, or is made for, by their request field. values,
+    preset: of the request, for the size. folder: where they are written."""
     if not isinstance(rules, RequestRules | PassthroughRules):
         return {}
     chosen = {**rules.defaults, **rules.presets.get(preset or "", {}), **values}
@@ -35,7 +35,7 @@ def sample_images(
 
 
 def wanted_images(rules: GenerationRules) -> tuple[str, ...]:
-    """The request fields of those images."""
+    """Return the request fields of those images."""
     needed: frozenset[str] = frozenset()
     if isinstance(rules, RequestRules):
         edits = rules.inputs.references is not None and rules.inputs.references.usual > 0

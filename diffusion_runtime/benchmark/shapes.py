@@ -54,7 +54,7 @@ class AttentionShape:
 
     @property
     def is_small(self) -> bool:
-        """Whether a CPU computes it in reasonable time."""
+        """True if a CPU computes the shape in reasonable time."""
         return self.num_operations <= _SMALL_OPERATIONS
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ LARGE_SHAPES = (
 
 
 def embedded_shapes() -> tuple[AttentionShape, ...]:
-    """The embedded model's own: self-attention of each of its presets, and its padded cross-attention.
+    """Return the shapes of the embedded model: self-attention of each of its presets, and its padded cross-attention.
 
     Raises ModelLoadError when its files cannot be read.
     """
@@ -139,7 +139,7 @@ def embedded_shapes() -> tuple[AttentionShape, ...]:
 
 
 def find_shapes(names: Iterable[str], *, small_by_default: bool) -> tuple[AttentionShape, ...]:
-    """The shapes of these names, which may also be `small` and `all`; without any, the default.
+    """Return the shapes of these names, which may also be `small` and `all`; without any, the default.
 
     small_by_default: the default leaves out shapes that take a CPU more than a second per call. Raises ConfigError that
     lists the nearest names.

@@ -1,8 +1,8 @@
-"""Benchmarks one denoising step of a transformer: ours in each mode beside diffusers' own, eager and compiled.
+"""Benchmarks one denoising step of a transformer: ours in each mode next to diffusers' own, eager and compiled.
 
 The same random weights everywhere, so every velocity is compared with the first one. Models are built one after the
-other and each is timed beside a large matrix product. A step is one in the middle of a generation: what depends on
-prompt, size and timesteps alone was computed at the first one, where a model of ours keeps it.
+other and each is timed together with a large matrix product. A step is one in the middle of a generation: what depends
+on prompt, size and timesteps alone was computed at the first one, where a model of ours keeps it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Way:
-    """How a mode computes the step."""
+    """Settings with which a mode computes the step."""
 
     quantization: str = "none"
     is_compiled: bool = False
@@ -69,7 +69,7 @@ MODES = tuple(_WAYS)
 _NUM_STEPS = 20
 # Relative L2 of two bfloat16 forwards of random weights that round at other places; of float32, hundreds of times less.
 _MAX_DIFFERENCE = 0.05
-# A forward of so many milliseconds says enough in one sample.
+# A forward of so many milliseconds needs only one sample.
 _SLOW_MS = 20_000.0
 
 
@@ -83,8 +83,9 @@ class StepEffort:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What is timed. modes: of MODES, of ours; None for all that run there, on a CPU for `eager`. with_diffusers: its
-    eager model too, and the compiled one where ours is compiled. attention: of ours, as --attention-backend takes it.
+    """Step to be timed. modes: those of MODES in which our model runs; None for all that run on the device, on a CPU
+    `eager`. with_diffusers: also diffusers' eager model, and its compiled one if ours is compiled. attention: backend
+    of our model, as --attention-backend takes it.
     """
 
     modes: Sequence[str] | None = None
@@ -160,7 +161,7 @@ class _Run:
         self._modes = self._chosen_modes()
 
     def _chosen_modes(self) -> tuple[str, ...]:
-        """In the order in which they are timed. The first one is what everything is compared with."""
+        """Return the modes in the order in which they are timed. Everything is compared with the first one."""
         wanted = _default_modes(self._device) if self._choice.modes is None else self._choice.modes
         if any(_WAYS[mode].is_replayed for mode in wanted):
             empty = self._opened.model.build_transformer(self._policy)
@@ -196,8 +197,8 @@ class _Run:
         if rules is not None:
             rules.counter.start(lambda how: products.update([how]))
         if not self.operations:
-            # Of one step: with what a generation computes for all of them at once, but for a prefix, which neither
-            # side computes anew.
+            # Of one step: with what a generation computes for all of them at once, but for a prefix, which neither side
+            # computes again.
             forward = _forward_of(model, self._inputs, is_planned=False)
             if self._inputs.with_prefix is not None:
                 forward()
@@ -305,7 +306,7 @@ def _default_modes(device: torch.device) -> tuple[str, ...]:
 
 
 def _backends_of(model: DiffusionTransformer) -> list[str]:
-    """That self-attention was given."""
+    """Return the backends that self-attention was given."""
     layers = [layer for layer in model.attention_layers() if layer.layer.role == "self"]
     return list(dict.fromkeys(layer.decisions[0][1].backend for layer in layers))
 
@@ -329,7 +330,7 @@ def _forward_of(
 def _replayed(
     model: DiffusionTransformer, inputs: StepInputs, device: torch.device, *, is_compiled: bool
 ) -> ReplayedStep:
-    """The same forwards from a CUDA graph."""
+    """Return the same forwards, replayed from a CUDA graph."""
     latents, timestep, conditions = inputs.ours
     state, steps = RequestCache(), steps_around(timestep, _NUM_STEPS)
     plan_steps(state, steps)
@@ -343,7 +344,7 @@ def _replayed(
 
 
 def _check_memory(opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises DeviceMemoryError for weights that do not fit, and says which part would."""
+    """Raise DeviceMemoryError for weights that do not fit, naming the part that would."""
     needed = opened.num_parameters() * dtype.itemsize
     room = _memory_room(device)
     if room is None or needed <= room:

@@ -30,7 +30,7 @@ from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 _TRANSFORMER = "transformer/config.json"
-# Keys that say how many blocks a transformer has; a text's refiner stays whole.
+# Keys that give the number of blocks of a transformer; a text's refiner stays whole.
 _BLOCK_COUNTS = ("num_layers", "num_single_layers", "n_layers")
 
 
@@ -72,7 +72,7 @@ class StepModel:
         )
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs:
-        """The same numbers at every call."""
+        """Return the same inputs at every call."""
         generator = torch.Generator(device).manual_seed(0)
         return step_inputs(
             self.transformer_class,
@@ -121,7 +121,7 @@ def open_step_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     index_changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> StepModel:
-    """The model of a name of `models`, of its hub id, or of a folder; of two experts, one.
+    """Open the model of a name of `models`, of its hub id, or of a folder; of two experts, one.
 
     num_layers: how many blocks are built of the kind that has most, and of other kinds in proportion; None for all.
     changes: of the transformer's config, such as sizes that a CPU computes; index_changes: of the folder's
@@ -167,8 +167,8 @@ def with_size(
     batch: int,
     num_images: int | None = None,
 ) -> StepModel:
-    """The same at another size. num_images: to edit; None for the model's usual number. Raises RequestError for sizes
-    that the model does not make, and ConfigError for images that it does not take."""
+    """Return the same model at another size. num_images: to edit; None for the model's usual number. Raises
+    RequestError for sizes that the model does not make, and ConfigError for images that it does not take."""
     most = 0 if opened.model.references is None else opened.model.references.most
     num_images = opened.num_images if num_images is None else num_images
     if num_images > most:
@@ -198,13 +198,13 @@ def _find_published(name: str) -> PublishedModel | None:
 
 
 def is_published(name: str) -> bool:
-    """Whether it is a model that has no weights here: a name of `models` or a hub id, and no folder. Raises ConfigError
-    for a name of nothing."""
+    """Return True if a name is that of a model without weights here: a name of `models` or a hub id, and no folder.
+    Raises ConfigError for an unknown name."""
     return _find_published(name) is not None
 
 
 def published_files(name: str) -> FolderFiles:
-    """The json files of a published model's folder. Raises ConfigError for a name of none."""
+    """Return the json files of a published model's folder. Raises ConfigError for an unknown name."""
     published = _find_published(name)
     if published is None:
         raise ConfigError(f"MODEL: {shown(name)} is not a published model")
@@ -216,7 +216,7 @@ def _published_files(published: PublishedModel) -> FolderFiles:
 
 
 def _folder_files(name: str) -> FolderFiles:
-    """The json that a family reads, of a folder with or without weights."""
+    """Return the json that a family reads, of a folder with or without weights."""
     folder = resolve_model_folder(name)
     paths = [folder / INDEX_FILE, folder / "generation.json", *sorted(folder.glob("[!.]*/*config.json"))]
     return {path.relative_to(folder).as_posix(): read_json(path) for path in paths if path.is_file()}
@@ -235,7 +235,7 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 
 
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
-    """That of a request that says none."""
+    """Return the size of a request that gives none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
     if model.references is not None and model.references.sized_by is not None:
         # Of an image that is a square.
@@ -248,6 +248,7 @@ def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> C
 
 
 def _text_tokens(files: FolderFiles) -> int | None:
-    """What a folder's tokenizer makes room for, where that is less than models of its kind have."""
+    """Return the number of tokens that a folder's tokenizer makes room for, if less than models of its kind have, else
+    None."""
     room = files.get("tokenizer/tokenizer_config.json", {}).get("model_max_length")
     return room if isinstance(room, int) and room <= 512 else None

@@ -45,13 +45,14 @@ class StepRow:
 
     @property
     def idle_ms(self) -> float | None:
-        """Of a device that waits for its host: what no kernel accounts for. None on a CPU."""
+        """Milliseconds in which the device waits for its host: those that no kernel accounts for. None on a CPU."""
         if self.milliseconds is None or self.shares is None or self.host_ms is None:
             return None
         return max(0.0, self.milliseconds - self.shares.total)
 
     def share_of_matmul(self, operations: float) -> float | None:
-        """Of the measured limit; operations: of one forward. Of 8-bit products it may exceed 1."""
+        """Return the share of the measured limit that one forward reaches; 8-bit products may exceed 1. operations: of
+        one forward."""
         if self.milliseconds is None or self.matmul_tflops is None:
             return None
         return operations / self.milliseconds / 1e9 / self.matmul_tflops
@@ -74,8 +75,8 @@ class StepBenchmark:
 
     @property
     def scale(self) -> float:
-        """What a part's times are multiplied by for the whole model's: the share of its blocks. What stands outside of
-        the blocks is multiplied as well, so the result is an upper bound of that."""
+        """Factor from a part's times to the whole model's: the share of its blocks. Times outside the blocks are
+        multiplied as well, so the result is an upper bound of those."""
         return self.whole_blocks / self.num_blocks
 
     @property

@@ -1,4 +1,4 @@
-"""What attention takes and computes under one setting, of further clips whose time does not count."""
+"""Attention time and density under one setting, from further clips whose own time does not count."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ATTENTION = "attention, "
 
 @dataclass(frozen=True)
 class ExpectedDensity:
-    """share: of attention's operations that is computed; None where the content decides, or nobody knows. operations:
-    of dense attention, by role; empty where nobody knows."""
+    """share: of attention's operations that is computed; None where the content decides, or it is unknown. operations:
+    of dense attention, by role; empty if unknown."""
 
     share: float | None = None
     operations: Mapping[str, float] = field(default_factory=dict)
@@ -55,7 +55,8 @@ def expected_operations(prepared: Prepared, request: GenerationRequest) -> float
 
 
 def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
-    """Of the transformer's attention layers in one generation, every step and guidance branch."""
+    """Return the seconds that the transformer's attention layers take in one generation, every step and guidance
+    branch."""
     with instruments.timed_attention(pipeline) as clock:
         pipeline(request, on_progress=on_progress)
     return clock.seconds()
@@ -64,15 +65,15 @@ def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progres
 def counted_density(
     pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
 ) -> float | None:
-    """The share of attention's operations that one generation computes."""
+    """Return the share of attention's operations that one generation computes."""
     with instruments.counted_density(pipeline):
         media = pipeline(request, on_progress=on_progress)
     return weighted_density(media.attention_report.density, expected.operations)
 
 
 def weighted_density(layers: Sequence[LayerDensity], operations: Mapping[str, float]) -> float | None:
-    """The mean over layers and steps of each role, weighted by what dense attention of the role takes; None where
-    a role was not counted."""
+    """Return the mean over layers and steps of each role, weighted by what dense attention of the role takes, or None
+    where a role was not counted."""
     shares: dict[str, list[float]] = {}
     for layer in layers:
         shares.setdefault(layer.role, []).extend(share for share in layer.steps if share is not None)

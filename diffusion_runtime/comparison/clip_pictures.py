@@ -16,7 +16,7 @@ def check_encoder(request: GenerationRequest) -> None:
 
 
 def encode_picture(media: GeneratedMedia) -> tuple[bytes, str]:
-    """The bytes and their media type. Raises OutputError where the temporary folder has no room, and
+    """Return the encoded bytes and their media type. Raises OutputError where the temporary folder has no room, and
     MissingPackageError as `check_encoder`."""
     file_format, kind = ("mp4", "video/mp4") if media.num_frames > 1 else ("webp", "image/webp")
     # A recipe names folders of this machine, and the page is made to be handed on.

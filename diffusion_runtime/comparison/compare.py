@@ -69,7 +69,7 @@ def compare(
     choices: Choices | None = None,
     save: SaveClip = lambda *_: None,
 ) -> Comparison:
-    """The first setting is the reference. reporter: None for silence.
+    """Compare settings; the first one is the reference. reporter: None for silence.
 
     Raises what `open_settings` and check_request raise, MissingPackageError for pictures of videos without ffmpeg, and
     ModelLoadError for a folder that holds no CLIP model, before any weight is read, and whatever ends the reference;
@@ -86,7 +86,7 @@ def compare(
 
 
 class _Silent:
-    """A Reporter that says nothing."""
+    """Reporter that prints nothing."""
 
     def say(self, text: str, /) -> None:
         del text
@@ -175,7 +175,7 @@ class _Run:
         self.reporter.say(f"{what}: {estimate_text(operations, torch.float32)}" if operations else what)
 
     def _row(self, opened: OpenedSetting) -> Row:
-        """Of a setting that is not the reference; its failure is a row."""
+        """Return the row of a setting that is not the reference; its failure is a row."""
         if opened.failure is not None:
             return _failed(opened.setting, opened.failure)
         if opened.same_as is not None:
@@ -201,7 +201,7 @@ class _Run:
             raise
 
     def _fewer_steps(self, reference: Row, row: Row) -> Row | None:
-        """The reference with as many steps as take the row's time; None beside a row without figures."""
+        """Return the reference with as many steps as take the row's time, or None for a row without figures."""
         if row.state != "measured":
             return None
         num_steps = steps_at_the_same_time(reference, row)
@@ -228,7 +228,7 @@ class _Run:
             return dataclasses.replace(blank, state="failed", failure=failure, reason=failure.message)
 
     def _made(self, row: Row, requests: Sequence[GenerationRequest], prepared: Prepared) -> Row:
-        """The row with its clips."""
+        """Return the row with its clips."""
         expected = expected_density(prepared, requests[0])
         pipeline, load_seconds = self._load(row, prepared, requests)
         forget_device_peak(pipeline.device)
@@ -264,7 +264,8 @@ class _Run:
     def _attention(
         self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
     ) -> tuple[float | None, float | None]:
-        """Of further clips, which nobody times: the seconds of attention, and the density where the content decides."""
+        """Return the seconds of attention, and the density where it depends on the content, from further clips that are
+        not timed."""
         if not isinstance(pipeline, Pipeline):
             return None, None
         seconds = counted = None
@@ -373,7 +374,7 @@ class _Run:
 
 
 def _by_model(settings: Sequence[OpenedSetting]) -> list[OpenedSetting]:
-    """In their order, those of one RuntimeConfig together."""
+    """Return the settings in their order, those of one RuntimeConfig together."""
     models: list[RuntimeConfig] = []
     for each in settings:
         if each.setting.runtime not in models:
@@ -382,7 +383,7 @@ def _by_model(settings: Sequence[OpenedSetting]) -> list[OpenedSetting]:
 
 
 def _with_steps(request: GenerationRequest, num_steps: int) -> GenerationRequest:
-    """The same with so many steps, at noise levels of its own spacing."""
+    """Return the same request with so many steps, at noise levels of its own spacing."""
     levels = {"sigmas": None, "sigmas_before_shift": None}
     return dataclasses.replace(request, num_inference_steps=num_steps, **levels)  # type: ignore[arg-type]
 

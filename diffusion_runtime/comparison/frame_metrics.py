@@ -1,4 +1,4 @@
-"""PSNR, SSIM and LPIPS of a clip beside the reference's. Frames: uint8 RGB [num_frames, height, width, 3]."""
+"""PSNR, SSIM and LPIPS of a clip compared with the reference's. Frames: uint8 RGB [num_frames, height, width, 3]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LPIPS_TRUNK = "alexnet-owt-7be5be79.pth"
 
 
 def psnr_db(frames: numpy.ndarray, reference: numpy.ndarray) -> float:
-    """Of the mean squared error over the whole clip, in dB, at most MAX_PSNR_DB."""
+    """Return the PSNR from the mean squared error over the whole clip, in dB, at most MAX_PSNR_DB."""
     # Frame by frame: a clip as float64 would take eight times its memory.
     errors = [
         float(numpy.square(mine.astype(numpy.float32) - its.astype(numpy.float32)).mean(dtype=numpy.float64))

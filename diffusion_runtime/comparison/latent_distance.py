@@ -41,7 +41,7 @@ class LatentComparison:
         self.dtype: torch.dtype | None = None
 
     def keep(self) -> Callable[[StepInfo, torch.Tensor], None]:
-        """A watcher that keeps the latents of the reference's next clip."""
+        """Return a watcher that keeps the latents of the reference's next clip."""
         track = LatentTrack()
         self._tracks.append(track)
 
@@ -54,7 +54,8 @@ class LatentComparison:
         return watch
 
     def beside(self, clip: int) -> LatentWatcher:
-        """A watcher that compares a clip with the reference's of the same index, and keeps only the last latents."""
+        """Return a watcher that compares a clip with the reference's of the same index, and keeps only the last
+        latents."""
         return LatentWatcher(self._tracks[clip], self._kept)
 
     def _kept(self, latents: torch.Tensor) -> torch.Tensor:

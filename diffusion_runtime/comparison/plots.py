@@ -44,7 +44,7 @@ def _round_step(about: float) -> float:
 
 
 def colour_of(rows: Sequence[Row]) -> Mapping[int, str]:
-    """By position; a row of fewer steps has the colour of the reference, whose setting it is."""
+    """Return a colour by position; a row of fewer steps has the colour of the reference, whose setting it is."""
     colours: dict[int, str] = {}
     for position, row in enumerate(rows):
         is_new = row.kind != "fewer_steps"

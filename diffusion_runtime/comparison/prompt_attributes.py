@@ -1,4 +1,4 @@
-"""What the clips of prompts must show, where that is known: prompts in the words of the embedded model."""
+"""Attributes that the clips of prompts must show, where they are known: prompts in the words of the embedded model."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ from diffusion_runtime.quality.shapes.prompt_reading import read_prompt
 
 
 def known_attributes(model_path: str, prompts: Iterable[str]) -> list[SceneAttributes | None]:
-    """By prompt; None for one that names anything else than the model was trained on, and for every other model."""
+    """Return the attributes by prompt, None for a prompt that names anything else than the model was trained on, and
+    for every other model."""
     return [read_prompt(prompt) if model_path == EMBEDDED else None for prompt in prompts]

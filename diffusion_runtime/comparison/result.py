@@ -1,4 +1,4 @@
-"""The result of a comparison: one row per setting, and beside each the reference with fewer steps."""
+"""The result of a comparison: one row per setting, and next to each the reference with fewer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ State: TypeAlias = Literal["measured", "failed", "same", "not_faster"]
 
 @dataclass(frozen=True)
 class Clip:
-    """One generation. latent_l2: after each step, beside the reference's (latent_distance.ClipDistance); metrics:
+    """One generation. latent_l2: after each step, relative to the reference's (latent_distance.ClipDistance); metrics:
     `psnr_db`, `ssim`, `lpips`; both empty for the reference. seconds: by stage. computed_share: of the forward passes,
     where a step cache leaves some out. verdict: what of the prompt the clip shows, None where that is not
     known; clip_score: None without a CLIP model. picture: the encoded clip for the page; path: of the saved one."""
@@ -61,9 +61,9 @@ class Clip:
 @dataclass(frozen=True)
 class Row:
     """One setting. beside: of `fewer_steps` the setting that takes as long, of `same` the one it equals. reason: why
-    there are no figures. density: the share of attention's operations that is computed; None where nobody
-    knows. is_counted: whether it was counted in a further clip, because the content decides.
-    attention_seconds: of the transformer's attention layers, in a further clip; None where nobody timed them.
+    there are no figures. density: the share of attention's operations that is computed; None if unknown. is_counted:
+    whether it was counted in a further clip, because the content decides.
+    attention_seconds: of the transformer's attention layers, in a further clip; None if they were not timed.
     num_untimed: how many of the first clips do not count for the time, as they warm up."""
 
     name: str
@@ -131,7 +131,8 @@ class Row:
         return _mean([clip.metrics.get(name) for clip in self.clips])
 
     def first_step_over(self, threshold: float) -> int | None:
-        """The first step, from 0, whose distance is above; None where none is, or steps cannot be compared."""
+        """Return the first step, from 0, whose distance is above, or None where none is, or steps cannot be
+        compared."""
         return next(
             (step for step, value in enumerate(self.latent_l2) if value is not None and value > threshold), None
         )
@@ -159,7 +160,7 @@ class Comparison:
     remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """One line: its clips hold whole videos."""
+        """Return one line: the clips hold whole videos."""
         others = ", ".join(row.name for row in self.rows[1:])
         return f"<Comparison: {others} beside {self.reference.name}, on {self.device}>"
 
@@ -172,7 +173,7 @@ class Comparison:
         return BatchFailedError.exit_code if any(row.state == "failed" for row in self.rows) else 0
 
     def speedup(self, row: Row) -> float | None:
-        """The reference's time of one clip over the row's."""
+        """Return the reference's time of one clip over the row's."""
         its, mine = self.reference.total_seconds, row.total_seconds
         return None if its is None or mine is None else its / mine
 
@@ -190,7 +191,8 @@ class Comparison:
         return f"{speedup:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def paired_test(self, row: Row) -> PairedTest | None:
-        """Of the reference and another row, on the prompts that both were judged by; None without any."""
+        """Return the paired test of the reference and another row on the prompts that both were judged by, or None
+        without any."""
         pairs = [
             (its.verdict.joint, mine.verdict.joint)
             for its, mine in zip(self.reference.clips, row.clips, strict=False)
@@ -265,14 +267,14 @@ def _plain(runtime: RuntimeConfig) -> dict[str, Any]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """None where one is missing, or there are none."""
+    """Return the mean, or None if one is missing or there are none."""
     known = list(values)
     return None if not known or None in known else statistics.fmean(value for value in known if value is not None)
 
 
 def steps_at_the_same_time(reference: Row, row: Row) -> int | None:
-    """How many steps of the reference take as long as a clip of `row`, from the reference's measured seconds per step
-    and the time of its other stages; at least 1. None where that is not fewer than it has, or nothing was timed."""
+    """Return how many steps of the reference take as long as a clip of `row`, from the reference's measured seconds per
+    step and the time of its other stages; at least 1. None if that is not fewer than it has, or nothing was timed."""
     total, per_step, its = row.total_seconds, reference.seconds_per_step, reference.seconds
     if total is None or per_step is None or reference.num_steps is None:
         return None
@@ -282,6 +284,6 @@ def steps_at_the_same_time(reference: Row, row: Row) -> int | None:
 
 
 def filled_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Names and cells of a table without the columns that say `-` in every row."""
+    """Return names and cells of a table without the columns that hold `-` in every row."""
     kept = [number for number in range(len(columns)) if any(row[number] != "-" for row in rows)]
     return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]

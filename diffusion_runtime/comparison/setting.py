@@ -58,7 +58,7 @@ class OpenedSetting:
 
 
 def open_settings(settings: Sequence[Setting]) -> list[OpenedSetting]:
-    """Every setting, opened and checked against the first one, the reference.
+    """Open every setting and check it against the first one, the reference.
 
     Raises ConfigError and RequestError, with the setting's name, for values that are wrong and for another model,
     other prompts, seeds or sizes than the reference's; whatever keeps the reference from running. What keeps another
@@ -86,7 +86,7 @@ def open_settings(settings: Sequence[Setting]) -> list[OpenedSetting]:
 
 
 def named_error(name: str, error: DiffusionRuntimeError) -> DiffusionRuntimeError:
-    """The same error with the setting's name."""
+    """Return the same error with the setting's name."""
     message = f"--setting {name}: {error}"
     if isinstance(error, BackendUnavailableError):
         return BackendUnavailableError(message, error.reasons)

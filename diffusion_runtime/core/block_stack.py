@@ -18,7 +18,7 @@ RunBlock: TypeAlias = Callable[[Streams], Streams]
 
 @dataclass(frozen=True)
 class ModulatedInput:
-    """What TeaCache (arXiv:2411.19108) compares from step to step; its change says how much the output's will be.
+    """Input that TeaCache (arXiv:2411.19108) compares from step to step, to estimate the change of the output.
 
     values: the grid's tokens after the norm, shift and scale of the first block, [batch, seq, dim] as in the first
     stream; of a model whose timestep is compared alone (Wan), its embedding, [batch, 1, dim]. projection: there, what
@@ -43,7 +43,7 @@ class BlockRunner:
         num_grid_tokens: int,  # noqa: ARG002
         modulated_input: MakeModulatedInput | None = None,  # noqa: ARG002
     ) -> Streams:
-        """The streams after the last block. They may be overwritten.
+        """Run the blocks and return the streams after the last one. They may be overwritten.
 
         num_grid_tokens: of this process, without padding: the first tokens of the first stream. modulated_input:
         computes what TeaCache compares, from the streams as they enter.
@@ -54,7 +54,7 @@ class BlockRunner:
 
 
 def overwriting(block: Callable[..., Any], *inputs: Any) -> RunBlock:
-    """A block that is called with the streams and `inputs`, and overwrites the streams."""
+    """Return a block that is called with the streams and `inputs`, and overwrites the streams."""
 
     def run(streams: Streams) -> Streams:
         block(*streams, *inputs)
@@ -64,7 +64,7 @@ def overwriting(block: Callable[..., Any], *inputs: Any) -> RunBlock:
 
 
 def then_joined(blocks: Sequence[RunBlock]) -> list[RunBlock]:
-    """The blocks, the last of which leaves all streams as one sequence."""
+    """Return the blocks, the last of which leaves all streams as one sequence."""
 
     def joined(streams: Streams) -> Streams:
         for block in blocks[-1:]:

@@ -51,7 +51,7 @@ _ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and what is installed beside it.
+    """One device and the software installed for it.
 
     platform: one of PLATFORMS; ROCm is its own platform although torch calls its device `cuda`.
     capability: (major, minor) compute capability on CUDA, else None.
@@ -78,13 +78,13 @@ class Hardware:
         return next((name for lowest, name in _ARCHITECTURES if self.capability >= lowest), "")
 
     def describe(self) -> str:
-        """One phrase for log lines: `cuda sm_90, torch 2.13.0`."""
+        """Return one phrase for log lines: `cuda sm_90, torch 2.13.0`."""
         chip = f" sm_{self.capability[0]}{self.capability[1]}" if self.capability else ""
         return f"{self.platform}{chip}, torch {self.torch_version}"
 
 
 def installed_packages() -> dict[str, str]:
-    """The distributions of ATTENTION_PACKAGES that are installed, without importing any of them."""
+    """Return the distributions of ATTENTION_PACKAGES that are installed, without importing any of them."""
     found = {}
     for name in ATTENTION_PACKAGES:
         try:
@@ -95,7 +95,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def found_programs() -> frozenset[str]:
-    """Those of PROGRAMS that are on PATH, and nvcc where the CUDA toolkit puts it."""
+    """Return which of PROGRAMS are on PATH, with nvcc also where the CUDA toolkit puts it."""
     found = {name for name in PROGRAMS if shutil.which(name)}
     toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     if any(root and shutil.which("nvcc", path=os.path.join(root, "bin")) for root in toolkits):
@@ -105,7 +105,7 @@ def found_programs() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)
 def detect_hardware(device: str = "auto") -> Hardware:
-    """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); cached per process.
+    """Detect the hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); cached per process.
 
     Raises ConfigError when torch cannot reach the device.
     """
@@ -159,7 +159,8 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def device_of_process(device: str, local_rank: int, num_local: int) -> str:
-    """The device of one of `num_local` processes on this machine: the CPU for all of them, or one GPU per process.
+    """Return the device of one of `num_local` processes on this machine: the CPU for all of them, or one GPU per
+    process.
 
     Raises ConfigError for more processes than GPUs, and for a device that several processes cannot use.
     """

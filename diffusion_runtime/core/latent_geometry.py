@@ -13,7 +13,7 @@ from diffusion_runtime.errors import RequestError
 
 @dataclass(frozen=True)
 class ClipSize:
-    """What is made: height, width in pixels, num_frames (1 is an image), fps: frames a second."""
+    """Size of a clip: height and width in pixels, num_frames (1 is an image), fps in frames per second."""
 
     height: int
     width: int
@@ -23,7 +23,7 @@ class ClipSize:
 
 @dataclass(frozen=True)
 class LatentParts:
-    """What samples hold. video: [batch, channels, frames, height, width]. audio: [batch, channels, length, bins], None
+    """Parts of a sample. video: [batch, channels, frames, height, width]. audio: [batch, channels, length, bins], None
     in a model that makes pictures alone."""
 
     video: torch.Tensor
@@ -32,7 +32,7 @@ class LatentParts:
 
 @dataclass(frozen=True)
 class LatentGeometry:
-    """How pixels become latents and latents become tokens.
+    """Sizes by which pixels become latents, and latents become tokens.
 
     num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
     after the first one, which holds a single frame. patch: latents per token in (frames, height, width).
@@ -59,7 +59,8 @@ class LatentGeometry:
         return self.temporal_factor * self.num_latents_before
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
-        """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.
+        """Return the shape of one sample as samplers and transformers see it: `latent_shape`, for a model that makes
+        pictures alone.
 
         Raises RequestError for sizes that do not divide.
         """
@@ -125,7 +126,7 @@ class LatentGeometry:
 
 
 def _misfit(name: str, value: int, step: int, remainder: int) -> str:
-    """Why `value` does not fit "a multiple of step, plus remainder", with the nearest values that do."""
+    """Return why `value` does not fit "a multiple of step, plus remainder", with the nearest values that do."""
     below = value - (value - remainder) % step
     fitting = [str(size) for size in (below, below + step) if size >= 1]
     rule = f"a multiple of {step}" if remainder == 0 else f"a multiple of {step} plus {remainder}"
@@ -137,7 +138,7 @@ class ImageGeometry(LatentGeometry):
     """A LatentGeometry of one frame."""
 
     def check(self, height: int, width: int, num_frames: int) -> None:
-        """See LatentGeometry.check. Raises RequestError for more than one frame, too."""
+        """Check as LatentGeometry.check does, and raise RequestError for more than one frame."""
         super().check(height, width, num_frames)
         if num_frames != 1:
             raise RequestError(f"num_frames: this model makes images, expected 1, got {num_frames}; leave it out")

@@ -29,7 +29,7 @@ LINKS = ".links"
 # Beside such links, where they lead to a file of several components: the prefix of this one's tensors.
 PART_MARK = "part_of_file.json"
 
-# What libraries read of a folder, beside weights. The largest published tokenizer.json has 33 MB.
+# What libraries read of a folder, in addition to weights. The largest published tokenizer.json has 33 MB.
 _READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 MAX_TEXT_BYTES = 256 * 1024 * 1024
 
@@ -62,11 +62,11 @@ class ModelFolder:
         return self.parts[first].joinpath(*rest) if first in self.parts else self.path / name
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
-        """The same folder with components from elsewhere."""
+        """Return the same folder with components from elsewhere."""
         return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts})
 
     def without_downloads(self, components: Collection[str]) -> ModelFolder:
-        """The same folder, of which these components need not be downloaded."""
+        """Return the same folder, marking these components as not to be downloaded."""
         if self.downloads_gb is None:
             return self
         left = {name: size for name, size in self.downloads_gb.items() if name not in components}
@@ -74,14 +74,15 @@ class ModelFolder:
 
     @property
     def download_gb(self) -> float | None:
-        """What a run downloads, in 10 ** 9 bytes; None for a folder of its own."""
+        """Size of what a run downloads, in 10 ** 9 bytes; None for a local folder."""
         return None if self.downloads_gb is None else sum(self.downloads_gb.values())
 
     def __str__(self) -> str:
         return str(self.path)
 
     def read_json(self, *names: str) -> dict[str, Any]:
-        """See read_json. names: of the folders between and of the file. The result is the caller's own."""
+        """Read a JSON object once. names: of the folders in between and of the file. The result is the caller's own
+        copy."""
         path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)
@@ -107,7 +108,7 @@ AnyFolder: TypeAlias = ModelFolder | Path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
+    """Read the mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
     return _parse(path, _read(path))
 
 
@@ -126,7 +127,7 @@ def read_index(folder: AnyFolder) -> dict[str, Any]:
 
 
 def read_json_in(folder: AnyFolder, *names: str) -> dict[str, Any]:
-    """A json file of a model folder. names: as in ModelFolder.read_json. Raises what read_json raises."""
+    """Read a json file of a model folder. names: as in ModelFolder.read_json. Raises what read_json raises."""
     opened = folder if isinstance(folder, ModelFolder) else ModelFolder(folder)
     return opened.read_json(*names)
 
@@ -185,8 +186,8 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Whether what a model folder and its components hold can be opened: by this runtime and by libraries, which open
-    files by name. model_index.json, which is always read, is checked then.
+    """Check that the files of a model folder and its components can be opened: by this runtime and by libraries, which
+    open files by name. model_index.json, which is always read, is checked when it is read.
 
     Raises ModelLoadError for a FIFO, device or socket under the name of a file, Git-LFS pointers, and texts too large
     to be read whole.
@@ -202,14 +203,14 @@ def check_model_files(folder: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from error
     for path in files:
-        # A link to nothing is a file that is missing, which is for whoever needs it to say.
+        # A link to nothing is a missing file, which is reported where it is needed.
         if path.exists() and not path.is_dir():
             is_text = path.suffix != ".safetensors"
             check_file(path, max_bytes=MAX_TEXT_BYTES if is_text else None, error=ModelLoadError)
 
 
 def component_class(folder: AnyFolder, component: str) -> tuple[str, str]:
-    """(library, class name) of a component, as model_index.json says. Raises ModelLoadError."""
+    """Return (library, class name) of a component by model_index.json. Raises ModelLoadError."""
     path = folder / INDEX_FILE
     entry = read_index(folder).get(component)
     if entry is None:
@@ -248,7 +249,7 @@ def refuse_unknown_index_keys(folder: AnyFolder, known: Collection[str]) -> None
 
 
 def read_config(folder: AnyFolder, component: str) -> ConfigFile:
-    """The config.json of a component's folder. Raises ModelLoadError."""
+    """Read the config.json of a component's folder. Raises ModelLoadError."""
     return ConfigFile(folder / component / "config.json", read_json_in(folder, component, "config.json"))
 
 
@@ -263,23 +264,23 @@ class ConfigFile:
         self.values = values
 
     def settings(self) -> dict[str, Any]:
-        """Every key and value that is not a note. Raises ModelLoadError for numbers that no component has."""
+        """Return every key and value that is not a note. Raises ModelLoadError for numbers that no component has."""
         check_sizes(self.values, self.path)
         return {key: value for key, value in self.values.items() if not key.startswith("_")}
 
     def whole_number(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-        """An integer from `minimum` to `maximum`. Raises ModelLoadError when it is missing or something else."""
+        """Return an integer from `minimum` to `maximum`. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
         if type(value) is not int or not minimum <= value <= maximum:
             raise self.error(key, f"a whole number from {minimum} to {maximum}", value)
         return value
 
     def layer_count(self, key: str, default: int | None = None) -> int:
-        """A number of layers. Raises ModelLoadError when it is missing or something else."""
+        """Return a number of layers. Raises ModelLoadError when it is missing or something else."""
         return self.whole_number(key, default, maximum=MAX_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite float or an integer. Raises ModelLoadError when it is missing or something else."""
+        """Return a finite float or an integer. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
         if not _is_number(value):
             raise self.error(key, "a number", value)
@@ -326,7 +327,7 @@ class ConfigFile:
                 raise self.error(key, f"{shown(only)}, {why}", value)
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
-        """An error to raise for a key whose value is not what was expected."""
+        """Return an error to raise for a key whose value is not what was expected."""
         return ModelLoadError(f"{self.path}: key {shown(key)}: expected {expected}, got {shown(value)}")
 
     def _value(self, key: str, default: T | None) -> Any:

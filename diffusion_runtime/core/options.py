@@ -64,7 +64,7 @@ def _split_at_commas(text: str) -> list[str]:
 
 
 def option_names(options_type: type) -> tuple[str, ...]:
-    """The option keys a backend declares."""
+    """Return the option keys a backend declares."""
     return tuple(item.name for item in dataclasses.fields(options_type))
 
 
@@ -84,7 +84,7 @@ def check_options(options_type: type, options: Mapping[str, Any], where: str) ->
 
 
 def build_options(options_type: type, options: Mapping[str, Any], where: str) -> Any:
-    """The complete set that a backend is given, as an instance of `options_type`.
+    """Build the complete set that a backend is given, as an instance of `options_type`.
 
     Raises ConfigError like check_options, and for values that contradict each other.
     """
@@ -96,8 +96,8 @@ def build_options(options_type: type, options: Mapping[str, Any], where: str) ->
 
 
 def removed_option(where: str, key: Any, options_types: Iterable[type]) -> ConfigError | None:
-    """The error of a key that stands in `REMOVED` of a type, a mapping from names that were options to what to do
-    instead; None where it stands in none."""
+    """Return the error for a key in `REMOVED` of a type, a mapping from names that were options to what to do instead,
+    or None where it stands in none."""
     for options_type in options_types:
         removed: Mapping[Any, str] = getattr(options_type, "REMOVED", {})
         if key in removed:
@@ -106,7 +106,7 @@ def removed_option(where: str, key: Any, options_types: Iterable[type]) -> Confi
 
 
 def unknown_option(where: str, key: Any, known: tuple[str, ...]) -> ConfigError:
-    """The error of a key that none of `known` is."""
+    """Return the error for a key that is not among `known`."""
     hint = nearest(key, known) if known else " It has no options."
     return ConfigError(f"{where}: unknown option {shown(key)}.{hint}")
 
@@ -176,7 +176,7 @@ class MethodText:
 
 
 def _refusal(options_type: type, options: Mapping[str, Any]) -> ValueError | None:
-    """What the options' own rules say against `options`, with defaults for the rest."""
+    """Return the error that the options' own rules raise for `options`, with defaults for the rest, or None."""
     try:
         options_type(**options)
     except ValueError as error:

@@ -48,7 +48,7 @@ NAMED_CARDS = {
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """free: bytes that a process can take there, None where a memory limit alone says."""
+    """free: bytes that a process can take there, None if a memory limit alone gives it."""
 
     hardware: Hardware
     free: int | None = None
@@ -79,7 +79,7 @@ class PlannedDevice:
 
 
 def named_device(name: str) -> PlannedDevice:
-    """The card of NAMED_CARDS. Raises ConfigError for any other name."""
+    """Return the card of NAMED_CARDS. Raises ConfigError for any other name."""
     card = NAMED_CARDS.get(name.lower())
     if card is None:
         raise ConfigError(
@@ -90,7 +90,7 @@ def named_device(name: str) -> PlannedDevice:
 
 
 def any_card() -> PlannedDevice:
-    """A CUDA card of which nothing is known but what a memory limit says."""
+    """Return a CUDA card of which only a memory limit is known."""
     return PlannedDevice(_hardware("a CUDA card from sm_80 to sm_90", _ANY_CARD))
 
 

@@ -44,7 +44,7 @@ class Cancellations:
         return request_index in self._waiting
 
     def watch(self, progress: Progress) -> None:
-        """An on_progress. Raises Cancelled once no request is left."""
+        """Watch progress as an on_progress. Raises Cancelled once no request is left."""
         if self._on_progress is None:
             return
         try:

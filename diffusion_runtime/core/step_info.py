@@ -26,7 +26,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where in the denoising loop a call happens.
+    """Position of a call in the denoising loop.
 
     timestep: the model's own time, usually in [0, 1000]; sigma: the noise level in [0, 1].
     branch: `cond`, `uncond`, `both` when guidance runs them as one batch, PERTURBED or ISOLATED.

@@ -19,7 +19,7 @@ RASTER: Extent = (1, 1, 1)
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the key sequence of one attention call is made up; in self-attention the queries sit the same way.
+    """Layout of the key sequence of one attention call; in self-attention the queries have the same layout.
 
     grid: (frames, height, width) in tokens, after patchify; (0, 0, 0) when there is text only.
     num_prefix_tokens, num_suffix_tokens: text before and after the grid, padding included.
@@ -55,7 +55,7 @@ class TokenLayout:
 
     @classmethod
     def text(cls, num_tokens: int, valid_lengths: tuple[int, ...] | None = None) -> Self:
-        """The layout of a sequence that is text alone, such as the keys of a cross-attention."""
+        """Return the layout of a sequence that is text alone, such as the keys of a cross-attention."""
         return cls((0, 0, 0), num_suffix_tokens=num_tokens, valid_lengths=valid_lengths)
 
     @property
@@ -72,16 +72,16 @@ class TokenLayout:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        """Whether some sample has fewer real text tokens than there is room for."""
+        """True if some sample has fewer valid text tokens than there is room for."""
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)
 
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
-        """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
+        """Return the layout of keys that are a run of the grid's tokens, with the text around them or without."""
         run = (1, 1, num_grid_tokens)
         return dataclasses.replace(self, grid=run, tile=RASTER) if with_text else type(self)(run)
 
     def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
-        """The non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""
+        """Return the non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""
         if self.valid_lengths is None:
             ranges = [(0, self.num_tokens)]
         elif self.num_prefix_tokens:
@@ -101,7 +101,7 @@ class TokenLayout:
 class CachedLayout(TokenLayout):
     """A grid of queries, and the keys of a cache: those of the frames in sight, the queries' own among them.
 
-    grid: of the keys, a frame for each slot that is read; it says nothing of the order in the video. num_query_frames:
+    grid: of the keys, a frame for each slot that is read; it does not give the order in the video. num_query_frames:
     of the queries' grid, whose height and width are the keys'. key_frames: the latent frame of the video that each
     frame of keys is. Keys of frames of two sizes are one row, and their queries' grid is not known here.
     """

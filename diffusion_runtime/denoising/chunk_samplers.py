@@ -26,7 +26,7 @@ from diffusion_runtime.denoising.noise import ChunkNoise
 _NUM_TRAIN_TIMESTEPS = 1000
 
 # (latents [batch, channels, frames, height, width], which latent frames these are, step) -> velocity of that shape,
-# which nobody reads of a commit.
+# which is not read after a commit.
 ForwardFrames: TypeAlias = Callable[[torch.Tensor, range, StepInfo], torch.Tensor]
 
 
@@ -49,16 +49,16 @@ class Commit:
     num_steps: Callable[[int], int] = lambda _: 1
 
     def __call__(self, clean: CleanChunk) -> None:
-        """Of the chunk that has just become clean."""
+        """Commit the chunk that has just become clean."""
         self._encode(self.forward, clean, clean.chunk.index)
 
     def again(self, chunks: Sequence[CleanChunk]) -> None:
-        """Of chunks that were committed before, in their order, such as under another prompt."""
+        """Commit chunks again in their order, for example under another prompt."""
         for clean in chunks:
             self(clean)
 
     def fork(self, forward: ForwardFrames, compress: ForwardFrames, noise: ChunkNoise) -> Commit:  # noqa: ARG002
-        """Of another video that goes on from here. compress: a pass in large patches."""
+        """Return the commit of another video that continues from here. compress: a pass in large patches."""
         return Commit(forward, noise, self.noise_level, self.num_steps)
 
     def _encode(self, forward: ForwardFrames, clean: CleanChunk, index: int) -> None:
@@ -92,19 +92,16 @@ class HistoryCommit(Commit):
         self._recent: tuple[CleanChunk, ...] = ()
 
     def __call__(self, clean: CleanChunk) -> None:
-        """See Commit."""
         kept = self._recent[-self._history.full_chunks :]
         self._recent = (*kept, clean)
         self.again(self._recent)
 
     def again(self, chunks: Sequence[CleanChunk]) -> None:
-        """See Commit.again."""
         for clean, kind in commits_of(chunks, self._history):
             forward = self._compress if kind == "compress" else self.forward
             self._encode(forward, clean, chunks[-1].chunk.index)
 
     def fork(self, forward: ForwardFrames, compress: ForwardFrames, noise: ChunkNoise) -> HistoryCommit:
-        """See Commit.fork."""
         twin = HistoryCommit(super().fork(forward, compress, noise), compress, self._history)
         twin._recent = self._recent
         return twin
@@ -112,8 +109,8 @@ class HistoryCommit(Commit):
 
 @dataclass(frozen=True)
 class ChunkedVideo:
-    """What chunk samplers are given. chunks: of the video, in order, without an end if need be. device: of the latents.
-    on_step: called after every denoising pass with the latents at its end."""
+    """Input of chunk samplers. chunks: of the video, in order, possibly without end. device: of the latents. on_step:
+    called after every denoising pass with the latents at its end."""
 
     chunks: Iterable[Chunk]
     forward: ForwardFrames
@@ -133,12 +130,12 @@ class ChunkSampler(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Whether the last chunk has been made."""
+        """True once the last chunk has been made."""
         return self._upcoming is None
 
     @abstractmethod
     def next_chunk(self) -> CleanChunk:
-        """The next chunk, denoised. Not after the last one; the one before must have been committed."""
+        """Denoise and return the next chunk. Not after the last one; the one before must have been committed."""
 
     def commit(self, clean: CleanChunk) -> None:
         """Leave the final keys of a chunk that next_chunk returned: before the next one, and not after the last."""
@@ -146,17 +143,18 @@ class ChunkSampler(ABC):
 
     @property
     def next_index(self) -> int:
-        """Of the next chunk of the video, which there is."""
+        """Index of the next chunk of the video, which must exist."""
         assert self._upcoming is not None
         return self._upcoming.index
 
     @property
     def can_fork(self) -> bool:
-        """Whether it keeps nothing between two chunks."""
+        """True if the sampler keeps nothing between two chunks."""
         return False
 
     def fork(self, video: ChunkedVideo) -> Self:
-        """Of another video, with the same chunks, from the next one on, which there is. Of samplers that `can_fork`."""
+        """Return a sampler of another video with the same chunks from the next one on, which must exist. Requires
+        `can_fork`."""
         assert self.can_fork
         following = self.next_index
         twin = copy.copy(self)
@@ -165,7 +163,7 @@ class ChunkSampler(ABC):
         return twin
 
     def _take_upcoming(self) -> Chunk:
-        """The next chunk of the video, which there is."""
+        """Take the next chunk of the video, which must exist."""
         chunk = self._upcoming
         assert chunk is not None, "the last chunk has been made"
         self._upcoming = next(self._chunks, None)
@@ -183,11 +181,9 @@ class PerChunkSampler(ChunkSampler):
 
     @property
     def can_fork(self) -> bool:
-        """See ChunkSampler.can_fork."""
         return True
 
     def next_chunk(self) -> CleanChunk:
-        """See ChunkSampler.next_chunk."""
         chunk = self._take_upcoming()
         num_draws = 0
 

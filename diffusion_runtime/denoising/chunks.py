@@ -26,9 +26,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How a video is cut: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1
-    for models trained on [1, N, N, ...]), and a last one of what is left of num_frames, None for a video without an
-    end. A plan for more frames begins as one for fewer whole chunks."""
+    """Cut of a video: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1 for
+    models trained on [1, N, N, ...]), and a last one with the rest of num_frames, None for a video without end. A plan
+    for more frames begins as one for fewer whole chunks.
+    """
 
     chunk_frames: int
     first_chunk_frames: int | None = None
@@ -58,13 +59,14 @@ class ChunkPlan:
 
 
 def chunks_of(request: GenerationRequest, num_frames: int | None) -> ChunkPlan:
-    """How a resolved request of a causal model cuts a video. num_frames: latent frames, None for one without an end."""
+    """Return how a resolved request of a causal model cuts a video. num_frames: latent frames, None for a video without
+    end."""
     assert request.chunk_frames is not None, "a causal model has a default"
     return ChunkPlan(request.chunk_frames, request.first_chunk_frames, num_frames)
 
 
 def window_of(request: GenerationRequest) -> FrameWindow:
-    """Which frames its chunks have in sight. Raises ConfigError for a window without room beside the sink."""
+    """Which frames its chunks have in sight. Raises ConfigError for a window without room next to the sink."""
     return FrameWindow(request.kv_sink or 0, request.kv_window or None)
 
 
@@ -75,8 +77,8 @@ def cache_passes(
     history: CompressedHistory | None = None,
     latents: tuple[int, ...] = (),
 ) -> CachePasses:
-    """What the passes over its frames read and write. In a rolling window the commit of a chunk sees clean frames in
-    place of the noisy ones behind it, so these have room beside them, as in the authors' cache.
+    """Return what the passes over the frames of a video read and write. In a rolling window the commit of a chunk sees
+    clean frames in place of the noisy ones after it, so both have room, as in the authors' cache.
 
     grid: of the video's tokens. history: of a model with one, and the shape of the video's latents. Raises ConfigError
     for a video without an end or a window.
@@ -121,7 +123,7 @@ def cached_tokens(passes: CachePasses, request: GenerationRequest, chunks: Chunk
 
 
 def is_rolling(request: GenerationRequest) -> bool:
-    """Whether several chunks are denoised at once (denoising/rolling_window.py)."""
+    """Return True if several chunks are denoised at once (denoising/rolling_window.py)."""
     return request.chunk_schedule == "rolling"
 
 
@@ -143,7 +145,7 @@ def commits_of(recent: Sequence[_C], history: CompressedHistory | None) -> list[
 def passes_of(
     request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None = None
 ) -> Iterator[tuple[range, str]]:
-    """The frames and the kind (CachePasses.plan) of every forward pass of a video with an end, in order."""
+    """Yield the frames and the kind (CachePasses.plan) of every forward pass of a video with an end, in order."""
     num_steps, of_video = steps_of_chunk(request, 1), list(chunks)
     # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
     for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():
@@ -160,7 +162,7 @@ def passes_of(
 
 
 def frames_needed(request: GenerationRequest, chunks: ChunkPlan, history: CompressedHistory | None) -> int:
-    """The smallest window of latent frames with room for the sink and what stands beside it."""
+    """Return the smallest window of latent frames with room for the sink and the frames next to it."""
     sink, longest = request.kv_sink or 0, longest_pass(request, chunks)
     if history is None:
         return sink + longest

@@ -26,7 +26,7 @@ def check_diffusers_import() -> None:
 
 
 def blocking_package(name: str, packages: Mapping[str, str], failure: str) -> tuple[str, str]:
-    """What is wrong, and which package to remove, when `name` cannot be imported. packages: name to version."""
+    """Return the fault and the package to remove when `name` cannot be imported. packages: name to version."""
     what = (
         f"package {name} {packages[name]} is installed and cannot be imported: {failure}; diffusers imports it "
         "wherever it is installed, so nothing that needs diffusers can be loaded"

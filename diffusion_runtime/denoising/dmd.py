@@ -21,12 +21,12 @@ _NUM_TRAIN_TIMESTEPS = 1000
 
 
 def precision_on(device: torch.device) -> torch.dtype:
-    """What latents are kept in between the predictions. Apple's GPUs have no float64."""
+    """Return the dtype of the latents between predictions. Apple's GPUs have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def renoised(data: torch.Tensor, level: float, fresh: torch.Tensor) -> torch.Tensor:
-    """An estimate of the data at a noise level sigma. fresh: normal noise."""
+    """Return an estimate of the data at a noise level sigma. fresh: normal noise."""
     return (1 - level) * data + level * fresh
 
 
@@ -58,7 +58,6 @@ class DmdSampler(Sampler):
         return int(self.options.get("num_train_timesteps", _NUM_TRAIN_TIMESTEPS))
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:  # noqa: ARG002
-        """See Sampler.steps."""
         levels, num_timesteps = (*self.levels, 0.0), self.num_train_timesteps
         return tuple(
             StepInfo(

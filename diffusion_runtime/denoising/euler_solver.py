@@ -50,7 +50,7 @@ _KNOWN: Mapping[str, Allows] = {
 
 
 def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
-    """Whether the solver computes what the class of diffusers computes with these settings."""
+    """Return True if the solver computes what diffusers' class computes with these settings."""
     return num_steps >= 1 and are_known(settings, _KNOWN)
 
 
@@ -82,7 +82,6 @@ class EulerSolver:
         self._index = 0
 
     def set_begin_index(self, begin_index: int) -> None:
-        """See Scheduler.set_begin_index."""
         self._index = begin_index
 
     def step(
@@ -93,7 +92,6 @@ class EulerSolver:
         *,
         return_dict: bool = False,  # noqa: ARG002
     ) -> tuple[torch.Tensor, ...]:
-        """See Scheduler.step."""
         width = self.sigmas[self._index + 1] - self.sigmas[self._index]
         self._index += 1
         return (sample + width * model_output,)

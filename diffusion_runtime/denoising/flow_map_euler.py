@@ -23,7 +23,6 @@ class FlowMapEulerSampler(ScheduleSampler):
     solver does not take. The model is told where each step leads: StepInfo.next_timestep."""
 
     def scheduler(self, device: torch.device) -> Scheduler:
-        """See ScheduleSampler.scheduler."""
         options = {key: value for key, value in self.options.items() if key not in _UNREAD}
         options["shift"] = self.flow_shift
         if options.keys() <= _KNOWN and takes(options, self.num_steps):

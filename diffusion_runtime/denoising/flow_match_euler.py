@@ -31,7 +31,6 @@ class FlowMatchEulerSampler(ScheduleSampler):
             )
 
     def scheduler(self, device: torch.device) -> Scheduler:
-        """See ScheduleSampler.scheduler."""
         # Given at construction: the class shifts its smallest sigma there, and `set_shift` would leave it as it was.
         options = {**self.options, "shift": self.flow_shift}
         if takes(options, self.num_steps):

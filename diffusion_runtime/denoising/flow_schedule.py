@@ -11,8 +11,8 @@ from diffusion_runtime.errors import ModelLoadError, RequestError, shown
 
 
 def shifted(sigma: float, flow_shift: float) -> float:
-    """A noise level in [0, 1] after the flow shift of Esser et al., arXiv:2403.03206. A shift of e^mu is diffusers'
-    exponential dynamic shift with that mu."""
+    """Return a noise level in [0, 1] after the flow shift of Esser et al., arXiv:2403.03206. A shift of e^mu is
+    diffusers' exponential dynamic shift with that mu."""
     return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
 
 
@@ -21,11 +21,13 @@ class FlowSchedule:
     the flow shift is a fixed number."""
 
     def flow_shift(self, num_tokens: int, num_steps: int) -> float | None:
-        """The shift for a clip of `num_tokens` grid tokens in `num_steps` steps; None when it is a fixed number."""
+        """Return the shift for a clip of `num_tokens` grid tokens in `num_steps` steps, or None when it is a fixed
+        number."""
         return None
 
     def sigmas(self, num_steps: int) -> tuple[float, ...] | None:
-        """The unshifted noise levels of the steps, from 1 down, without the final 0; None for the scheduler's own."""
+        """Return the unshifted noise levels of the steps, from 1 down, without the final 0; None for the scheduler's
+        own."""
         return None
 
     def check_sampler(self, name: str) -> None:
@@ -93,7 +95,7 @@ _SHIFT_TYPES = ("exponential", "linear")
 
 
 def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:
-    """The line from tokens to shift that scheduler_config.json describes; a fixed shift where it describes none.
+    """Return the line from tokens to shift that scheduler_config.json describes; a fixed shift where it describes none.
 
     Raises ModelLoadError for values that make no line.
     """

@@ -38,7 +38,7 @@ def rescaled(combine: Combine, rescale: float) -> Combine:
 
 
 def deviation(values: torch.Tensor) -> torch.Tensor:
-    """Of each sample, in the shape [batch, 1, ...]."""
+    """Return the standard deviation of each sample, in the shape [batch, 1, ...]."""
     return values.std(dim=tuple(range(1, values.dim())), keepdim=True)
 
 
@@ -75,8 +75,8 @@ def with_guidance(
 
 
 def predict_branches(predict: Predict, mode: str, branches: BranchExchange | None = None) -> PredictBranches:
-    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (core/step_info.py)
-    in passes of their own. Raises RequestError."""
+    """Predict the velocities of the guidance branches, as `with_guidance` describes them; of further ones
+    (core/step_info.py) in passes of their own. Raises RequestError."""
     if mode not in GUIDANCE_MODES:
         raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
 
@@ -108,7 +108,7 @@ def _from_first_group(
     of_branch: Callable[[torch.Tensor, StepInfo, str], torch.Tensor],
     branches: BranchExchange,
 ) -> dict[str, torch.Tensor]:
-    """The velocities, all computed by the first group of processes: the other one has no keys of the conditional
+    """Return the velocities, all computed by the first group of processes: the other one has no keys of the conditional
     branch."""
     is_first = branches.branch == "cond"
     own = [of_branch(latents, step, branch) if is_first else torch.zeros_like(latents).float() for branch in wanted]
@@ -123,7 +123,7 @@ def _exchanged(
     of_branch: Callable[[torch.Tensor, StepInfo, str], torch.Tensor],
     branches: BranchExchange,
 ) -> dict[str, torch.Tensor]:
-    """The velocities, each computed by one group of processes."""
+    """Return the velocities, each computed by one group of processes."""
     found: dict[str, torch.Tensor] = {}
     for pair in _PAIRS:
         if set(pair).isdisjoint(wanted):

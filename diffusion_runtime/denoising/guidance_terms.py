@@ -43,8 +43,8 @@ class PartScales:
 
 @dataclass(frozen=True)
 class GuidanceTerms:
-    """Of a request for a model whose pictures and sound are guided apart. stg_blocks: whose self-attention the
-    perturbed pass skips."""
+    """Guidance of a request for a model that guides pictures and sound separately. stg_blocks: blocks whose
+    self-attention the perturbed pass skips."""
 
     video: PartScales
     audio: PartScales
@@ -52,7 +52,7 @@ class GuidanceTerms:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """request: resolved. What is not said of the sound is as for the pictures."""
+        """Return the terms of a resolved request. Values not given for the sound are those of the pictures."""
         assert request.guidance_scale is not None
         video = PartScales(
             cfg=request.guidance_scale,
@@ -74,7 +74,7 @@ class GuidanceTerms:
 
     @property
     def is_guided(self) -> bool:
-        """Whether the branch of the negative prompt runs."""
+        """True if the branch of the negative prompt runs."""
         return max(self.video.cfg, self.audio.cfg) > 1
 
     @property
@@ -87,17 +87,17 @@ class GuidanceTerms:
 
     @property
     def further_branches(self) -> tuple[str, ...]:
-        """Forward passes of each step beside the one or two of classifier-free guidance."""
+        """Forward passes of each step in addition to the one or two of classifier-free guidance."""
         return (*((PERTURBED,) if self.is_perturbed else ()), *((ISOLATED,) if self.is_isolated else ()))
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is classifier-free guidance by one scale."""
+        """True if this is classifier-free guidance by one scale."""
         is_rescaled = max(self.video.rescale, self.audio.rescale) > 0
         return self.video.cfg == self.audio.cfg and not self.further_branches and not is_rescaled
 
     def note(self, mode: str) -> str:
-        """How many forward passes each step takes and for what, for the report. mode: of `predict_branches`."""
+        """Return the forward passes of each step and their purpose, for the report. mode: of `predict_branches`."""
         passes = ["cond"]
         if self.is_guided:
             batched = mode == "batched"
@@ -126,8 +126,8 @@ def with_guidance_terms(
     branches: BranchExchange | None = None,
     wrappers: Sequence[BranchWrapper] = (),
 ) -> Predict:
-    """The guided velocity of both parts, float32. The other arguments are those of `with_guidance`; two groups of
-    processes run the further branches one each, too."""
+    """Return the guided velocity of both parts, float32. The other arguments are those of `with_guidance`; two groups
+    of processes run the further branches one each, too."""
     velocities = predict_branches(predict, mode, branches)
     for wrap in wrappers:
         velocities = wrap(velocities)

@@ -54,7 +54,7 @@ class ChunkNoise:
         self._later = dict(sorted(later.items()))
 
     def with_seed(self, chunk: int, seed: int) -> ChunkNoise:
-        """The same with another seed from a chunk on, until the next one that is later."""
+        """Return the same noise with another seed from a chunk on, until the next one that is later."""
         return ChunkNoise(self._frame_shape, self._seeds, {**self._later, chunk: seed})
 
     def _seeds_of(self, chunk: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Stage:
 
 
 def growth_level(spectrum: LatentSpectrum, delta: float, height: int, width: int) -> float:
-    """The noise level from which on latents of height x width are too small. delta: above 0 and at most 0.5."""
+    """Return the noise level from which on latents of height x width are too small. delta: above 0 and at most 0.5."""
     power = spectrum.power(min(height, width) / 2)
     signal = power * (1 + power - delta)
     # Without power at that frequency the size never has to grow.
@@ -58,13 +58,13 @@ def growth_level(spectrum: LatentSpectrum, delta: float, height: int, width: int
 
 
 def rewound(sigma: float) -> float:
-    """The noise level after latents at `sigma` have grown."""
+    """Return the noise level after latents at `sigma` have grown."""
     return 2 * sigma / (1 + sigma)
 
 
 def plan_stages(sigmas: Sequence[float], growth_levels: Sequence[float]) -> tuple[Stage, ...]:
-    """The steps by size. sigmas: of all steps, falling. growth_levels: of each size but the full one, smallest size
-    first. A size may have no steps, where levels lie close together, or where the first step lies below.
+    """Return the steps by size. sigmas: of all steps, falling. growth_levels: of each size but the full one, smallest
+    size first. A size may have no steps, where levels lie close together, or where the first step lies below.
 
     Raises RequestError where the steps end before the full size.
     """
@@ -111,7 +111,7 @@ def dct_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 def steps_in_stages(sampler: ScheduleSampler, stages: Sequence[Stage], device: torch.device) -> tuple[StepInfo, ...]:
-    """The steps that `sample_in_stages` gives to its predictions, as Sampler.steps."""
+    """Return the steps that `sample_in_stages` gives to its predictions, as Sampler.steps."""
     steps: list[StepInfo] = []
     for before, stage in zip((stages[0], *stages), stages, strict=False):
         scheduler, _ = _scheduler_of(sampler, stage, before.level - stage.level, device)
@@ -122,7 +122,7 @@ def steps_in_stages(sampler: ScheduleSampler, stages: Sequence[Stage], device: t
 def _scheduler_of(
     sampler: ScheduleSampler, stage: Stage, num_growths: int, device: torch.device
 ) -> tuple[Scheduler, list[float]]:
-    """A scheduler whose first step of the stage is at the noise level after the growths; the levels at which the
+    """Return a scheduler whose first step of the stage is at the noise level after the growths; the levels at which the
     latents grow."""
     scheduler = sampler.scheduler(device)
     levels = [float(scheduler.sigmas[stage.first])]
@@ -142,7 +142,7 @@ def sample_in_stages(
     draw_noise: DrawNoiseOf,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
-    """The clean latents at full size, float32. noise: in the size of the first stage. predicts: of each stage.
+    """Return the clean latents at full size, float32. noise: in the size of the first stage. predicts: of each stage.
 
     Every stage has a scheduler of its own: a multistep solver knows nothing of the smaller latents.
     """
@@ -159,7 +159,7 @@ def sample_in_stages(
 
 
 def fit_spectrum(latents: torch.Tensor) -> LatentSpectrum:
-    """The spectrum of clean latents [samples, channels, frames, height, width], by maximum likelihood of normally
+    """Fit the spectrum of clean latents [samples, channels, frames, height, width], by maximum likelihood of normally
     distributed coefficients (Whittle 1953).
 
     Of the frequencies from one period over the shorter side to the highest one of that side, every one counts alike,

@@ -23,7 +23,7 @@ def resolve_switches(
     name: str,
     what: str,
 ) -> tuple[tuple[int, T], ...]:
-    """The switches in their order, each at the first frame of the chunk that it applies to.
+    """Return the switches in their order, each at the first frame of the chunk that it applies to.
 
     chunks: of the video; fps: frames per second; num_frames: of the video in pixels; temporal_factor: frames of every
     latent frame but the first. name: of the field; what: changes. Raises RequestError for one behind the
@@ -57,11 +57,11 @@ def resolve_switches(
 
 
 def first_frame(chunk: Chunk, temporal_factor: int) -> int:
-    """The first of a chunk's frames in the video, in pixels: the first latent frame is one frame."""
+    """Return the first of a chunk's frames in the video, in pixels: the first latent frame is one frame."""
     start = chunk.frames.start
     return 0 if start == 0 else 1 + temporal_factor * (start - 1)
 
 
 def chunk_at(frame: int | str, chunks: ChunkPlan, temporal_factor: int) -> int:
-    """The chunk that begins at a frame of the video, in pixels, as request rules put it."""
+    """Return the chunk that begins at a frame of the video, in pixels, as request rules put it."""
     return next(chunk.index for chunk in chunks if first_frame(chunk, temporal_factor) >= int(frame))

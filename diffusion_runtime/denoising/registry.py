@@ -21,7 +21,7 @@ def build_sampler(
     options: Mapping[str, Any],
     sigmas: tuple[float, ...] | None = None,
 ) -> Sampler:
-    """The sampler of that name. Raises RequestError for an unknown one.
+    """Build the sampler of that name. Raises RequestError for an unknown one.
 
     options: from SchedulerConfig.options_for(name). sigmas: from FlowSchedule.sigmas.
     """

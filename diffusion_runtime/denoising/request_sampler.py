@@ -12,7 +12,7 @@ from diffusion_runtime.request.samplers import SAMPLERS
 
 
 def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule: FlowSchedule) -> Sampler:
-    """The sampler that a resolved request runs.
+    """Return the sampler that a resolved request runs.
 
     Raises RequestError for noise levels that differ in number from the steps, and for values that the sampler does not
     use; ModelLoadError for settings of the folder that it refuses; RequestError for one that does not fit the model.
@@ -37,7 +37,7 @@ def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule:
             f"{field}: expected {num_steps} noise levels, one per step, got {len(levels)}: leave out "
             "num_inference_steps, which then follows from them, or say as many"
         )
-    # Nothing that the folder says of its own schedule holds for them.
+    # The folder's settings of its own schedule do not hold for them.
     kept = {key: options[key] for key in ("num_train_timesteps",) if key in options}
     if request.sigmas is None:
         kept |= _stretch(request, name)
@@ -45,7 +45,7 @@ def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule:
 
 
 def _stretch(request: GenerationRequest, name: str) -> dict[str, float | None]:
-    """The scheduler setting that a request's shift_terminal stands for. Raises RequestError."""
+    """Return the scheduler setting that a request's shift_terminal stands for. Raises RequestError."""
     if request.shift_terminal is None:
         return {}
     if SAMPLERS[name].stretches:

@@ -34,9 +34,10 @@ class _Active:
 
 
 class RollingWindowSampler(ChunkSampler):
-    """As PerChunkSampler; the window holds as many chunks as the sampler has steps. Frames are at timesteps of their
-    own (StepInfo.frame_timesteps); a pass counts as the step of its first chunk, and its timestep is that of the
-    noisiest."""
+    """Sampler that denoises a window of as many chunks as it has steps; otherwise as PerChunkSampler. Frames have
+    timesteps of their own (StepInfo.frame_timesteps); a pass counts as the step of its first chunk, and its timestep is
+    that of the noisiest.
+    """
 
     def __init__(self, sampler: DmdSampler, video: ChunkedVideo) -> None:
         super().__init__(video)
@@ -46,11 +47,9 @@ class RollingWindowSampler(ChunkSampler):
 
     @property
     def is_done(self) -> bool:
-        """See ChunkSampler.is_done."""
         return super().is_done and not self._window
 
     def next_chunk(self) -> CleanChunk:
-        """See ChunkSampler.next_chunk."""
         while not self._window or self._window[0].step < len(self._levels):
             if self._upcoming is not None:
                 chunk = self._take_upcoming()
@@ -60,7 +59,7 @@ class RollingWindowSampler(ChunkSampler):
         return CleanChunk(first.chunk, first.latents.float())
 
     def _roll(self) -> None:
-        """One pass, after which every chunk in the window is a step further."""
+        """Run one pass, after which every chunk in the window is a step further."""
         window, levels = self._window, (*self._levels, 0.0)
         frames = range(window[0].chunk.frames.start, window[-1].chunk.frames.stop)
         times = [

@@ -20,7 +20,7 @@ _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImple
 
 
 class Scheduler(Protocol):
-    """What this loop uses of a solver, as diffusers' schedulers have it.
+    """Solver as this loop uses it, the way diffusers' schedulers provide it.
 
     config: has `num_train_timesteps`.
     """
@@ -51,10 +51,9 @@ class ScheduleSampler(Sampler):
 
     @abstractmethod
     def scheduler(self, device: torch.device) -> Scheduler:
-        """A fresh one, with its timesteps set. Raises ModelLoadError."""
+        """Return a fresh scheduler, with its timesteps set. Raises ModelLoadError."""
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
-        """See Sampler.steps."""
         return steps_of(self.scheduler(device), self.num_steps)
 
     def sample(
@@ -64,7 +63,6 @@ class ScheduleSampler(Sampler):
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """See Sampler.sample."""
         return run_schedule(self.scheduler(noise.device), self.num_steps, noise, predict, on_step)
 
 
@@ -75,7 +73,8 @@ def build_scheduler(
     device: torch.device,
     sigmas: Sequence[float] | None = None,
 ) -> Any:
-    """A scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own spacing.
+    """Build a scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own
+    spacing.
 
     Raises ModelLoadError for a setting that the installed class does not know, and for values that it refuses.
     """

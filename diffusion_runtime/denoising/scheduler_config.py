@@ -67,11 +67,12 @@ class SchedulerConfig:
 
     @property
     def shifts_by_size(self) -> bool:
-        """Whether the flow shift depends on the size of the clip; the model's FlowSchedule then computes it."""
+        """True if the flow shift depends on the size of the clip; the model's FlowSchedule then computes it."""
         return bool(self.values.get("use_dynamic_shifting", False))
 
     def options_for(self, sampler: str) -> dict[str, Any]:
-        """The settings `sampler` takes from this file: all for its own class, else the training timesteps alone."""
+        """Return the settings `sampler` takes from this file: all for its own class, else the training timesteps
+        alone."""
         if sampler == self.sampler:
             left_out = {SHIFT_KEY[sampler], *_SHIFT_BY_SIZE}
             return {key: value for key, value in self.values.items() if key not in left_out}
@@ -86,7 +87,7 @@ class SchedulerConfig:
 
 
 def read_scheduler_config(folder: AnyFolder) -> SchedulerConfig:
-    """The scheduler settings of a model folder.
+    """Read the scheduler settings of a model folder.
 
     Raises ModelLoadError when the file is missing, is no JSON mapping, names no class, or describes something other
     than a flow-matching model (every sampler here integrates a velocity).

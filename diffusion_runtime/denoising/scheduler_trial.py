@@ -39,7 +39,7 @@ def try_scheduler(
 
 
 def _trouble(run: Callable[[], torch.Tensor]) -> str | None:
-    """Why the loop cannot be used; None for one that can."""
+    """Return why the loop cannot be used, or None."""
     try:
         with numpy.errstate(all="ignore"):
             latents = run()

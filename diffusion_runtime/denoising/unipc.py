@@ -19,7 +19,6 @@ class UniPCSampler(ScheduleSampler):
     """
 
     def scheduler(self, device: torch.device) -> Scheduler:
-        """See ScheduleSampler.scheduler."""
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.flow_shift}
         options = {**self.options, **flow}
         if takes(options, self.num_steps):

@@ -70,7 +70,7 @@ _KNOWN: Mapping[str, Allows] = {
 
 
 def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
-    """Whether the solver computes what diffusers' UniPCMultistepScheduler computes with these settings."""
+    """Return True if the solver computes what diffusers' UniPCMultistepScheduler computes with these settings."""
     return num_steps >= 1 and are_known(settings, _KNOWN)
 
 
@@ -96,7 +96,6 @@ class UniPCSolver:
         self._before: torch.Tensor | None = None
 
     def set_begin_index(self, begin_index: int) -> None:
-        """See Scheduler.set_begin_index."""
         self._index = begin_index
 
     def step(
@@ -107,7 +106,7 @@ class UniPCSolver:
         *,
         return_dict: bool = False,  # noqa: ARG002
     ) -> tuple[torch.Tensor, ...]:
-        """See Scheduler.step: the sample corrected by what the model says of it, then taken to the next noise level."""
+        """Correct the sample by the model's prediction, then take it to the next noise level."""
         prediction = sample - self.sigmas[self._index] * model_output
         if self._before is not None and self._index - 1 not in self._uncorrected:
             sample = self._corrected(prediction)
@@ -153,7 +152,8 @@ class UniPCSolver:
         return interval.linear(before, newest) - interval.signal * interval.scale * total
 
     def _interval(self, start: int, device: torch.device) -> _Interval:
-        """From noise level `start` to the next one, with the predictions before it that the order asks for."""
+        """Return the interval from noise level `start` to the next one, with the earlier predictions that the order
+        requires."""
         levels = self.sigmas.to(device)
         ratio = _log_ratio(levels[start])
         width = _log_ratio(levels[start + 1]) - ratio
@@ -189,11 +189,11 @@ class _Interval:
         return torch.expm1(self.width)
 
     def linear(self, sample: torch.Tensor, prediction: torch.Tensor) -> torch.Tensor:
-        """The solution for a prediction that does not change."""
+        """Return the solution for a prediction that does not change."""
         return self.end / self.start * sample - self.signal * self.scale * prediction
 
     def system(self, order: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The equations of the weights that make the step exact to `order`: [order, order] and [order]."""
+        """Return the equations of the weights that make the step exact to `order`: [order, order] and [order]."""
         places = torch.stack([*self.places, torch.ones((), device=self.width.device)])
         phi, factorial = self.scale / self.width - 1, 1
         rows, right = [], []

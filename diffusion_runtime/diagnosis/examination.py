@@ -130,7 +130,7 @@ def examine(
 
 
 def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem]]:
-    """A device that is not there is a finding; a string that names no device is a usage error."""
+    """Find the device: one that is not there is a finding; a string that names no device is a usage error."""
     if device != "auto":
         try:
             torch.device(device)
@@ -198,7 +198,7 @@ def _fix(fix: str) -> str:
 def _test_all(
     names: Sequence[str], hardware: Hardware, device: str, on_progress: OnProgress, budget: TimeBudget
 ) -> tuple[list[SelfTestResult], list[Problem], list[LeftOut]]:
-    """Every self-test of `names` that fits in the budget, until one of them makes the device unusable."""
+    """Run every self-test of `names` that fits in the budget, until one of them makes the device unusable."""
     results: list[SelfTestResult] = []
     problems: list[Problem] = []
     left_out: list[LeftOut] = []
@@ -230,7 +230,7 @@ def _compiles(name: str, hardware: Hardware) -> bool:
 
 
 def _test_problems(results: Sequence[SelfTestResult], name: str) -> list[Problem]:
-    """One problem per backend, however many of its tests fail: most faults show in all of them."""
+    """Return one problem per backend, however many of its tests fail: most faults show in all of them."""
     tested = [result for result in results if result.test.backend == name]
     failed = [result for result in tested if not result.passed]
     if not failed:

@@ -73,7 +73,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """The facts of this machine. Raises nothing: what cannot be read is left out."""
+    """Return the facts of this machine. Raises nothing: what cannot be read is left out."""
     gpus, cuda_error = _gpus()
     return Machine(
         python=platform.python_version(),
@@ -93,7 +93,7 @@ def inspect_machine() -> Machine:
 
 
 def machine_problems(machine: Machine) -> list[Problem]:
-    """Why torch cannot use GPUs that are present. A machine without a GPU has no problem."""
+    """Return why torch cannot use GPUs that are present. A machine without a GPU has no problem."""
     driver, build = machine.driver, machine.cuda_build
     if driver is None or not driver.gpus:
         return []
@@ -129,8 +129,8 @@ def machine_problems(machine: Machine) -> list[Problem]:
 
 
 def runs_on(architectures: tuple[str, ...], capability: Version) -> bool:
-    """Whether kernels built for `architectures` run on a chip: its own generation up to its minor number (`sm_80` on
-    8.6; not `sm_90a`, which is for 9.0 alone), or an older `compute_` that the driver compiles."""
+    """Return True if kernels built for `architectures` run on a chip: its own generation up to its minor number
+    (`sm_80` on 8.6; not `sm_90a`, which is for 9.0 alone), or an older `compute_` that the driver compiles."""
     for architecture in architectures:
         kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")
@@ -157,7 +157,7 @@ def _dotted(version: Version) -> str:
 
 
 def _index(driver: Driver) -> str:
-    """The package index of torch builds that this driver supports."""
+    """Return the package index of torch builds that this driver supports."""
     return f"{_TORCH_INDEX}/{'cu130' if driver.cuda[0] >= 13 else 'cu126'}"
 
 
@@ -206,7 +206,7 @@ def _ask_nvidia_smi() -> list[str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The CUDA and ROCm devices torch can use; none, and why, when it cannot."""
+    """Return the CUDA and ROCm devices torch can use; none, and why, when it cannot."""
     try:
         if not torch.cuda.is_available():
             if torch.version.cuda is not None:

@@ -22,7 +22,7 @@ from diffusion_runtime.diagnosis.problems import Problem
 IMPORT_SECONDS = 180.0
 _NUM_PROCESSES = 2
 
-# Packages that load models and write files, beside torch; accelerate is for diffusers' own pipelines.
+# Packages that load models and write files, in addition to torch; accelerate is for diffusers' own pipelines.
 NEEDED = ("diffusers", "transformers", "accelerate", "safetensors", "imageio-ffmpeg")
 PACKAGES = (*NEEDED, *ATTENTION_PACKAGES)
 
@@ -70,7 +70,7 @@ class PackageCheck:
 
 
 def check_packages(on_package: Callable[[str], None], seconds: float | None = None) -> list[PackageCheck]:
-    """Every package of PACKAGES; on_package is called with each name before its import. seconds: for all imports
+    """Check every package of PACKAGES; on_package is called with each name before its import. seconds: for all imports
     together, those that take longer are unfinished; None waits for each, up to IMPORT_SECONDS."""
     deadline = None if seconds is None else time.monotonic() + seconds
     backends = _package_backends()
@@ -120,7 +120,7 @@ def package_problems(checks: list[PackageCheck]) -> list[Problem]:
 
 
 def _package_backends() -> dict[str, PackageBackend]:
-    """The backends that need one package, by its distribution: each declares which functions it calls."""
+    """Return the backends that need one package, by its distribution: each declares which functions it calls."""
     found = [find_backend(name) for name in available_names()]
     return {backend.distribution: backend for backend in found if isinstance(backend, PackageBackend)}
 

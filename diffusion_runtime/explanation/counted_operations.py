@@ -13,12 +13,13 @@ from diffusion_runtime.memory.meta_operators import MetaOperators, run_on_meta
 
 
 def _product(left: Any, right: Any) -> int:
-    """Of [.., m, k] and [.., k, n]."""
+    """Count the operations of [.., m, k] times [.., k, n]."""
     return 2 * int(left.numel()) * int(right.shape[-1])
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
-    """Every output number (input number, where it is transposed) meets one filter: its weights after the first axis."""
+    """Count the operations of a convolution: every output number (input number, if transposed) meets one filter, its
+    weights after the first axis."""
     inputs, weight, is_transposed = args[0], args[1], bool(args[6])
     return 2 * int((inputs if is_transposed else out).numel()) * int(weight[0].numel())
 

@@ -20,7 +20,7 @@ _FRAMES_UNTIL_STEADY = 3
 
 
 def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torch.device) -> float:
-    """Of one sample. device: meta."""
+    """Count the operations of decoding one sample. device: meta."""
     size = planned.size
     channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
     component = next(each for each in model.family.diffusers_components if each.name == COMPONENT)

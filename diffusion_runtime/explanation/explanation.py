@@ -1,4 +1,4 @@
-"""What a generation would run and what it would cost, by layer and step, known without a weight."""
+"""Explanation of a generation: what would run and what it would cost, by layer and step, known without a weight."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LayerSchedule:
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `commit` where there is none; warnings are the explanation's remarks."""
+        """Return the plain values, without `commit` if there is none; warnings are the explanation's remarks."""
         lists = {name: list(getattr(self, name)) for name in ("backends", "density", "implementations")}
         plain = {**asdict(self), **lists}
         del plain["warnings"]
@@ -93,7 +93,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Explanation:
-    """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees beside them.
+    """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees in addition.
     num_first_steps: of the first chunk of a causal model's video, where the others take num_steps and it does not;
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
@@ -114,14 +114,14 @@ class Explanation:
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """One line: `schedule` has every layer and step."""
+        """Return one line; `schedule` has every layer and step."""
         model, shares = self.description.config.model_path, (f"{part.name} {part.share:.0%}" for part in self.parts)
         return f"<Explanation: {model}, passes {self.passes_text}; expected time: {', '.join(shares)}>"
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the report of the generation will say of values that it does not use, and of attention that would be
-        dense throughout; and what leaves out passes that are counted here."""
+        """Remarks that the generation's report will make on unused values and on attention that would be dense
+        throughout, and on options that leave out passes counted here."""
         skipping = [
             f"{name} {value}"
             for name, value in (("step_cache", self.request.step_cache), ("cfg_gate", self.request.cfg_gate))
@@ -245,7 +245,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
 
 
 def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
-    """The same stage, in some of whose steps a ControlNet does not run. Its cost is the mean over the steps."""
+    """Return the stage with a ControlNet that does not run in some of its steps. Its cost is the mean over the
+    steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
     if not isinstance(prepared.model.control, ImageControl) or all(runs):
         return stage
@@ -274,7 +275,7 @@ def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: Plann
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
-    """What the first pass of a request computes once, of a model with a prefix; None for others."""
+    """Return what the first pass of a request computes once, for a model with a prefix, or None."""
     attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
     return ForwardCost(first.products - later.products, attention) if attention else None
 
@@ -289,9 +290,10 @@ def _num_first_steps(settings: BatchSettings) -> int | None:
 def _costs_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> tuple[list[tuple[ForwardCost, int]], int]:
-    """What one step of every chunk costs, with its share of the commits, and the number of these steps: of the first
-    chunk apart where that takes another number. And how many passes there are in all, those of each guidance branch
-    that runs."""
+    """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
+    first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
+    branch that runs.
+    """
     num_first = _num_first_steps(settings)
     # By all that a pass costs by, of the first chunk and of the others.
     found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
@@ -354,7 +356,7 @@ def _num_grid(layout: Any) -> int:
 
 
 def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
-    """One layer's schedules of consecutive steps."""
+    """Join one layer's schedules of consecutive steps."""
     backends = tuple(each for row in rows for each in row.backends)
     density = tuple(each for row in rows for each in row.density)
     implementations = tuple(each for row in rows for each in row.implementations)
@@ -366,7 +368,7 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
 def _schedules_of(
     cost: ForwardCost, prefill: ForwardCost | None, steps: range, num_steps: int
 ) -> tuple[LayerSchedule, ...]:
-    """By layer. prefill: whose layers compute a prefix in place of those of the same index."""
+    """Return the schedules by layer. prefill: whose layers compute a prefix in place of those of the same index."""
     commits = {(each.role, each.index): each for each in (() if prefill is None else prefill.attention)}
     return tuple(
         _schedule_of(each, commits.get((each.role, each.index), each), steps, num_steps) for each in cost.attention
@@ -409,8 +411,8 @@ def _parts(
     branches: float,
     prefill: ForwardCost | None,
 ) -> tuple[PartCost, ...]:
-    """Of the whole request: linear layers, attention by role, what is computed once of a prefix, the rest of the steps,
-    decoding."""
+    """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix, the
+    rest of the steps, decoding."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -444,7 +446,8 @@ def _parts(
 
 
 def _kept_share(cost: AttentionCost, density: float | None) -> float:
-    """Of all pairs of a call, text included, which sparse methods keep whole. density: of the grid's, None for all."""
+    """Return the share of all pairs of a call that is kept, text included, which sparse methods keep whole. density: of
+    the grid's pairs, None for all."""
     if density is None or cost.layout is None or not cost.layout.num_grid_tokens:
         return 1.0
     grid = cost.layout.num_grid_tokens**2 / max(1, cost.num_pairs)
@@ -467,7 +470,8 @@ class ImplementationRow:
 
 
 def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ...]:
-    """What computes the calls of the denoising steps, by role; without layers in steps in which they do not run."""
+    """Return what computes the calls of the denoising steps, by role, omitting layers in the steps in which they do not
+    run."""
     places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
     for row in explanation.schedule:
         for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):
@@ -483,7 +487,7 @@ def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ..
 
 
 def layer_map(schedule: Sequence[LayerSchedule]) -> Mapping[str, Sequence[LayerSchedule]]:
-    """The schedule by role, in the order in which roles first run."""
+    """Return the schedule by role, in the order in which roles first run."""
     rows: dict[str, list[LayerSchedule]] = {}
     for row in schedule:
         rows.setdefault(row.role, []).append(row)

@@ -35,7 +35,7 @@ class AttentionCost:
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Of the largest call; None where a layer is told nothing of its tokens."""
+        """Layout of the largest call; None if the layer is not told its tokens."""
         return self.call.layout
 
     @property
@@ -57,8 +57,8 @@ class ForwardCost:
 
 
 def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
-    """Of several forward passes of one model, each as often as it says; layouts and pairs are those of the one with the
-    most pairs. A layer that some of them leave out is not in commits."""
+    """Return the sum of several forward passes of one model, each weighted by its count; layouts and pairs are those of
+    the pass with the most pairs. A layer that some of them leave out is not in commits."""
     by_layer: dict[AttentionLayer, list[tuple[float, AttentionCost]]] = {}
     for times, cost in costs:
         for each in cost.attention:
@@ -73,7 +73,8 @@ def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
 
 
 def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> ForwardCost:
-    """What `run`, one forward pass on the meta device, computes. modules: whose attention layers are counted."""
+    """Count what `run`, one forward pass on the meta device, computes. modules: those whose attention layers are
+    counted."""
     calls: dict[AttentionLayer, list[tuple[int, float, KnownCall]]] = {}
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, AttentionLayer)]
     handles = [

@@ -20,8 +20,8 @@ Formula = Callable[..., int]
 
 
 def own_formulas() -> Mapping[Any, Formula]:
-    """By operator: of the products in our layers that torch has no formula for. Those are sums in place, a GELU in the
-    epilogue, and oneDNN's products where torch is built with them."""
+    """Return formulas by operator for the products in our layers that torch has none for: sums in place, a GELU in the
+    epilogue, and oneDNN's products if torch is built with them."""
     formulas: dict[Any, Formula] = dict.fromkeys(
         (torch.ops.aten.addmm_, torch.ops.aten._addmm_activation), _addmm_operations
     )

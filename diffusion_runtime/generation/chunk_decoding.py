@@ -1,4 +1,4 @@
-"""Decoding beside denoising: the latents of a chunk become frames on a thread of their own."""
+"""Decoding in parallel with denoising: the latents of a chunk become frames on a thread of their own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class DecodingThread:
         return self._executor.submit(self._run, decode, latents, first_frame, ready)
 
     def run(self, function: Callable[[], T]) -> T:
-        """What a function gives that reads what convolutions keep, behind the chunks that were begun."""
+        """Run `function` on the decoding thread after the chunks already submitted, so that it may read the
+        convolutions' state."""
         return self._executor.submit(self._guarded, function).result()
 
     def close(self) -> None:

@@ -54,8 +54,8 @@ class ChunkedDenoiser:
         on_step: OnStep,
         encode: Callable[[str], Mapping[str, Conditions]],
     ) -> torch.Tensor:
-        """As LatentDenoiser.denoise: the latents of all chunks together. encode: of a prompt of the requests'
-        prompt_switches, the same for all samples."""
+        """Return the latents of all chunks together, as LatentDenoiser.denoise does. encode: encodes a prompt of the
+        requests' prompt_switches, the same for all samples."""
         settings = self.denoiser.settings
         # By the chunk that begins at the frame.
         switches = {int(at): prompt for at, prompt in settings.shared.prompt_switches or ()}
@@ -72,8 +72,8 @@ class ChunkedDenoiser:
     def stream(
         self, chunks: ChunkPlan, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep | None = None
     ) -> ChunkStream:
-        """The chunks one after the other, each made when it is asked for. chunks: how the video is cut, which may have
-        no end. on_step: after every denoising step, with the latents of its chunk."""
+        """Return the chunks one after the other, each made when it is asked for. chunks: how the video is cut, which
+        may have no end. on_step: after every denoising step, with the latents of its chunk."""
         denoiser, settings = self.denoiser, self.denoiser.settings
         channels, _, height, width = settings.sizes.sample_shape(settings.size)
         later = {
@@ -151,9 +151,9 @@ class ChunkStream(Iterator[CleanChunk]):
             )
 
     def fork(self, recorder: AttentionRecorder, seed: int | None = None) -> ChunkStream:
-        """Another stream with the same chunks so far, that goes on by itself; the chunk that came last is committed.
-        Keys in pages are shared until either stream writes to them, others are copied. recorder: of what it computes.
-        seed: of the noise from the next chunk on, None for the same.
+        """Return another stream with the same chunks so far that continues by itself; the last chunk is committed. Keys
+        in pages are shared until either stream writes to them, others are copied. recorder: of what it computes. seed:
+        of the noise from the next chunk on, None for the same.
 
         Raises what `check_fork` raises, before any work.
         """
@@ -186,12 +186,12 @@ class ChunkStream(Iterator[CleanChunk]):
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache on this process, all layers, branches and experts together."""
+        """Bytes of the cache on this process, all layers, branches and experts together."""
         return self._forward.num_bytes
 
     @property
     def num_shared_bytes(self) -> int:
-        """Of num_bytes what forks have too, whole."""
+        """Bytes of num_bytes that are shared with forks, counted whole."""
         return self._forward.num_shared_bytes
 
     def commit(self) -> None:
@@ -201,10 +201,10 @@ class ChunkStream(Iterator[CleanChunk]):
             self._sampler.commit(clean)
 
     def switch_text(self, text: Mapping[str, Conditions], mode: str | None = None) -> None:
-        """Another prompt from the next chunk on. text: by guidance branch.
+        """Use another prompt from the next chunk on. text: by guidance branch.
 
         mode: one of SWITCH_MODES. recache, which None is as well: the keys of the frames in sight, but for the sink's,
-        are computed anew under the new prompt (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk as they were.
+        are recomputed under the new prompt (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk as they were.
         recache_at_once: in one pass in which these frames see each other both ways, as LongLive's code does. keep: they
         stay those of the prompt before.
         """
@@ -304,16 +304,17 @@ class _FrameForward:
 
     @property
     def num_saturated(self) -> int:
-        """Of all stores: numbers that were too large for their dtype."""
+        """Numbers in all stores that were too large for their dtype."""
         return self._saturated_while_guided + sum(store.num_saturated for store in self._stores())
 
     @property
     def num_shared_bytes(self) -> int:
-        """Of all stores: what forks have too."""
+        """Bytes of all stores that are shared with forks."""
         return sum(store.num_shared_bytes for store in self._stores())
 
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
-        """Of another video that goes on from here. What depends on the prompt alone is computed again."""
+        """Return the forward pass of another video that continues from here. What depends on the prompt alone is
+        computed again."""
         twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
         twin._switched_at = self._switched_at
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())
@@ -346,12 +347,12 @@ class _FrameForward:
         self._switched_at = switched_at
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
-        """See ForwardFrames. A commit runs every expert that denoises later chunks, as each has a cache of
-        its own; those of the first chunk may be others."""
+        """Run a pass over frames. A commit runs every expert that denoises later chunks, as each has a cache of its
+        own; the first chunk's experts may differ."""
         return self._pass(latents, self.passes.plan(frames, step.phase), step)
 
     def compress(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
-        """See ForwardFrames; of a commit in large patches."""
+        """Run the pass of a commit in large patches."""
         return self._pass(latents, self.passes.plan(frames, "compress"), step)
 
     def _end_guidance(self) -> None:
@@ -399,14 +400,14 @@ class _FrameForward:
         return self._guided(latents, step)
 
     def _context(self) -> AttentionContext:
-        """Of the next pass of the transformer, which may be one of two guidance branches."""
+        """Return the context of the transformer's next pass, which may be one of two guidance branches."""
         self._plans.start_pass()
         return self._denoiser.context_of(self._state, cache=self._cache, plans=self._plans)
 
 
 def experts_by_step(sampler: Sampler, expert_at: Callable[[float], int]) -> tuple[int, ...]:
-    """The expert of each step of a sampler, in order; of all steps in one where there is one expert. expert_at: of a
-    timestep."""
+    """Return the expert of each step of a sampler, in order; of all steps in one where there is one expert. expert_at:
+    of a timestep."""
     if expert_at(0.0) == expert_at(1000.0):
         return (expert_at(0.0),)
     found: list[int] = []
@@ -423,6 +424,6 @@ def experts_by_step(sampler: Sampler, expert_at: Callable[[float], int]) -> tupl
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:
-    """The frames of a chunk from one of the video on."""
+    """Return the frames of a chunk from one of the video on."""
     num_gone = max(0, first - clean.chunk.frames.start)
     return CleanChunk(Chunk(clean.chunk.index, clean.chunk.frames[num_gone:]), clean.latents[:, :, num_gone:])

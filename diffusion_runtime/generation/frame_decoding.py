@@ -1,4 +1,4 @@
-"""Frames and sound of one clip: decoded chunk after chunk, and handed to whoever writes them meanwhile."""
+"""Frames and sound of one clip: decoded chunk after chunk, and handed over to be written meanwhile."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def decode_frames(
 ) -> torch.Tensor:
     """Decode the frames of one sample, uint8 on the CPU, [frames, height, width, 3].
 
-    fps, recipe: for the header. open_sink: returns what takes each chunk as soon as it is decoded; None for nobody.
+    fps, recipe: for the header. open_sink: returns what takes each chunk as soon as it is decoded, or None.
     Raises DiffusionRuntimeError for frames that are not numbers, which would be black.
     """
     frames, position, take = torch.empty(0), 0, None

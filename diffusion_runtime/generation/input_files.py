@@ -27,9 +27,9 @@ def input_digests(request: GenerationRequest) -> dict[str, Digests]:
 
 
 def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationRequest]) -> tuple[str, ...]:
-    """The paths of inputs that were another file when a recipe was made, of those that the requests still name.
+    """Return the paths of inputs that were another file when a recipe was made, of those that the requests still name.
 
-    recipe: it may say anything, or be of a version that kept no digests.
+    recipe: it may hold anything, or be of a version that kept no digests.
     """
     recorded, request = recipe.get("inputs"), recipe.get("request")
     if not isinstance(recorded, Mapping) or not isinstance(request, Mapping):
@@ -50,7 +50,8 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
 
 
 def _paths(value: Any) -> list[Any]:
-    """Of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and strength."""
+    """Return the paths of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and
+    strength."""
     return [each[1] if isinstance(each, list) and len(each) == 3 else each for each in _listed(value)]
 
 

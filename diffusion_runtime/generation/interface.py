@@ -15,7 +15,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 class GenerationRules(Protocol):
-    """What a model says about requests: RequestRules of a native one, PassthroughRules of another."""
+    """Rules of a model about requests: RequestRules of a native one, PassthroughRules of another."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -27,13 +27,13 @@ class GenerationRules(Protocol):
 
     @property
     def makes_sound(self) -> bool | None:
-        """Whether it makes more than pictures; None: known when something comes out."""
+        """True if the model makes more than pictures; None if unknown before it has generated."""
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """The request with what is missing filled in. Raises RequestError for what cannot be made."""
+        """Return the request with missing values filled in. Raises RequestError for what cannot be made."""
 
     def is_guided(self, request: GenerationRequest, /) -> bool:
-        """Whether a resolved request runs two branches of guidance."""
+        """Return True if a resolved request runs two branches of guidance."""
 
     def batch_key(self, request: GenerationRequest, /) -> tuple[tuple[str, Any], ...]:
         """Resolved requests whose keys are equal may be given to one `generate`. Hashable."""
@@ -56,7 +56,7 @@ class GenerationPipeline(Protocol):
 
     @property
     def load_timings(self) -> dict[str, float]:
-        """What was noted since the last generation."""
+        """Timings noted since the last generation."""
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`rules.resolve`."""
@@ -83,7 +83,8 @@ class GenerationPipeline(Protocol):
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
-        """What a profile of a generation should say: how it differs from one that is not profiled, what has no name."""
+        """Remarks that belong in a profile of a generation: how it differs from one without profiling, and what has
+        no name."""
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

@@ -69,7 +69,8 @@ class LatentDenoiser:
     hooks: Hooks = field(default_factory=Hooks)
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
-        """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
+        """Return the clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's
+        noise.
 
         Raises DiffusionRuntimeError when they are not finite.
         """
@@ -133,7 +134,7 @@ class LatentDenoiser:
         sample_noise: SampleNoise,
         on_step: OnStep,
     ) -> torch.Tensor:
-        """The latents at full size: those of the first stage upsampled, mixed with noise and denoised again.
+        """Return the latents at full size: those of the first stage upsampled, mixed with noise and denoised again.
 
         latents: clean, of the first stage. inputs: at full size. A sound is noised and denoised with the pictures."""
         settings, geometry, levels = self.settings, self.settings.sampling.geometry, self.settings.second_levels
@@ -161,7 +162,7 @@ class LatentDenoiser:
         )
 
     def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
-        """The conditions of the transformer, by guidance branch."""
+        """Return the conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
         prompt = text["cond"] if isinstance(self.settings.sampling.control, ImageControl) else None
         inputs = {
@@ -190,7 +191,7 @@ class LatentDenoiser:
         return condition
 
     def forward_of(self) -> Callable[[ForwardPass], torch.Tensor]:
-        """The transformer, of which some forward passes are replayed."""
+        """Return the transformer, of which some forward passes are replayed."""
         if self.graphs is None:
             return lambda given: given.run(self.transformer)
         return self.graphs.of_generation(
@@ -257,8 +258,8 @@ class LatentDenoiser:
         cache: FrameCache | None = None,
         plans: ForwardPlans | None = None,
     ) -> AttentionContext:
-        """The context of one forward pass, but for its step. block_runner: unless an instrument has set one. plans:
-        what backends prepare for the pass, None where nothing outlives it."""
+        """Return the context of one forward pass, but for its step. block_runner: unless an instrument has set one.
+        plans: what backends prepare for the pass, None where nothing outlives it."""
         runner = BlockRunner() if block_runner is None else block_runner
         return AttentionContext(
             state=state,
@@ -276,8 +277,8 @@ class LatentDenoiser:
         inputs: Mapping[str, DenoiserInputs],
         context: Callable[[], AttentionContext],
     ) -> Predict:
-        """The transformer as a function of latents and step. inputs: by guidance branch, read at every pass; context:
-        of the pass that runs now."""
+        """Return the transformer as a function of latents and step. inputs: by guidance branch, read at every pass;
+        context: of the pass that runs now."""
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None

@@ -1,4 +1,4 @@
-"""Participants: subsystems that take part in a generation beside its mathematics, each called at its stages."""
+"""Participants: subsystems that take part in a generation in addition to its mathematics, each called at its stages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class EncodedPrompts:
 
 
 def texts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> list[str]:
-    """Every distinct text of a batch once, prompts first, as one encoder gets them."""
+    """Return every distinct text of a batch once, prompts first, as one encoder gets them."""
     positive, negative = _prompts_of(batch, is_guided=is_guided)
     return list(dict.fromkeys(positive + negative))
 

@@ -11,7 +11,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def block_means(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """The mean over the tokens of each block; text tokens belong to none.
+    """Return the mean over the tokens of each block; text tokens belong to none.
 
     x: [B, seq, heads, head_dim]; geometry: shared by all heads, or with one row for each of B * heads. Returns [B,
     heads, blocks, head_dim] in float32, summed in float32; an empty block gives 0. Deterministic, and without a device
@@ -65,7 +65,7 @@ def _means_of_rows(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) 
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why blocks of tensors like x cannot be averaged by this implementation; None when they can."""
+    """Return why this implementation cannot average blocks of tensors like x, or None."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the tensor is on {x.device}"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):

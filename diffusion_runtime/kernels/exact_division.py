@@ -22,8 +22,8 @@ def _correct(quotient, dividend, divisor, inverse):
 
 @triton.jit
 def _settle(corrected, first):
-    """The first quotient where it is 0, whose sign a correction drops, and where the remainder is not a number because
-    an operand is infinite."""
+    """Return the first quotient where it is 0, whose sign a correction drops, and where the remainder is not a number
+    because an operand is infinite."""
     return tl.where((corrected == corrected) & (first != 0.0), corrected, first)
 
 

@@ -37,7 +37,7 @@ def dequantise(
 
 
 def _refusal(keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor) -> str | None:
-    """Why Triton cannot compute with such tensors; None when it can."""
+    """Return why Triton cannot compute with such tensors, or None."""
     reason = refusal_of(scale, mean)
     if reason is not None:
         return reason

@@ -43,7 +43,7 @@ _MAXIMUM = 8192
 
 
 def refusal(scores: torch.Tensor) -> str | None:
-    """Why scores like these cannot be searched by this implementation; None when they can."""
+    """Return why this implementation cannot search scores like these, or None."""
     if not (scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the scores are on {scores.device}"
     if scores.dtype != torch.float32:

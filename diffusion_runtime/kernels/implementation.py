@@ -20,7 +20,7 @@ is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fusion_is_on() -> bool:
-    """Whether the environment leaves the choice open. Raises ConfigError for a value that is none."""
+    """Return True if the environment leaves the choice open. Raises ConfigError for an unknown value."""
     value = os.environ.get(VARIABLE, "auto")
     if value not in ("auto", "reference"):
         raise ConfigError(f"{VARIABLE}: expected auto or reference, got {value!r}")
@@ -28,7 +28,8 @@ def fusion_is_on() -> bool:
 
 
 def runs_in_triton(implementation: str, refusal: str | None) -> bool:
-    """Whether a call goes to Triton. implementation: `auto`, or one of IMPLEMENTATIONS. refusal: why Triton cannot.
+    """Return True if a call goes to Triton. implementation: `auto`, or one of IMPLEMENTATIONS. refusal: why Triton
+    cannot.
 
     Raises ConfigError for an unknown implementation, and for `triton` where it cannot run.
     """
@@ -42,18 +43,18 @@ def runs_in_triton(implementation: str, refusal: str | None) -> bool:
 
 
 def has_shape_alone(x: torch.Tensor) -> bool:
-    """Whether a call is on the meta device, where memory is planned: a fused kernel makes its result there and nothing
-    else, as Triton does on a GPU, and not the temporaries of its eager formula."""
+    """Return True if a call is on the meta device, where memory is planned: there a fused kernel allocates its result
+    alone, as Triton does on a GPU, without the temporaries of its eager formula."""
     return x.is_meta and fusion_is_on() and not torch.compiler.is_dynamo_compiling()
 
 
 def may_run_on(device: torch.device) -> bool:
-    """Whether Triton computes on such devices: CUDA, and others under its interpreter."""
+    """Return True if Triton computes on such devices: CUDA, and others under its interpreter."""
     return device.type == "cuda" or is_interpreted
 
 
 def refusal_of(*tensors: torch.Tensor | None) -> str | None:
-    """Why Triton cannot compute with these tensors, the first of which is the main one; None when it can."""
+    """Return why Triton cannot compute with these tensors, the first of which is the main one, or None."""
     if torch.compiler.is_dynamo_compiling():
         return "is fused by torch.compile, which traces the eager formula"
     x = tensors[0]

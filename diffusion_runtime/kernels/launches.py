@@ -50,8 +50,8 @@ class LaunchCache:
     def repeat(
         self, device: torch.device, key: Callable[[*_Arguments], Hashable], *arguments: *_Arguments
     ) -> CompiledLaunch | None:
-        """The launch of a call like an earlier one, which may skip its checks; None for the first of its kind, and
-        where something that no key says has changed. key: of the arguments, with all that checks and launch depend on.
+        """Return the launch of a call like an earlier one, which may skip its checks; None for the first of its kind,
+        and if something outside the keys has changed. key: of the arguments, with all that checks and launch depend on.
         """
         return self._launches.get(key(*arguments)) if may_repeat(device) else None
 
@@ -78,15 +78,16 @@ class LaunchCache:
 
 
 def kind_of(tensor: torch.Tensor | None) -> Hashable:
-    """What a call's checks, a compiled kernel and its numbers depend on: Triton specialises on the dtype and on
-    pointers that are multiples of 16 bytes."""
+    """Return the properties of a tensor on which a call's checks, a compiled kernel and its numbers depend: Triton
+    specialises on the dtype and on pointers that are multiples of 16 bytes."""
     if tensor is None:
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15, tensor.get_device()
 
 
 def may_repeat(device: torch.device) -> bool:
-    """Whether a call with the key of an earlier one may skip its checks: what a key does not say is as it must be."""
+    """Return True if a call with the key of an earlier one may skip its checks: everything outside the key is as
+    required."""
     return (
         may_run_on(device)
         and not torch.is_grad_enabled()

@@ -54,7 +54,7 @@ def _merge_parts_reference(partial: torch.Tensor, lse: torch.Tensor, out: torch.
 
 
 def _refusal(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> str | None:
-    """Why Triton cannot compute with such tensors; None when it can."""
+    """Return why Triton cannot compute with such tensors, or None."""
     reason = refusal_of(partial, lse, out)
     if reason is not None:
         return reason

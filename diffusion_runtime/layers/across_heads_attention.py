@@ -83,7 +83,7 @@ class AcrossHeadsCrossAttention(nn.Module):
         return (self.q,) if self.head_gate is None else (self.q, self.head_gate)
 
     def keys_and_values(self, source: LinearInput, rotations: torch.Tensor | None = None) -> KeysAndValues:
-        """Both [B, tokens, heads, head_dim], of a source [B, tokens, source_dim]."""
+        """Return keys and values, each [B, tokens, heads, head_dim], of a source [B, tokens, source_dim]."""
         k, v = self._turned(self.kv(source), 2, self.norm_k, rotations)
         return k, v
 
@@ -111,5 +111,5 @@ def _gated(attended: torch.Tensor, gate: Linear | None, x: LinearInput) -> torch
     """attended [B, S, heads, head_dim] times the gate of each head. x: [B, S, D], the layer's input."""
     if gate is None:
         return attended
-    # Quantised tokens are read by 8-bit layers alone, which say so (Linear.takes_quantized).
+    # Quantised tokens are read by 8-bit layers alone, which declare it (Linear.takes_quantized).
     return attended * (2.0 * torch.sigmoid(gate(x)))[..., None]

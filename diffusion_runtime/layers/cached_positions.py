@@ -13,7 +13,7 @@ from diffusion_runtime.parallel.sharding import SequenceSharding
 def with_positions(
     cache: FrameCache, grid: tuple[int, int, int], head_dim: int, sharding: SequenceSharding, device: torch.device
 ) -> FrameCache:
-    """The cache of a forward pass over a grid of tokens, with the rotations that its `positions` ask for."""
+    """Return the cache of a forward pass over a grid of tokens, with the rotations that its `positions` ask for."""
     if cache.positions == "window":
         return cache.with_rotations(*_among_frames_in_sight(cache.plan, grid, head_dim, device))
     box = (cache.plan.frames, range(grid[1]), range(grid[2]))
@@ -23,8 +23,8 @@ def with_positions(
 def _among_frames_in_sight(
     plan: CachePlan, grid: tuple[int, int, int], head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the queries and of the keys of a forward pass whose positions in time are places among the frames in sight:
-    ([tokens of the grid, head_dim / 2], [plan.num_keys, head_dim / 2]). grid: of the queries."""
+    """Return the rotations of the queries and keys of a forward pass whose positions in time are ranks among the
+    visible frames: ([tokens of the grid, head_dim / 2], [plan.num_keys, head_dim / 2]). grid: of the queries."""
     whole = grid_rotations((len(plan.key_frames), *grid[1:]), head_dim, device)
     by_rank = torch.unflatten(whole, 0, (len(plan.key_frames), -1))
     queries, keys = (by_rank[plan.ranks(frames)].flatten(0, 1) for frames in (plan.frames, plan.key_frames))

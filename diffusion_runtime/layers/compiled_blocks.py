@@ -69,7 +69,7 @@ class CompiledBlocks:
             self._compile_block(block)
 
     def renew(self) -> None:
-        """Compile anew at the next call, where what the blocks consist of has changed: torch keeps up to 8 graphs."""
+        """Compile again at the next call, as the contents of the blocks have changed: torch keeps up to 8 graphs."""
         self._compiled = {}
         for reference in self._blocks:
             block = reference()
@@ -77,7 +77,7 @@ class CompiledBlocks:
                 block.forward = _CompiledForward(self, self._function_of(block), block)
 
     def run(self, call: Callable[[], T]) -> T:
-        """The result of a call of a compiled function, which may make a graph."""
+        """Call a compiled function, which may make a graph, and return its result."""
         num_graphs, started = self.num_graphs, time.perf_counter()
         result = call()
         if self.num_graphs != num_graphs:
@@ -102,7 +102,7 @@ class CompiledBlocks:
         return self._compiled[original]
 
     def _counting_backend(self) -> Callable[..., Any]:
-        """The backend as a function that counts."""
+        """Wrap the backend in a function that counts."""
         compile_graph = torch._dynamo.lookup_backend(self._backend)
 
         def compile_and_count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -115,8 +115,8 @@ class CompiledBlocks:
 
 
 class CompileCost:
-    """What compiling costs one generation: blocks, and kernels at their first use. compiled: the blocks, None where
-    they are not compiled."""
+    """Cost of compilation in one generation: blocks, and kernels at their first use. compiled: the blocks, None if they
+    are not compiled."""
 
     def __init__(self, compiled: CompiledBlocks | None) -> None:
         self._compiled = compiled
@@ -137,7 +137,7 @@ class CompileCost:
 
 
 class _CompiledForward:
-    """What a compiled block is called with: its first tensor begins with the batch, as all streams do."""
+    """Callable that runs a compiled block; its first tensor begins with the batch, as all streams do."""
 
     def __init__(self, owner: CompiledBlocks, compiled: Callable[..., Any], block: nn.Module) -> None:
         self._owner = owner
@@ -169,7 +169,7 @@ class _CompiledForward:
 
 
 def _of_its_own(value: Any) -> Any:
-    """A tensor that is laid out as all of its size are; other values as they are."""
+    """Return a tensor laid out like all of its size; other values unchanged."""
     if not isinstance(value, torch.Tensor) or (value.is_contiguous() and value.storage_offset() == 0):
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -193,8 +193,8 @@ def _mark_dynamic(value: Any) -> None:
 
 
 def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code of its own. torch keeps graphs by code object, up to 8 of them: those of another model of
-    the process do not count, and all are freed with this one."""
+    """Copy the function with code of its own. torch keeps graphs by code object, up to 8 of them: those of another
+    model of the process do not count, and all are freed with this one."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),

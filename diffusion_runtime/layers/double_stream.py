@@ -148,7 +148,7 @@ class DoubleStreamBlock(ModulatedBlock):
         self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
     def modulated_input(self, x: torch.Tensor, rows: ModulationRows) -> ModulatedInput:
-        """Of a model whose first block this is."""
+        """Return the input of the first block after modulation, which TeaCache compares."""
         shift, scale, *_ = rows.of(self.modulation).unbind()
         return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
 
@@ -189,8 +189,8 @@ class DoubleStreamBlock(ModulatedBlock):
     def _modulated(
         self, x: torch.Tensor, runs: Sequence[_Run], first: int, branch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The norm of x with rows `first` and after it of each run for shift and scale. branch: added to x before,
-        gated by the row before them."""
+        """Return the norm of x with rows `first` and after it of each run for shift and scale. branch: added to x
+        before, gated by the row before them."""
         out = torch.empty_like(x)
         for tokens, rows in runs:
             added = None if branch is None else Branch(branch[:, tokens], rows[first - 1])
@@ -200,7 +200,7 @@ class DoubleStreamBlock(ModulatedBlock):
 
 
 def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, rows: ModulationRows) -> ModulatedInput:
-    """What TeaCache compares in a model of DoubleStreamBlocks; x as the first of them gets it."""
+    """Return the tensor that TeaCache compares in a model of DoubleStreamBlocks; x as the first of them gets it."""
     first = blocks[0]
     assert isinstance(first, DoubleStreamBlock)
     return first.modulated_input(x, rows)

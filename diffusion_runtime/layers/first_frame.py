@@ -1,4 +1,5 @@
-"""The image that a video starts from, in its latents or beside them (image conditioning: token replace, latent concat).
+"""The image that a video starts from, in its latents or next to them (image conditioning: token replace, latent
+concat).
 
 Shapes: latents [batch, channels, frames, height, width]; image [batch, channels, 1, height, width], normalised as they.
 """
@@ -9,7 +10,7 @@ import torch
 
 
 def in_first_frame(latents: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """The latents with the image as their first frame, a new tensor (token replace)."""
+    """Return the latents with the image as their first frame, a new tensor (token replace)."""
     return torch.cat([image.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)
 
 

@@ -53,17 +53,17 @@ def _(
 
 
 class ProductCounter:
-    """What the quantised layers of one model tell each product to: the recorder of the generation that runs."""
+    """Counter to which the quantised layers of a model report each product: the recorder of the current generation."""
 
     def __init__(self) -> None:
         self._record: Callable[[str], object] = lambda _: None
 
     def start(self, record: Callable[[str], object]) -> None:
-        """From now on, call `record` with how each product is computed."""
+        """Start calling `record` with how each product is computed."""
         self._record = record
 
     def stop(self) -> None:
-        """Products of forward passes outside of a generation are not counted."""
+        """Stop counting: products of forward passes outside of a generation do not count."""
         self._record = lambda _: None
 
     def count(self, implementation: str) -> None:
@@ -112,12 +112,10 @@ class Fp8Linear(Linear):
         return F.linear(x, dequantize(QuantizedRows(self.weight, self.weight_scale), x.dtype), self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """As Linear.forward_gelu."""
         return F.gelu(self.product(x), approximate="tanh")
 
     def product_after_gelu(self, up: Linear, x: LinearInput) -> torch.Tensor:
-        """As Linear.product_after_gelu; the GELU is computed while its result is quantised, which saves a pass over the
-        widest tensor of a block."""
+        """Compute the GELU while its result is quantised, which saves a pass over the widest tensor of a block."""
         if self._is_opaque():
             return self._record_operator(up(x), 0)
         if self._refusal(x) is not None:
@@ -125,7 +123,7 @@ class Fp8Linear(Linear):
         return self._multiply(quantize_rows(up(x), gelu_from=0), x.shape[:-1])
 
     def product_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """As Linear.product_after_silu; quantised in the pass of the activation."""
+        """Quantise in the pass of the activation."""
         if self._is_opaque() or self._refusal(gate) is not None:
             return super().product_after_silu(gate, features)
         return self._multiply(quantize_gated_rows(gate, features), gate.shape[:-1])
@@ -133,13 +131,13 @@ class Fp8Linear(Linear):
     def product_joined(
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As Linear.product_joined; quantised in the pass of the activation, without a copy of either part."""
+        """Quantise in the pass of the activation, without a copy of either part."""
         if self._is_opaque() or self._refusal(first) is not None:
             return super().product_joined(first, second, features)
         return self._multiply(quantize_joined_rows(first, second, features), first.shape[:-1])
 
     def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """As Linear.product_gelu_of_last, which leaves x as it is here."""
+        """Compute Linear.product_gelu_of_last without overwriting x."""
         if self._is_opaque():
             return self._record_operator(x, start)
         if self._refusal(x) is not None:
@@ -147,15 +145,16 @@ class Fp8Linear(Linear):
         return self._multiply(quantize_rows(x, gelu_from=start), x.shape[:-1])
 
     def takes_quantized(self, x: torch.Tensor) -> bool:
-        """As Linear.takes_quantized. torch.compile traces the norm, and records this layer as one operator."""
+        """Return False under torch.compile, which traces the norm and records this layer as one operator."""
         return not torch.compiler.is_dynamo_compiling() and self._refusal(x) is None
 
     def make_opaque(self) -> None:
-        """From now on, torch.compile records one operator for a product and does not trace it: it is counted."""
+        """Let torch.compile record one operator for a product instead of tracing it, so that it is counted."""
         self._handle = PRODUCTS.handle_of(self)
 
     def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:
-        """The product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it is."""
+        """Return the product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it
+        is."""
         if self._refusal(x) is None:
             return self._multiply(quantize_rows(x, gelu_from=gelu_from), x.shape[:-1])
         if gelu_from is not None:
@@ -167,7 +166,7 @@ class Fp8Linear(Linear):
         return torch.compiler.is_dynamo_compiling() and self._handle is not None
 
     def _record_operator(self, x: torch.Tensor, gelu_from: int | None = None) -> torch.Tensor:
-        """The product as torch.compile records it."""
+        """Return the product as torch.compile records it."""
         assert self._handle is not None
         out: torch.Tensor = opaque_product(x, self._handle, self.out_features, gelu_from)
         return out
@@ -219,6 +218,6 @@ def replace_layer(root: nn.Module, name: str, make: MakeLinear) -> None:
 
 
 def quantized_weights(module: nn.Module) -> dict[str, str]:
-    """The names of 8-bit weights in a module's state dict, with the names of their scales."""
+    """Return the names of 8-bit weights in a module's state dict, with the names of their scales."""
     prefixes = [f"{name}." if name else "" for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
     return {f"{prefix}weight": f"{prefix}weight_scale" for prefix in prefixes}

@@ -67,7 +67,7 @@ class GgufLinear(Linear):
 
     @property
     def layout(self) -> tuple[GgufPart, ...]:
-        """What the bytes of the weight are, from the first on."""
+        """Layout of the weight's bytes, from the first on."""
         return self._parts
 
     @property
@@ -76,7 +76,7 @@ class GgufLinear(Linear):
         return " and ".join(dict.fromkeys(part.kind for part in self._parts))
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [out_features, in_features]."""
+        """Return the weight, [out_features, in_features]."""
         sizes = [part.num_bytes for part in self._parts]
         several = [
             dequantize_blocks(data.view(part.num_rows, -1), part.kind).to(dtype)
@@ -90,11 +90,10 @@ class GgufLinear(Linear):
         return F.linear(x, self.numbers(x.dtype), self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """As Linear.forward_gelu."""
         return F.gelu(self.product(x), approximate="tanh")
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of Linear
-        """Its bytes are no rows of numbers."""
+        """Return False: the weight's bytes are not rows of numbers."""
         return False
 
     def extra_repr(self) -> str:

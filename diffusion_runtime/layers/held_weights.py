@@ -1,7 +1,7 @@
 """Weights that are read outside of their block's call, while offloading keeps blocks in the machine's memory.
 
-A block that is called has its weights on the device. Whoever reads them otherwise, such as for the keys of a text, says
-so: within `held_weights(block)` they are there.
+A block that is called has its weights on the device. To read them otherwise, such as for the keys of a text, enter
+`held_weights(block)`: within it they are there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def held_weights(module: nn.Module) -> Iterator[None]:
 
 
 def set_hold(module: nn.Module, hold: Hold | None) -> None:
-    """What `held_weights` enters for a module; None for one whose weights are always there."""
+    """Set what `held_weights` enters for a module; None for one whose weights are always present."""
     # Not a parameter, buffer or module: nothing of a state dict.
     setattr(module, _HOLD, hold)

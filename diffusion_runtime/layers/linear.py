@@ -45,7 +45,7 @@ class QuantizedTokens(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products."""
+        """Dtype of the products."""
         return PRODUCT_DTYPE
 
 
@@ -84,7 +84,7 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415). Not of a layer
+        """Apply the linear layer, then the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415). Not of a layer
         whose product is a sum over processes."""
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "gelu", [], "tanh")
@@ -113,8 +113,8 @@ class Linear(nn.Linear):
     def forward_joined(
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer of first [..., a] and, beside it, the tanh GELU of second [..., b], or silu(second) * features;
-        a + b is in_features, and all are left as they are."""
+        """Apply the layer to first [..., a] and, next to it, the tanh GELU of second [..., b], or silu(second) *
+        features; a + b is in_features, and all are left as they are."""
         return self._complete(self.product_joined(first, second, features))
 
     def product_joined(
@@ -125,7 +125,7 @@ class Linear(nn.Linear):
         return self.product(torch.cat([first, second], dim=-1))
 
     def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """The layer of x, whose features from `start` on go through the tanh GELU first, in place."""
+        """Apply the layer to x, whose features from `start` on go through the tanh GELU first, in place."""
         return self._complete(self.product_gelu_of_last(x, start))
 
     def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Linear(nn.Linear):
         return self.product(x)
 
     def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """The features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
+        """Return the features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         if start:
@@ -148,11 +148,11 @@ class Linear(nn.Linear):
         return out.view(*x.shape[:-1], -1)
 
     def forward_first(self, x: torch.Tensor, stop: int) -> torch.Tensor:
-        """The features before `stop`: [..., in_features] to [..., stop]. Needs `runs_in_parts`."""
+        """Return the features before `stop`: [..., in_features] to [..., stop]. Needs `runs_in_parts`."""
         return F.linear(x, self.weight[:stop], None if self.bias is None else self.bias[:stop])
 
     def forward_pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """The product of both side by side, without a copy of either: [..., a] and [..., b], where a + b is
+        """Apply the layer to both side by side, without a copy of either: [..., a] and [..., b], where a + b is
         in_features. Needs `runs_in_parts`; the sum of the first part is rounded once more."""
         weights = self.weight[:, : first.shape[-1]], self.weight[:, first.shape[-1] :]
         rows = first.flatten(0, -2)
@@ -161,13 +161,14 @@ class Linear(nn.Linear):
         return self._complete(product)
 
     def takes_quantized(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of 8-bit layers
-        """Whether inputs like x may come as QuantizedTokens."""
+        """Return True if inputs like x may come as QuantizedTokens."""
         return False
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:
-        """Whether products of parts of the weight, and cuBLASLt's operators, stand for the whole: in half precision on
-        a CUDA GPU, and where memory is planned for one, with weights of x's dtype. The operators have no backward;
-        torch.compile has parts of its own."""
+        """Return True if products of parts of the weight, and cuBLASLt's operators, may replace the whole product: in
+        half precision on a CUDA GPU, or where memory is planned for one, with weights of x's dtype. The operators have
+        no backward; torch.compile has parts of its own.
+        """
         return (
             not torch.compiler.is_dynamo_compiling()
             and (x.is_cuda or has_shape_alone(x))

@@ -27,15 +27,15 @@ class Modulation(nn.Module):
         return rows.chunk(self.num_rows, dim=-1)
 
     def stacked(self, conditioning: torch.Tensor) -> torch.Tensor:
-        """The same rows as one tensor, [num_rows, batch, dim]."""
+        """Return the same rows as one tensor, [num_rows, batch, dim]."""
         rows: torch.Tensor = self.projection(conditioning)
         return torch.unflatten(rows, -1, (self.num_rows, -1)).transpose(0, 1)
 
 
 class BlockModulation(Modulation):
-    """That of a block which is given its rows (layers/modulation_rows.py)."""
+    """Modulation of a block that is given its rows (layers/modulation_rows.py)."""
 
-    # By whoever computes the rows, and not by the block's forward.
+    # By the code that computes the rows, and not by the block's forward.
     read_once = ("projection",)
 
 
@@ -49,7 +49,8 @@ class ApartTokens:
     is_first: bool = False
 
     def split(self, num_tokens: int) -> tuple[tuple[slice, bool], ...]:
-        """The tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty parts."""
+        """Return the tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty
+        parts."""
         middle = self.num_tokens if self.is_first else num_tokens - self.num_tokens
         halves = (slice(0, middle), self.is_first), (slice(middle, num_tokens), not self.is_first)
         return tuple((tokens, are_apart) for tokens, are_apart in halves if tokens.start < tokens.stop)

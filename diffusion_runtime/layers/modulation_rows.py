@@ -30,14 +30,14 @@ _PLAN, _ROWS = "planned_times", "modulation_rows"
 ROW_BY_ROW = ("cpu",)
 # (timestep, that of the step after it): what of a step conditions a model.
 Times: TypeAlias = tuple[float, float]
-# (timestep [M], that of the step that follows [M], None where nobody knows it) -> a model's conditioning, after its
+# (timestep [M], that of the step that follows [M], None if unknown) -> a model's conditioning, after its
 # activation, [M, D]. M: a batch for each of one or more timesteps, one after the other.
 Condition: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class PlannedTimes:
-    """Of the steps of a request, each once."""
+    """Distinct times of the steps of a request."""
 
     # A CUDA graph finds the row of a step in a tensor: it serves every schedule of as many.
     times: tuple[Times, ...] = field(metadata=NOT_COPIED)
@@ -62,12 +62,12 @@ def plan_steps(state: RequestCache, steps: Iterable[StepInfo]) -> None:
 
 
 def is_planned(context: AttentionContext) -> bool:
-    """Whether the rows of a forward pass's step are among those that are computed at once."""
+    """Return True if the rows of a forward pass's step are among those computed at once."""
     return _plan_of(context) is not None
 
 
 def table_bytes(state: RequestCache) -> int:
-    """What the rows of a request take."""
+    """Return the size of a request's rows in bytes."""
     return sum(found.rows.nbytes for found in state.find_all(_ROWS) if isinstance(found, _Table))
 
 
@@ -98,7 +98,7 @@ class ApartRows:
     is_first: bool = False
 
     def of(self, block: ModulatedBlock) -> ApartTokens:
-        """Those of one block."""
+        """Return the rows of one block."""
         return ApartTokens(self.num_tokens, self.rows.of(block.modulation), self.is_first)
 
 
@@ -112,9 +112,9 @@ def rows_of_step(
     *,
     takes_next: bool = False,
 ) -> ModulationRows:
-    """The rows of a forward pass. name: of the model, where a request has several. source: the object that they are
-    computed from beside the time, such as a pooled text; None where all samples and branches have the same. timestep:
-    [B], all alike. takes_next: whether the model reads the timestep that a step leads to."""
+    """Return the rows of a forward pass. name: of the model, where a request has several. source: the object that they
+    are computed from in addition to the time, such as a pooled text; None where all samples and branches have the same.
+    timestep: [B], all alike. takes_next: whether the model reads the timestep that a step leads to."""
     plan = _plan_of(context, takes_next=takes_next)
     if plan is None:
         following = context.step.next_timestep
@@ -146,7 +146,7 @@ def rows_of_request(
     conditioning: Callable[[], torch.Tensor],
     context: AttentionContext,
 ) -> ModulationRows:
-    """The rows of a timestep that is the same at every step, such as that of a given image. Arguments as in
+    """Return the rows of a timestep that is the same at every step, such as that of a given image. Arguments as in
     rows_of_step; conditioning: [B, D], [1, D] where there is no source."""
     plan = _plan_of(context)
     if plan is None:
@@ -161,7 +161,7 @@ def rows_of_request(
 
 
 def repeated(pooled: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """A pooled text [B, width] once for each timestep of a Condition's num_samples, [num_samples, width]."""
+    """Repeat a pooled text [B, width] once for each timestep of a Condition's num_samples, [num_samples, width]."""
     return pooled.expand(num_samples // len(pooled), *pooled.shape).flatten(0, 1)
 
 
@@ -185,7 +185,7 @@ def modulated(
 
 
 def modulations_of(blocks: Iterable[object], *others: Modulation) -> tuple[Modulation, ...]:
-    """Those of the blocks in their order, and others behind them."""
+    """Return the modulations of the blocks in their order, followed by others."""
     found = [each for block in blocks if isinstance(block, ModulatedBlock) for each in block.modulations]
     return (*found, *others)
 
@@ -195,7 +195,7 @@ def _times_of(step: StepInfo) -> Times | None:
 
 
 def _plan_of(context: AttentionContext, *, takes_next: bool = False) -> PlannedTimes | None:
-    """The plan that the pass's step is part of. takes_next: where the timestep alone must tell the step."""
+    """Return the plan that the pass's step is part of. takes_next: where the timestep alone must tell the step."""
     plan = context.state.request.find(_PLAN)
     if not isinstance(plan, PlannedTimes) or _times_of(context.step) not in plan.known:
         return None
@@ -215,7 +215,8 @@ def _index_of(timestep: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
 def _kept(
     name: str, sources: tuple[object, object], compute: Callable[[], _Table], context: AttentionContext
 ) -> _Table:
-    """The table under `name`, of the request or, where it has a source, of the branch; computed and said once."""
+    """Return the table under `name`, of the request or, where it has a source, of the branch; computed and reported
+    once."""
     state = context.state
     scope, key = state.request if sources[1] is None else state.of_branch(context.step), (_ROWS, name)
     found = scope.find(key)

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
     @property
     def as_norm(self) -> Norm:
-        """For a kernel that computes it with what stands beside it."""
+        """Form of the norm for a kernel that fuses it with its neighbours."""
         assert self.share is None
         return Norm("rms", self.eps, self.weight)
 
@@ -59,7 +59,6 @@ class LayerNorm(nn.Module):
 
     @property
     def as_norm(self) -> Norm:
-        """As RMSNorm.as_norm."""
         return Norm("layer", self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:

@@ -23,7 +23,8 @@ class _Entry(Generic[T]):
 
 
 def cached_for_prompt(name: str, source: object, context: AttentionContext, compute: Callable[[], T]) -> T:
-    """The result of `compute`, cached under `name` for the other steps of the request; it must not be written to.
+    """Return the result of `compute`, cached under `name` for the other steps of the request; it must not be written
+    to.
 
     source: the object it is computed from, such as the embeddings; another one in the same request and branch replaces
     the entry.
@@ -37,10 +38,10 @@ def cached_for_prompt(name: str, source: object, context: AttentionContext, comp
 
 
 def cached_for_request(name: str, sizes: Hashable, context: AttentionContext, compute: Callable[[], T]) -> T:
-    """The result of `compute`, cached under `name` and `sizes` for the other steps of the request; it must not be
-    written to.
+    """Return the result of `compute`, cached under `name` and `sizes` for the other steps of the request; it must not
+    be written to.
 
-    sizes: all that it depends on beside the model and the order of the tokens, such as the grid. Not a cache of the
-    process: a table of rotary positions at 720p is 40 MB, and a server that makes many sizes would collect them.
+    sizes: all that it depends on in addition to the model and the order of the tokens, such as the grid. Not a cache of
+    the process: a table of rotary positions at 720p is 40 MB, and a server that makes many sizes would collect them.
     """
     return context.state.request.get_or_create(("sizes", name, sizes, context.sharding.tile), compute)

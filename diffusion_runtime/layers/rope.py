@@ -58,14 +58,14 @@ def position_rotations(
 def diagonal_rotations(
     positions: range, channels: tuple[int, ...], device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
-    """As position_rotations, for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
+    """Return position_rotations for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
     whole = torch.cat([_axis_rotations(positions, num_channels, theta) for num_channels in channels], dim=-1)
     return whole.to(torch.complex64).to(device)
 
 
 def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch.Tensor:
-    """The rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: its own rotations, or the
-    number of tokens that are not rotated."""
+    """Return the rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: its own rotations,
+    or the number of tokens that are not rotated."""
     if isinstance(text, int):
         text = rotations.new_ones(text, rotations.shape[1])
     return torch.cat([rotations, text])

@@ -39,7 +39,7 @@ RowsOfRun = tuple[slice, tuple[torch.Tensor, ...]]
 
 
 def rows_by_run(own: torch.Tensor, runs: Sequence[TokenRun], rows: slice = slice(None)) -> list[RowsOfRun]:
-    """A block's own rows [rows, D] with those of the timestep added, for each run. rows: which of them."""
+    """Return a block's own rows [rows, D] with those of the timestep added, for each run. rows: which of them."""
     return [(run.tokens, (own[rows] + run.rows[:, rows]).unbind(1)) for run in runs]
 
 
@@ -61,9 +61,10 @@ def token_runs(
     *,
     first_timestep: torch.Tensor | None,
 ) -> tuple[TokenRun, ...]:
-    """Those of the tokens of a grid that this process holds: one run, or with the first frame, an image, at a timestep
-    of its own before the rest. timestep, first_timestep: [B]. The tokens of an image are a range in raster order
-    alone."""
+    """Return the runs of the grid's tokens that this process holds: one, or two if the first frame, an image, has a
+    timestep of its own. timestep, first_timestep: [B]. The tokens of an image are a contiguous range in raster order
+    alone.
+    """
     if first_timestep is None:
         # Of any length, so that one compiled block serves clips of every size.
         return (TokenRun(slice(None), *rows_of(timestep)),)

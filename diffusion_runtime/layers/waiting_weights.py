@@ -1,5 +1,5 @@
-"""Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that whoever
-computes with one that was not brought computes NaN."""
+"""Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that
+computing with one that was not brought gives NaN."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def nothing_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of that shape on the CPU in the memory of one number: NaN, 255 for bytes, which are NaN as scales of
-    GGUF blocks, zero for other integers. dtype: of floating-point numbers, None for the tensor's own."""
+    """Return a tensor of that shape on the CPU in the memory of one number: NaN, 255 for bytes, which are NaN as scales
+    of GGUF blocks, zero for other integers. dtype: of floating-point numbers, None for the tensor's own."""
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
     value = float("nan") if tensor.is_floating_point() else 255.0 if dtype == torch.uint8 else 0.0
@@ -32,6 +32,6 @@ def let_wait(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def is_waiting(module: nn.Module) -> bool:
-    """Whether the parameters of a module wait: one number stands for all of each matrix."""
+    """Return True if a module's parameters still wait for their values: one number stands for all of each matrix."""
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1 and parameter.numel() > 1]
     return bool(matrices) and all(not any(matrix.stride()) for matrix in matrices)

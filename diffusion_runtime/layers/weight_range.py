@@ -13,7 +13,7 @@ _FLOAT8 = {torch.float8_e4m3fn: (0x7F, "NaN"), torch.float8_e5m2: (0x7C, "infini
 
 
 def unusable_numbers(weight: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """What is wrong with a weight on the CPU, of any shape, as the end of a sentence about it; None for nothing.
+    """Return the fault of a weight on the CPU, of any shape, as the end of a sentence about it, or None.
 
     dtype: the dtype it will be converted to, None for its own. Integers are not checked.
 

@@ -34,7 +34,7 @@ class WeightShare:
 
     @property
     def num_features(self) -> int:
-        """How many of the divided features this process holds."""
+        """Number of divided features that this process holds."""
         return sum(self.sections) // self.group.size
 
     @property
@@ -54,7 +54,7 @@ class WeightShare:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this process holds the bias: of a sum over processes the first alone, so that it counts once."""
+        """True if this process adds the bias: of a sum over processes only the first, so that it counts once."""
         return self.kind != "row" or self.group.index == 0
 
     def check(self, name: str, num_features: int) -> None:
@@ -71,8 +71,8 @@ class WeightShare:
                 )
 
     def complete(self, product: torch.Tensor) -> torch.Tensor:
-        """What a layer returns, of this process's product [..., features], which may be overwritten; of a norm, the sum
-        of its squares."""
+        """Return the layer's result from this process's product [..., features], which may be overwritten; of a norm,
+        the sum of its squares."""
         if self.kind == "column":
             return product
         if self.kind == "gathered":

@@ -39,7 +39,7 @@ def save_attention_plot(report: Mapping[str, Any], path: str | Path, subtitle: s
 
 
 def draw_attention_plot(report: Mapping[str, Any], subtitle: str = "") -> Image:
-    """The picture, RGB: a map per role that is anywhere sparse, the first role's where none is, and the plan."""
+    """Draw the picture, RGB: a map per role that is anywhere sparse, the first role's where none is, and the plan."""
     from PIL import Image, ImageDraw
 
     maps = _maps(report)
@@ -105,7 +105,7 @@ class _Words:
         self.text, self.size, self.ink = text, size, ink
 
     def wrapped(self, width: int) -> list[str]:
-        """In lines of at most `width` pixels, but for longer words."""
+        """Wrap text into lines of at most `width` pixels; longer words are kept whole."""
         lines = [""]
         for word in self.text.split():
             longer = f"{lines[-1]} {word}".strip()
@@ -176,7 +176,7 @@ def _plan_scale(plan: Mapping[str, Any]) -> int:
 
 
 def _draw_plan(picture: Image, draw: ImageDraw.ImageDraw, plan: Mapping[str, Any], top: int) -> None:
-    """One cell per pair of blocks, or per several of them."""
+    """Draw one cell per pair of blocks, or per several of them."""
     from PIL import Image
 
     cells, scale = plan["cells"], _plan_scale(plan)
@@ -217,7 +217,7 @@ def _ticks_down(
 
 
 def _stride(size: float, room: int) -> int:
-    """Every how manyth number is shown: 1, 2, 5, 10, ..."""
+    """Return the interval at which numbers are labelled: 1, 2, 5, 10, ..."""
     steps = (factor * 10**power for power in range(6) for factor in (1, 2, 5))
     return next((step for step in steps if step * size >= room), 10**6)
 

@@ -41,8 +41,8 @@ SUFFIXES = (*_CONTAINERS, *_PICTURES, ".npy")
 @dataclass(frozen=True)
 class ClipFacts:
     """A file's frames. width, height: in pixels, upright; num_frames: at most one more than was asked for, so that a
-    longer file shows. fps: None where the file does not say it, or has one frame. remarks: what is not used as it
-    stands in the file."""
+    longer file is noticed. fps: None if the file does not give it, or has one frame. remarks: what is not used as it is
+    in the file."""
 
     width: int
     height: int
@@ -56,8 +56,8 @@ class ClipFacts:
 
 
 def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
-    """What stands in a file, of which `most` frames and one more are decoded and none is kept. field: of the request,
-    for messages.
+    """Return the facts of a file, of which at most `most` frames and one more are decoded and none is kept. field: of
+    the request, for messages.
 
     Raises RequestError for a file that is missing, damaged, of no known format or too large, and MissingPackageError
     for a video where there is no ffmpeg.
@@ -70,8 +70,8 @@ def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
 def read_clip(
     path: str, field: str, num_frames: int, height: int, width: int, *, grey: bool = False
 ) -> numpy.typing.NDArray[numpy.uint8]:
-    """The first frames of a file that `inspect_clip` passed, scaled by Lanczos' filter: uint8, [num_frames, height,
-    width, 3], or [num_frames, height, width] of brightness. Raises what it raises, and for fewer frames."""
+    """Read the first frames of a file that `inspect_clip` passed, scaled by Lanczos' filter: uint8, [num_frames,
+    height, width, 3], or [num_frames, height, width] of brightness. Raises what it raises, and for fewer frames."""
     from PIL import Image
 
     facts = inspect_clip(path, field, num_frames)
@@ -86,15 +86,15 @@ def read_clip(
 
 
 def read_pictures(path: str, field: str, most: int) -> list[Any]:
-    """The first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises what
-    `inspect_clip` raises."""
+    """Read the first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises
+    what `inspect_clip` raises."""
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
         return list(pictures)
 
 
 def is_black(path: str, field: str, most: int) -> bool:
-    """Whether no pixel of the first frames, at most `most`, is white. Raises what `inspect_clip` raises."""
+    """Return True if no pixel of the first frames, at most `most`, is white. Raises what `inspect_clip` raises."""
     facts, state = inspect_clip(path, field, most), os.stat(path)
     return _is_black(path, field, facts, most, (state.st_ino, state.st_size, state.st_mtime_ns))
 
@@ -136,7 +136,7 @@ def _readable(path: str, field: str) -> Iterator[None]:
 
 
 def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any, None, None]:
-    """The first frames as Pillow's RGB images."""
+    """Yield the first frames as Pillow's RGB images."""
     from PIL import Image
 
     suffix = Path(path).suffix.lower()
@@ -161,7 +161,8 @@ def _command(path: str, most: int, *output: str) -> list[str]:
 
 
 def _video_facts(path: str, most: int) -> ClipFacts:
-    """Of ffmpeg's list of decoded frames: a header, and for each its stream, times, size and checksum."""
+    """Read the facts from ffmpeg's list of decoded frames: a header, and for each frame its stream, times, size and
+    checksum."""
     done = subprocess.run(
         _command(path, most + 1, "-f", "framecrc"), capture_output=True, timeout=_TIMEOUT, start_new_session=True
     )
@@ -207,7 +208,7 @@ def _animation_facts(path: str, most: int) -> ClipFacts:
 
 
 def _animation(path: str) -> Iterator[tuple[Any, float, tuple[str, ...]]]:
-    """Every frame of a file of Pillow's, how long it is shown in milliseconds, and remarks."""
+    """Yield every frame of a file that Pillow reads, how long each is shown in milliseconds, and remarks."""
     from PIL import Image, ImageSequence
 
     with Image.open(path, formats=FORMATS) as image:

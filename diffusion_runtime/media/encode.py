@@ -40,7 +40,7 @@ class FrameChunks:
 
     @classmethod
     def of(cls, frames: numpy.ndarray) -> FrameChunks:
-        """All of them at once."""
+        """Encode all frames at once."""
         num_frames, height, width = frames.shape[:3]
         return cls(num_frames, height, width, [frames])
 
@@ -117,7 +117,7 @@ def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) ->
 
 
 def _write_webp(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
-    """An animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
+    """Write an animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
     from PIL import Image
 
     images = frames.images()
@@ -146,7 +146,7 @@ def _write_png(frames: FrameChunks, _fps: int, recipe: str | None, path: Path) -
 
 
 def _write_npy(frames: FrameChunks, _fps: int, _recipe: str | None, path: Path) -> None:
-    """The frames as they are. The format has no room for a recipe; the sidecar has it."""
+    """Write the frames as they are. The format has no room for a recipe; the sidecar has it."""
     shape = (frames.num_frames, frames.height, frames.width, 3)
     with path.open("wb") as file:
         # Header and bytes are written by hand: numpy.save hides why a write failed.
@@ -167,6 +167,6 @@ _ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, int, str | None, Path, Au
 
 
 def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:
-    """How long each frame is shown, in 1/per_second seconds: rounded so that the total has the right length."""
+    """Return how long each frame is shown, in 1/per_second seconds, rounded so that the total has the right length."""
     ends = [round((index + 1) * per_second / fps) for index in range(num_frames)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

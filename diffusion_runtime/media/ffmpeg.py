@@ -55,7 +55,7 @@ class VideoEncoder:
         assert self._process.stderr is not None
         self._stdin: IO[bytes] = self._process.stdin
         self._messages: list[bytes] = []
-        # Read meanwhile: a program whose messages nobody reads stops in the middle.
+        # Read meanwhile: a program whose messages are not read blocks in the middle.
         self._reader = threading.Thread(
             target=_read_all, args=(self._process.stderr, self._messages), daemon=True, name="messages of ffmpeg"
         )
@@ -77,7 +77,8 @@ class VideoEncoder:
         self._process.stderr.close()
 
     def write(self, frames: numpy.ndarray) -> bool:
-        """The next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` says why."""
+        """Write the next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` raises
+        why."""
         try:
             self._stdin.write(_even(frames).data)
             self._stdin.flush()
@@ -95,7 +96,7 @@ class VideoEncoder:
 
 
 def run_on_bytes(arguments: Sequence[str], given: bytes) -> bytes:
-    """What ffmpeg writes to `pipe:1` of what it reads from `pipe:0`. Raises OSError when it fails."""
+    """Return what ffmpeg writes to `pipe:1` when `given` is its `pipe:0`. Raises OSError when it fails."""
     done = subprocess.run(
         [*_program(), *arguments], input=given, capture_output=True, start_new_session=True, check=False
     )
@@ -104,8 +105,7 @@ def run_on_bytes(arguments: Sequence[str], given: bytes) -> bytes:
 
 
 def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> None:
-    """The streams of an mp4 as they are in an mp4 whose index comes first, with a recipe as its comment. Raises
-    OSError."""
+    """Copy the streams of an mp4 into an mp4 whose index comes first, with a recipe as its comment. Raises OSError."""
     output = ["-c", "copy", "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4"]
     done = subprocess.run(
         [*_program(), "-i", file_argument(source), *output, file_argument(target)],
@@ -139,12 +139,13 @@ def num_frames_in(path: Path) -> int:
 
 
 def file_argument(path: Path) -> str:
-    """A path that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an address."""
+    """Return a path in the form that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an
+    address."""
     return str(path.absolute())
 
 
 def comment_arguments(recipe: str | None) -> list[str]:
-    """For a recipe within the file."""
+    """Return ffmpeg's arguments for a recipe within the file."""
     return [] if recipe is None else ["-metadata", f"comment={recipe}"]
 
 

@@ -1,4 +1,4 @@
-"""Where ffmpeg is: the program of the package imageio-ffmpeg, or the error that says what needs it."""
+"""Location of ffmpeg: the program of the package imageio-ffmpeg, or the error that names what needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INSTALL = f"pip install {PACKAGE}"
 
 
 def find_ffmpeg(what: str = "this", instead: str | None = None) -> str:
-    """The path of the program.
+    """Find the program and return its path.
 
     what: what is read or written with it, for the message; instead: what to do without it. Raises MissingPackageError
     where the package is not installed, or has no program for this machine.
@@ -30,7 +30,7 @@ def find_ffmpeg(what: str = "this", instead: str | None = None) -> str:
 
 
 def has_ffmpeg() -> bool:
-    """Whether `find_ffmpeg` finds it."""
+    """Return True if `find_ffmpeg` finds it."""
     try:
         find_ffmpeg()
     except MissingPackageError:

@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(frozen=True)
 class ClipHeader:
-    """What is known of a clip before its first frame: its size in frames and pixels, fps in frames per second, and the
+    """Header of a clip, known before its first frame: its size in frames and pixels, fps in frames per second, and the
     recipe of GeneratedMedia, whose `schema` is added when it is missing."""
 
     num_frames: int
@@ -100,8 +100,8 @@ class FileWriter:
         return self._hand_over
 
     def has_written(self, header: ClipHeader, file_format: str, folder: Path) -> bool:
-        """Whether its frames, size, rate and recipe are these, and its format and folder, so that `finish` gives the
-        file of this clip."""
+        """Return True if the written frames, size, rate, recipe, format and folder are these, so that `finish` gives
+        the file of this clip."""
         return (self._header, self._format, self._target.parent) == (header, file_format, folder)
 
     def finish(self) -> Path:
@@ -153,7 +153,7 @@ class FileWriter:
             self._failure = error
 
     def _frames(self) -> Iterator[numpy.ndarray]:
-        """One at a time, so that an encoder notices soon that nobody wants its file."""
+        """Yield frames one at a time, so that an encoder notices soon that its file is no longer wanted."""
         num_frames = 0
         while (chunk := self._waiting.get()) is not None:
             for index in range(len(chunk)):

@@ -23,7 +23,7 @@ _OTHER_VIDEOS = ("mov", "mkv", "webm", "avi", "m4v", "mpg", "mpeg")
 
 
 def format_of(path: str | Path) -> str:
-    """The format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
+    """Return the format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
     SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in (*FORMATS, *SOUND_FORMATS):
@@ -65,8 +65,8 @@ def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | 
 
 
 def check_writable(name: str, num_frames: int | None = None) -> None:
-    """Whether this machine can write a format that `check_format` passed, of so many frames (None: not known yet).
-    Raises MissingPackageError where it is written by ffmpeg, and there is none."""
+    """Check that this machine can write a format that `check_format` passed, for so many frames (None: not known yet).
+    Raises MissingPackageError if ffmpeg writes it and is missing."""
     if name not in FORMATS_BY_FFMPEG:
         return
     from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
@@ -76,6 +76,6 @@ def check_writable(name: str, num_frames: int | None = None) -> None:
 
 
 def without_ffmpeg(num_frames: int | None = None) -> list[str]:
-    """The formats of pictures that hold so many frames and need no ffmpeg, the most widely played first."""
+    """Return the formats of pictures that hold so many frames and need no ffmpeg, the most widely played first."""
     is_image = num_frames == 1
     return [name for name in FORMATS if name not in FORMATS_BY_FFMPEG and (is_image or name not in IMAGE_FORMATS)]

@@ -76,7 +76,7 @@ class GeneratedMedia:
 
     @property
     def header(self) -> ClipHeader:
-        """What was known of it before its first frame."""
+        """Header of the clip, as known before its first frame."""
         num_frames, height, width = self.frames.shape[:3]
         return ClipHeader(num_frames, height, width, self.fps, self.recipe)
 
@@ -127,7 +127,7 @@ class GeneratedMedia:
         return path
 
     def to_bytes(self, file_format: str) -> bytes:
-        """The file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
+        """Return the file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
 
         Raises ConfigError for a format that is unknown or cannot hold what was made, a sound included,
         MissingPackageError for an mp4 where there is no ffmpeg, and OutputError when writing fails: encoders need room
@@ -150,7 +150,7 @@ class GeneratedMedia:
             raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
 
     def __repr__(self) -> str:
-        """One line: pixels and recipe are in the fields."""
+        """Return one line: pixels and recipe are in the fields."""
         request = self.recipe.get("request") or {}
         made = f"{self.num_frames} frames at {self.fps} per second, " if self.num_frames > 1 else ""
         height, width = self.frames.shape[1:3]
@@ -158,7 +158,7 @@ class GeneratedMedia:
         return f"<GeneratedMedia: {made}{width} x {height}{of}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the video inline up to 12 MB, else its first frame."""
+        """Return HTML for notebooks: the video inline up to 12 MB, else its first frame."""
         from diffusion_runtime.media.notebook import media_html
 
         return media_html(self)
@@ -216,7 +216,7 @@ class GeneratedMedia:
 
 
 def _sound_of(target: Path) -> Path | None:
-    """The .wav that was written with the file `target`, by its sidecar; any other .wav is not ours."""
+    """Return the .wav that was written with the file `target`, by its sidecar; any other .wav is not ours."""
     if format_of(target) in SOUND_FORMATS:
         return None
     try:

@@ -78,7 +78,7 @@ class GrowingClip:
 
     @property
     def path(self) -> Path | None:
-        """Of the file, with its number; None for standard output."""
+        """Path of the file, with its number; None for standard output."""
         return self._path
 
     def __enter__(self) -> GrowingClip:
@@ -99,7 +99,7 @@ class GrowingClip:
             self._path.unlink(missing_ok=True)
 
     def write(self, frames: numpy.ndarray) -> None:
-        """The next frames, uint8 RGB [frames, height, width, 3].
+        """Write the next frames, uint8 RGB [frames, height, width, 3].
 
         Raises OutputError when they cannot be written: the disk is full, or the reader of the pipe has left.
         """
@@ -110,8 +110,9 @@ class GrowingClip:
         raise OutputError(f"{self._name}: ffmpeg ended after {self.num_frames} frames without an error")
 
     def finish(self, sidecar: Mapping[str, Any]) -> Path | None:
-        """No frames follow: the file becomes an ordinary mp4 with the recipe of `sidecar`, which is written beside it.
-        Returns its path; None for standard output, which gets neither. Raises OutputError; the frames stay then."""
+        """Finish after the last frames: the file becomes an ordinary mp4 with the recipe of `sidecar`, which is written
+        next to it. Returns its path; None for standard output, which gets neither. Raises OutputError; the frames stay
+        then."""
         self._finish_encoding()
         if self._path is None:
             return None
@@ -158,7 +159,7 @@ def check_ffmpeg(name: str) -> None:
 
 
 def check_streamable(target: str | Path) -> Path:
-    """The path of a file that can grow. Raises ConfigError for another extension than .mp4."""
+    """Check that a file can grow, and return its path. Raises ConfigError for another extension than .mp4."""
     path = Path(target)
     file_format = format_of(path)
     if file_format != "mp4":
@@ -169,7 +170,8 @@ def check_streamable(target: str | Path) -> Path:
 
 
 def _take_free_name(target: Path) -> Path:
-    """An empty file of the first of the target's numbered names that is free with its sidecar. Raises OutputError."""
+    """Create an empty file of the first of the target's numbered names that is free with its sidecar. Raises
+    OutputError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned_files(target.parent)
@@ -186,7 +188,7 @@ def _take_free_name(target: Path) -> Path:
 
 
 def _standard_output() -> int:
-    """Its file descriptor; raises ConfigError for a terminal, which an mp4 would only upset."""
+    """Return the file descriptor of standard output. Raises ConfigError for a terminal, which cannot take an mp4."""
     if os.isatty(sys.stdout.fileno()):
         raise ConfigError("--stream -: standard output is a terminal; pipe it, as in `| ffplay -`, or name a file")
     return sys.stdout.fileno()

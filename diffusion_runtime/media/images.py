@@ -31,7 +31,7 @@ MAX_STRETCH = 0.1
 
 
 def open_picture(path: str, field: str = "image_path") -> Any:
-    """An image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
+    """Open an image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit images are converted, and colours of another profile to sRGB; of an animation it is
     the first frame. field: of the request, for messages. Raises RequestError for a file that is missing, damaged or no
@@ -70,7 +70,7 @@ def _inspected(path: str, field: str, _state: tuple[int, ...]) -> PictureFacts:
 
 
 def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
-    """The image, and remarks on it."""
+    """Read the image and remarks on it."""
     from PIL import Image, UnidentifiedImageError
 
     source = check_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError)
@@ -106,11 +106,11 @@ def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
 
 
 class UnfitPicture(ValueError):
-    """What of a readable picture cannot be used, to stand behind the name of its file."""
+    """Fault of a readable picture that makes it unusable, worded to follow the name of its file."""
 
 
 def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
-    """The frame that a Pillow image is at, upright and as 8 bits of sRGB, and remarks. Raises UnfitPicture for
+    """Return the frame that a Pillow image is at, upright and as 8 bits of sRGB, and remarks. Raises UnfitPicture for
     transparent parts."""
     from PIL import ImageOps
 
@@ -121,7 +121,8 @@ def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
-    """A Pillow image as RGB in sRGB, and remarks. profile: the ICC profile of its colours, None for sRGB."""
+    """Convert a Pillow image to RGB in sRGB, and return it with remarks. profile: the ICC profile of its colours, None
+    for sRGB."""
     if not profile:
         return image.convert("RGB"), ()
     try:
@@ -140,7 +141,7 @@ def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
 
 
 def _is_srgb(profile: Any, srgb: Any) -> bool:
-    """Whether a profile of RGB leaves colours as they are but for rounding, whatever it is called: some that have sRGB
+    """Return True if an RGB profile leaves colours unchanged up to rounding, whatever its name: some profiles with sRGB
     in their description are linear, or of other primaries."""
     from PIL import Image, ImageCms
 
@@ -152,8 +153,8 @@ def _is_srgb(profile: Any, srgb: Any) -> bool:
 
 
 def check_image(path: str, height: int, width: int, field: str = "image_path", *, crf: int = 0) -> None:
-    """Whether a file is an image that a clip of height x width pixels can start from or end with. field: of the
-    request, for messages. crf: see read_image.
+    """Check that a clip of height x width pixels can start from or end with an image file. field: of the request, for
+    messages. crf: as in read_image.
 
     Raises RequestError for what `open_picture` refuses, for sides of another ratio, and for some that H.264 has not.
     """
@@ -170,7 +171,7 @@ def check_image(path: str, height: int, width: int, field: str = "image_path", *
 
 
 def _is_turned(path: str) -> bool:
-    """Whether upright, an image that `open_picture` read has rows for the columns of its file."""
+    """Return True if turning an image upright, which `open_picture` read, swaps the rows and columns of its file."""
     from PIL import ExifTags, Image
 
     with Image.open(path, formats=FORMATS) as image:
@@ -178,8 +179,8 @@ def _is_turned(path: str) -> bool:
 
 
 def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typing.NDArray[numpy.uint8]:
-    """The pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter. crf: of
-    the H.264 frame that it is before, at its own size; 0 for none."""
+    """Read the pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter. crf:
+    of the H.264 frame that it is before, at its own size; 0 for none."""
     from PIL import Image
 
     picture = open_picture(path)
@@ -190,7 +191,7 @@ def read_image(path: str, height: int, width: int, *, crf: int = 0) -> numpy.typ
 
 
 def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
-    """Whether a file is a mask of an image: of its size, with something to repaint. Raises RequestError where it is
+    """Check that a file is a mask of an image: of its size, with something to repaint. Raises RequestError if it is
     not, and for what `open_picture` refuses."""
     mask, image = inspect_picture(path, field), inspect_picture(image_path)
     if mask.size != image.size:
@@ -203,8 +204,8 @@ def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
 
 
 def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> numpy.typing.NDArray[numpy.bool_]:
-    """The mask that `check_mask` passed, [height, width]: whether a pixel is repainted; scaled by Lanczos' filter, and
-    white from the middle grey on."""
+    """Read the mask that `check_mask` passed, [height, width]: whether a pixel is repainted; scaled by Lanczos' filter,
+    and white from the middle grey on."""
     from PIL import Image
 
     scaled = open_picture(path, field).resize((width, height), Image.Resampling.LANCZOS).convert("L")
@@ -212,7 +213,7 @@ def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> n
 
 
 def _is_transparent(image: Any) -> bool:
-    """Whether a Pillow image has a pixel that is not opaque."""
+    """Return True if a Pillow image has a pixel that is not opaque."""
     if image.mode.startswith("I"):
         return "transparency" in image.info
     if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:

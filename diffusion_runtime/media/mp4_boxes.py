@@ -66,7 +66,7 @@ def _track_facts(track: bytes, media: bytes, comment: bytes | None) -> Mp4Facts:
 
 
 def _comment(moov: bytes) -> bytes | None:
-    """The `comment` of a `meta` box with custom keys (`-movflags use_metadata_tags`)."""
+    """Return the `comment` of a `meta` box with custom keys (`-movflags use_metadata_tags`)."""
     for holder in (moov, *_find(moov, b"udta")):
         for meta in _find(holder, b"meta"):
             # QuickTime's meta is a plain box, ISO's starts with four bytes of version and flags.

@@ -20,7 +20,7 @@ MAX_INLINE_BYTES = 12 * 1024 * 1024
 
 
 class ShownMedia(Protocol):
-    """What is read of GeneratedMedia."""
+    """Attributes of GeneratedMedia that are read here."""
 
     @property
     def frames(self) -> numpy.ndarray: ...
@@ -47,7 +47,7 @@ class ShownMedia(Protocol):
 
 
 def media_html(media: ShownMedia) -> str:
-    """One self-contained piece: no script and no request; prompts are escaped."""
+    """Return one self-contained piece of HTML without scripts or requests; prompts are escaped."""
     request = media.recipe.get("request") or {}
     prompt = html.escape(str(request.get("prompt", "")), quote=True)
     height, width = media.frames.shape[1:3]
@@ -62,7 +62,7 @@ def media_html(media: ShownMedia) -> str:
 
 
 def _shown(media: ShownMedia, prompt: str) -> str:
-    """The video or image, with the prompt as its description."""
+    """Return the HTML of the video or image, with the prompt as its description."""
     if media.num_frames == 1:
         return _image(media, prompt)
     try:
@@ -78,7 +78,7 @@ def _shown(media: ShownMedia, prompt: str) -> str:
 
 
 def _image(media: ShownMedia, prompt: str) -> str:
-    """The first frame."""
+    """Return the HTML of the first frame."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -111,7 +111,7 @@ def remove_abandoned_files(folder: Path) -> None:
 
 
 def remove_own_temporary_files() -> None:
-    """For a process that exits without unwinding."""
+    """Remove this process's temporary files when it exits without unwinding."""
     for path in tuple(_temporary_files):
         with contextlib.suppress(OSError):
             path.unlink()

@@ -31,7 +31,7 @@ class MediaFile:
 
     width, height, num_frames: 0 for sound alone. fps: None when neither the format nor a recipe holds it. recipe,
     attention_report, timings: None when neither the file nor its sidecar has them. audio: of a file of sound, and of
-    one whose sidecar records sound in it or beside it: sample_rate, num_channels, seconds, is_beside.
+    one whose sidecar records sound in it or next to it: sample_rate, num_channels, seconds, is_beside.
     """
 
     path: Path
@@ -48,7 +48,8 @@ class MediaFile:
 
 
 def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
-    """The recipe of a generated file: the one inside it, else the one in its sidecar; `path` may be a sidecar itself.
+    """Read the recipe of a generated file: the one inside it, else the one in its sidecar; `path` may be a sidecar
+    itself.
 
     key: the flag that named it, for messages.
 
@@ -71,7 +72,7 @@ def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
 
 
 def read_media_file(path: str | Path, key: str = "", also: Sequence[str] = ()) -> MediaFile:
-    """The metadata of a media file and its sidecar. key: the flag that named it, for messages; also: extensions of
+    """Read the metadata of a media file and its sidecar. key: the flag that named it, for messages; also: extensions of
     other files that the caller takes.
 
     Raises OutputError when the file is broken, and ConfigError for one that is missing or may not be read.
@@ -106,8 +107,9 @@ def read_media_file(path: str | Path, key: str = "", also: Sequence[str] = ()) -
 
 
 def read_own_sidecar(path: Path) -> dict[str, Any] | None:
-    """The sidecar that was written with the media file `path`, which need not exist any more; None when there is none,
-    or when it belongs to another file: all formats of a name share one. Raises OutputError when it is unreadable."""
+    """Read the sidecar that was written with the media file `path`, which need not exist any more; None when there is
+    none, or when it belongs to another file: all formats of a name share one. Raises OutputError when it is unreadable.
+    """
     sidecar = read_sidecar(sidecar_path(path)) or {}
     written = _mapping(sidecar.get("file")) or {}
     if written.get("format") == path.suffix.lower().removeprefix("."):
@@ -116,7 +118,7 @@ def read_own_sidecar(path: Path) -> dict[str, Any] | None:
 
 
 def has_sound_beside(sidecar: Mapping[str, Any]) -> bool:
-    """Whether the sound of a sidecar's file is in a .wav of the same name."""
+    """Return True if the sound of a sidecar's file is in a .wav of the same name."""
     audio = _mapping((_mapping(sidecar.get("file")) or {}).get("audio")) or {}
     return audio.get("is_beside") is True
 

@@ -34,8 +34,8 @@ def check_recompression(width: int, height: int, path: str, field: str) -> None:
 
 
 def recompress(image: numpy.typing.NDArray[numpy.uint8], crf: int) -> numpy.typing.NDArray[numpy.uint8]:
-    """The pixels of an image [height, width, 3] after one H.264 frame at this constant rate factor, 1 (hardly changed)
-    to 51; odd sides lose a row or a column. 0 gives the image itself.
+    """Return the pixels of an image [height, width, 3] after one H.264 frame at this constant rate factor, 1 (hardly
+    changed) to 51; odd sides lose a row or a column. 0 gives the image itself.
 
     Raises RequestError, and MissingPackageError where there is no ffmpeg.
     """

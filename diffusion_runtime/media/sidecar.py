@@ -1,4 +1,4 @@
-"""Recipes and sidecars: the JSON inside a media file, and the JSON file beside it, with size limits.
+"""Recipes and sidecars: the JSON inside a media file, and the JSON file next to it, with size limits.
 
 A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and measurements: `{"schema", "file",
 "recipe", "attention_report", "timings", "peak_memory"}`. Both may be untrusted: they are parsed as JSON and as nothing
@@ -34,7 +34,7 @@ MAX_SIDECAR_BYTES = 8 * 1024 * 1024
 
 
 def sidecar_path(path: Path) -> Path:
-    """`out.mp4` has `out.json` beside it."""
+    """Return the path of a sidecar: `out.json` for `out.mp4`."""
     return path.with_suffix(".json")
 
 
@@ -49,13 +49,13 @@ def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def embedded_recipe(recipe: Mapping[str, Any]) -> str | None:
-    """What a media file carries of its recipe; None where that is too long. Raises what to_json raises."""
+    """Return the recipe as a media file carries it, or None if it is too long. Raises what to_json raises."""
     text = to_json(recipe)
     return text if len(text) <= MAX_EMBEDDED_CHARACTERS else None
 
 
 def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in `text`; None when it is anything else, however it is broken."""
+    """Parse the JSON object in `text`; None when it is anything else, however it is broken."""
     try:
         value = parse_json(text)
     except DocumentError:
@@ -64,7 +64,7 @@ def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
 
 
 def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
-    """The recipe in a file's comment; None when the comment is missing or something else."""
+    """Parse the recipe in a file's comment; None when the comment is missing or something else."""
     if text is None or len(text) > MAX_EMBEDDED_CHARACTERS:
         return None
     value = parse_json_mapping(text)
@@ -72,7 +72,8 @@ def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """The sidecar at `path`; None when there is none or it is something else. Raises OutputError when unreadable."""
+    """Read the sidecar at `path`; None when there is none or it is something else. Raises OutputError when
+    unreadable."""
     try:
         state = os.stat(path)
     except OSError as error:
@@ -95,7 +96,8 @@ def sidecar_of(
     peak_memory: Mapping[str, int],
     **further: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a sidecar holds. file: the format, and the size of what was generated; further: more sections by name."""
+    """Return the contents of a sidecar. file: the format, and the size of what was generated; further: more sections by
+    name."""
     return {
         "schema": SIDECAR_SCHEMA,
         "file": dict(file),

@@ -43,8 +43,8 @@ def check_sound(path: str, field: str, seconds: float) -> None:
 
 
 def read_sound(path: str, field: str, seconds: float, sample_rate: int) -> Audio:
-    """The first `seconds` of a file that `check_sound` passed, in two channels (one is both), resampled by ffmpeg's
-    filter where the file has another rate; silence where it ends before. Raises what it raises."""
+    """Read the first `seconds` of a file that `check_sound` passed, in two channels (one is both), resampled by
+    ffmpeg's filter where the file has another rate; silence where it ends before. Raises what it raises."""
     check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
     samples, count = _decoded(path, field, seconds, sample_rate), round(seconds * sample_rate)
     missing = max(0, count - samples.shape[1])

@@ -26,7 +26,7 @@ def use_expandable_segments(device: torch.device) -> bool:
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
         change = torch.cuda.memory._set_allocator_settings
-    # Alone: a call replaces what the variables say.
+    # Alone: a call replaces the values of the variables.
     change(",".join([*(text for text in map(_setting, _VARIABLES) if text), "expandable_segments:True"]))
     return True
 

@@ -65,7 +65,7 @@ class BlockStream:
 
     @property
     def device_bytes(self) -> int:
-        """What the slots take."""
+        """Bytes of the slots."""
         return self._num_slots * self._slot_bytes
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class BlockStream:
         """Fill every slot whose block is not among the next ones."""
         if not self.is_running:
             return
-        # Whoever reads them now gets what lies in the machine's memory, and not what is written into the slot.
+        # Reading them now gives what is in the machine's memory, and not what is written into the slot.
         self._units[index].use_host()
         count = len(self._units)
         wanted = [(index + ahead) % count for ahead in range(1, self._num_slots + 1)]
@@ -140,5 +140,5 @@ class BlockStream:
         return next((slot for slot in self._slots if slot.unit == index), None)
 
     def _distance(self, index: int, unit: int | None) -> int:
-        """How many blocks after `index` a slot's one comes."""
+        """Return how many blocks after `index` the slot's block comes."""
         return len(self._units) if unit is None else (unit - index) % len(self._units)

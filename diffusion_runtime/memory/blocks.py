@@ -15,8 +15,8 @@ def num_bytes_of(module: nn.Module) -> int:
 
 
 def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of its outermost ModuleLists of one class each, or of subclasses of one of them, in the order of
-    declaration, which is the order they run in."""
+    """Return the modules of its outermost ModuleLists of one class each, or of subclasses of one of them, in the order
+    of declaration, which is the order they run in."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in root.modules():
@@ -33,7 +33,8 @@ def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
 
 def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Modules of a block with tensors of theirs that its forward does not read: what `read_once` of the module names,
-    such as the projections of a text to keys and values. Whoever reads them says so (layers/held_weights.py)."""
+    such as the projections of a text to keys and values. Code that reads them enters `held_weights`
+    (layers/held_weights.py)."""
     found = []
     for module in block.modules():
         names: tuple[str, ...] = getattr(module, "read_once", ())
@@ -44,7 +45,8 @@ def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
 
 
 def largest_held_bytes(root: nn.Module) -> int:
-    """The most that is there at once of what is read outside of a forward of the blocks of a module."""
+    """Return the largest number of bytes present at once of what is read outside of a forward of the blocks of a
+    module."""
     held = (tensors for block in blocks_of(root) for _, tensors in read_once(block))
     return max((sum(tensor.nbytes for tensor in tensors) for tensors in held), default=0)
 

@@ -44,7 +44,8 @@ def num_shortages(device: torch.device) -> int:
 
 
 def shortage_remark(device: torch.device) -> str | None:
-    """That convolutions may have computed otherwise for want of memory; None where nothing was refused.
+    """Return a remark that convolutions may have computed otherwise for want of memory, or None if no request was
+    refused.
 
     cuDNN takes the next of its algorithms where the workspace of its first choice does not fit, without a word, and
     stays with it for convolutions of that shape: other sums, in up to twice the time.

@@ -1,4 +1,5 @@
-"""Host arena: weights in one piece of the machine's memory, pinned (page-locked) so that copies run beside kernels."""
+"""Host arena: weights in one piece of the machine's memory, pinned (page-locked) so that copies run in parallel with
+kernels."""
 
 from __future__ import annotations
 
@@ -45,14 +46,14 @@ class HostArena:
         return self._unpin is not None and self._unpin.alive
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the arena, behind those before it."""
+        """Return a contiguous tensor in the arena, after those before it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         begin, self._used = self._used, self._used + aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena was made for fewer tensors"
         return self.bytes[begin : begin + num_bytes].view(dtype).view(shape)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Where a tensor made by `empty` begins."""
+        """Return the offset in bytes of a tensor made by `empty`."""
         return tensor.data_ptr() - self.bytes.data_ptr()
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> WeightUnit:

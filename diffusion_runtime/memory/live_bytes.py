@@ -36,7 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of `explain`."""
+        """Return False: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of
+        `explain`."""
         return False
 
     def __torch_dispatch__(
@@ -69,7 +70,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _turned_bytes(*tensors: torch.Tensor) -> int:
-    """Of copies of 16-bit tensors with their channels last; 0 for tensors that lie so, or of another size."""
+    """Return the bytes of channels-last copies of 16-bit tensors; 0 for tensors that are so already, or of another
+    size."""
     if tensors[0].itemsize != 2 or tensors[0].stride(1) == 1:
         return 0
     return sum(tensor.nbytes for tensor in tensors)
@@ -87,7 +89,7 @@ class AttentionInOnePass(TorchFunctionMode):
 
 
 def kept_bytes(compute: Callable[[], object], device: torch.device) -> int:
-    """What the result of `compute` has alive on a device."""
+    """Return the bytes that the result of `compute` keeps alive on a device."""
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device) as live:
         result = compute()
         kept = int(live.live)
@@ -96,8 +98,8 @@ def kept_bytes(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_bytes(compute: Callable[[], object], device: torch.device, *, copies_layout: bool = False) -> int:
-    """The most that `compute` has alive on a device at once beside what existed before it, its result included.
-    Attention counts its output alone. copies_layout: as in LiveBytes."""
+    """Return the most bytes that `compute` has alive on a device at once, its result included, without what existed
+    before. Attention counts its output alone. copies_layout: as in LiveBytes."""
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device, copies_layout=copies_layout) as live:
         result = compute()
         del result

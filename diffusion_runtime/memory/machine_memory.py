@@ -1,4 +1,4 @@
-"""What there is of memory: free on a device, free in the machine, and the most that this process had."""
+"""Amounts of memory: free on a device, free in the machine, and the peak of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 def free_on_device(device: torch.device) -> int | None:
     """Bytes that this process can still take on a device, with what torch's allocator holds unused; None for a device
-    that does not say."""
+    that does not report it."""
     if device.type == "cpu":
         return free_in_machine()
     library, share = _library_of(device), share_of_device(device)
@@ -25,14 +25,14 @@ def free_on_device(device: torch.device) -> int | None:
 
 def share_of_device(device: torch.device) -> int | None:
     """Bytes of a device that are this process's or free: what it could have if it gave back all of its own; None for
-    one that does not say, and for the machine's own memory."""
+    one that does not report it, and for the machine's own memory."""
     library = _library_of(device)
     if library is None:
         return None
     try:
         free, _ = library.mem_get_info(device)
     except RuntimeError:
-        # Some drivers of Intel's do not say.
+        # Some Intel drivers do not report it.
         if device.type == "cuda":
             raise
         return None
@@ -53,7 +53,8 @@ def free_in_machine() -> int | None:
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """The most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that counts."""
+    """Return the most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that
+    counts."""
     found, library = {"machine": peak_in_machine()}, _library_of(device)
     if library is not None:
         found["device"] = int(library.max_memory_allocated(device))
@@ -68,7 +69,7 @@ def forget_device_peak(device: torch.device) -> None:
 
 
 def peak_in_machine() -> int:
-    """The most bytes of this process that were in memory at once so far, pages of mapped files included."""
+    """Return the most bytes of this process that were in memory at once so far, pages of mapped files included."""
     # getrusage's begins with that of the program that started this one, where exec kept the process.
     own = _kibibytes(_STATUS, "VmHWM:")
     if own is not None:
@@ -79,8 +80,8 @@ def peak_in_machine() -> int:
 
 
 def _free_in_container() -> int | None:
-    """What the limit of a container (control group, version 2 or 1) leaves; None without one. Past it the kernel ends
-    the process, and /proc/meminfo is the whole machine's."""
+    """Return what the limit of a container (control group, version 2 or 1) leaves, or None without one. Past it the
+    kernel kills the process, and /proc/meminfo describes the whole machine."""
     for limit, used, of_files in (
         ("memory.max", "memory.current", ("inactive_file", "active_file")),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -96,7 +97,7 @@ def _free_in_container() -> int | None:
 
 
 def _text(path: Path) -> str:
-    """A file of the kernel's, empty where there is none."""
+    """Return the text of a kernel file, empty if it does not exist."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -22,14 +22,15 @@ def run_on_meta(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> 
 
 
 class MetaOperators(TorchDispatchMode):
-    """While it holds, operators on the meta device do without torch's references."""
+    """Context manager: operators on the meta device run without torch's references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of `explain`."""
+        """Return False: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of
+        `explain`."""
         return False
 
     def __torch_dispatch__(
@@ -39,7 +40,7 @@ class MetaOperators(TorchDispatchMode):
 
 
 def _made(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor | None:
-    """What an operator makes on the meta device; None for those that are not known here."""
+    """Return the result of an operator on the meta device, or None for operators unknown here."""
     if func in _RANGES:
         return _range(*args, **keywords)
     if func is _aten.addmm.out and keywords["out"].is_meta:
@@ -90,7 +91,7 @@ def _vector_norm(
 
 
 def _elementwise(x: torch.Tensor, *others: object) -> list[int] | None:
-    """Of real numbers, broadcast."""
+    """Return the broadcast shape of an operation on real numbers, or None."""
     tensors = [x, *(other for other in others if isinstance(other, torch.Tensor))]
     if not x.is_floating_point() or any(each.dtype != x.dtype for each in tensors):
         return None

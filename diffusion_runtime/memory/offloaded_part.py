@@ -78,7 +78,7 @@ class OffloadedPart:
 
     @property
     def num_blocks(self) -> int:
-        """Of those that may be streamed."""
+        """Number of blocks that may be streamed."""
         return len(self._blocks)
 
     @property
@@ -93,7 +93,7 @@ class OffloadedPart:
 
     @property
     def device_bytes(self) -> int:
-        """What the weights take on the device while the part is used."""
+        """Bytes of the weights on the device while the part is used."""
         return self._whole.num_bytes + (0 if self.stream is None else self.stream.device_bytes)
 
     def enter(self) -> None:

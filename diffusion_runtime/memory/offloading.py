@@ -43,17 +43,17 @@ class Offloading:
         return (*self._text, *self._transformers)
 
     def add_text_encoder(self, module: nn.Module, home: WeightHome, layers: Sequence[nn.Module]) -> None:
-        """With its tensors in `home`. Whoever calls it calls `use_text_encoders` first. layers: those of it that are
-        streamed where the plan has it so, in their order; none for an encoder that is always whole."""
+        """Add a text encoder with its tensors in `home`. Call `use_text_encoders` before calling it. layers: those of
+        it that are streamed if the plan streams it, in their order; none for an encoder that is always whole."""
         resident = self.plan.resident.get(self.plan.demand.text.name)
         self._text.append(self._part(self.plan.demand.text.name, module, home, resident, layers))
 
     def add_reloaded_text_encoder(self, part: Reloaded) -> None:
-        """One that waits in its files. Whoever calls it calls `use_text_encoders` first."""
+        """Add a text encoder that waits in its files. Call `use_text_encoders` before calling it."""
         self._reloaded.append(part)
 
     def add_transformer(self, component: str, module: nn.Module, home: WeightHome) -> None:
-        """With its tensors in `home`. It comes to the device when it is called."""
+        """Add a transformer with its tensors in `home`. It is moved to the device when it is called."""
         part = self._part(component, module, home, self.plan.resident.get(component))
         self._transformers.append(part)
         module.register_forward_pre_hook(lambda *_: self._use([part]))
@@ -67,7 +67,8 @@ class Offloading:
             part.leave()
 
     def adopt(self, plan: MemoryPlan) -> None:
-        """Another plan of the same kind, such as for a larger request: other numbers of blocks stay on the device."""
+        """Adopt another plan of the same kind, for example for a larger request: other numbers of blocks stay on the
+        device."""
         assert (plan.offload, plan.waits_in_files) == (self.plan.offload, self.plan.waits_in_files)
         self.leave()
         for part in self.parts:

@@ -5,7 +5,7 @@ offloading is the cheapest that fits.
     denoise   transformer + activations of the largest step
     decode    decoder + its activations
 
-Each phase has beside it what stays on the device in its time: everything with `none`, the decoder alone with `model`
+Each phase also has what stays on the device meanwhile: everything with `none`, the decoder alone with `model`
 and `layers`. With `layers` a transformer is its blocks that fit, two slots for the others, and what is no block.
 
 On a CPU the device's memory is the machine's, and what is offloaded waits in the files it is read from (MACHINE).
@@ -25,19 +25,20 @@ Offload: TypeAlias = Literal["none", "model", "layers"]
 # By what they cost in time, the cheapest first.
 OFFLOADS: tuple[Offload, ...] = ("none", "model", "layers")
 NUM_SLOTS = 2
-# What libraries take beside tensors (workspaces of cuBLAS and attention kernels), and what torch's allocator rounds up:
-# tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
+# What libraries take in addition to tensors (workspaces of cuBLAS and attention kernels), and what torch's allocator
+# rounds up: tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
 WORKSPACE_BYTES = 192 * 2**20
 ROUNDING = 0.02
-# What Remedy.lowers says beside phases.
+# Value of Remedy.lowers in addition to the phases.
 WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What plans for a kind of device differ in. workspace: bytes beside the tensors of a phase. num_slots: buffers of
-    the blocks that are streamed. waits_in_files: whether what is offloaded is read from its files when it is needed,
-    because no other memory is there to hold it."""
+    """Properties of a kind of device that its plans depend on. workspace: bytes in addition to the tensors of a phase.
+    num_slots: buffers of streamed blocks. waits_in_files: offloaded weights are read from their files when needed,
+    because there is no other memory to hold them.
+    """
 
     workspace: int = WORKSPACE_BYTES
     num_slots: int = NUM_SLOTS
@@ -66,12 +67,13 @@ class PartSize:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What a model and a request ask for, in bytes. text: the encoders together; transformers: of which one predicts at
-    a time; decoder: with what encodes an image. The activations of each phase, without weights; modulation_rows: those
-    of the step's that are rows of all timesteps, computed before the first one. num_local: processes of this machine;
-    each holds transformers of its own where they are offloaded, the first alone the encoders. whole_text: why the
-    encoders cannot be read from their files by blocks, empty where they can; the blocks of `text` are the largest
-    one's."""
+    """Demand of a model and a request, in bytes. text: the encoders together; transformers: one of them predicts at a
+    time; decoder: with the image encoder. The activations of each phase, without weights; modulation_rows: the part of
+    the step's activations that are rows of all timesteps, computed before the first step. num_local: processes of this
+    machine; each holds its own transformers where they are offloaded, the first alone the encoders. whole_text: why the
+    encoders cannot be read from their files by blocks, empty if they can; the blocks of `text` are those of the largest
+    encoder.
+    """
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -87,11 +89,12 @@ class MemoryDemand:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is on the device when. limit: bytes it may take, None where nobody knows. parts: by phase, what takes how
-    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed.
-    keeps_transformer: whether it may stay while frames are decoded. host: bytes of weights in the machine's memory,
-    pinned where possible, of all its processes; host_limit: what is free there, None where nobody knows;
-    waits_in_files: what is offloaded is read from its files instead. reason: why this offloading."""
+    """Contents of the device in each phase. limit: bytes it may take, None if unknown. parts: by phase, the bytes of
+    each part; resident: by streamed part, how many blocks stay on the device. keeps_transformer: whether it may stay
+    while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible, of all its
+    processes; host_limit: what is free there, None if unknown; waits_in_files: offloaded weights are read from their
+    files instead. reason: why this offloading.
+    """
 
     demand: MemoryDemand
     offload: Offload
@@ -120,12 +123,13 @@ class MemoryPlan:
 
     @property
     def whole_text(self) -> str:
-        """Why the text encoders are whole while they encode though their blocks would be streamed, else empty."""
+        """Reason why the text encoders are whole while they encode although their blocks would be streamed, else
+        empty."""
         is_asked = self.waits_in_files and self.offload == "layers" and self.demand.whole_text
         return f"whole while it encodes: {self.demand.whole_text}" if is_asked else ""
 
     def rows(self) -> list[tuple[str, str]]:
-        """What to show of it."""
+        """Return the rows to show of the plan: name and value."""
         demand = self.demand
         parts = [demand.text, *demand.transformers, demand.decoder]
         rows_made = ""
@@ -208,7 +212,7 @@ class Remedies:
     together: tuple[Remedy, ...] = ()
 
     def lowering(self, what: Set[str]) -> Remedies:
-        """Those that lower all of it: each takes a forward pass on the meta device to be tried."""
+        """Return the remedies that lower all of `what`; each takes a forward pass on the meta device to try."""
         groups = [tuple(each for each in group if each.lowers >= what) for group in (*self.groups, self.together)]
         return Remedies(tuple(group for group in groups[:-1] if group), groups[-1])
 
@@ -218,7 +222,7 @@ NO_REMEDIES = Remedies()
 
 @dataclass(frozen=True)
 class _Place:
-    """What a plan must fit into. limit: bytes of the device, None where nobody knows; host_limit: of the machine."""
+    """Limits that a plan must fit into. limit: bytes of the device, None if unknown; host_limit: of the machine."""
 
     limit: int | None
     host_limit: int | None
@@ -231,7 +235,7 @@ class _Place:
 
 
 def as_offload(text: str) -> Offload:
-    """A choice of RuntimeConfig.offload other than `auto`."""
+    """Return the text as a choice of RuntimeConfig.offload other than `auto`."""
     return next(each for each in OFFLOADS if each == text)
 
 
@@ -241,7 +245,7 @@ def plans_of(
     choices: Sequence[Offload] = OFFLOADS,
     kind: DeviceKind = ACCELERATOR,
 ) -> list[MemoryPlan]:
-    """A plan for each choice, whether it fits or not."""
+    """Return a plan for each choice, whether it fits or not."""
     return [_plan_of(demand, each, limit, kind) for each in choices]
 
 
@@ -256,7 +260,7 @@ def make_plan(
     kind: DeviceKind = ACCELERATOR,
     free: int | None = None,
 ) -> MemoryPlan:
-    """The plan for the first of `choices` that fits. limit: bytes of the device, None where nobody knows; host_limit:
+    """Return the plan for the first of `choices` that fits. limit: bytes of the device, None if unknown; host_limit:
     of the machine. remedies: what else would need less, tried for the message; possible: what could be chosen instead;
     free: of the device, where `limit` may be raised as far as that.
 
@@ -339,7 +343,8 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
 
 
 def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) -> tuple[int, int]:
-    """How many blocks of a part stay beside `beside` bytes, and what the part takes then."""
+    """Return how many blocks of a part stay on the device next to `beside` other bytes, and the bytes that the part
+    takes then."""
     blocks = part.blocks
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
@@ -354,8 +359,8 @@ def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) 
 
 
 def _bytes_of(blocks: Sequence[int], num_resident: int, num_slots: int) -> int:
-    """Of the blocks that stay, and of slots for the largest of the others: blocks that are not quantised are larger,
-    and may all be among those that stay."""
+    """Return the bytes of the resident blocks and of slots for the largest of the others: blocks that are not quantised
+    are larger, and may all be resident."""
     resident = spread(num_resident, len(blocks))
     largest = max(size for index, size in enumerate(blocks) if index not in resident)
     return sum(blocks[index] for index in resident) + num_slots * largest
@@ -398,16 +403,16 @@ def ways_to_fit(
     *,
     host_limit: int | None = None,
 ) -> str:
-    """What of the remedies fits where a plan, the last of those for `choices`, does not. more: the memory without
-    any."""
+    """Return which remedies fit where a plan, the last of those for `choices`, does not. more: the memory needed
+    without remedies."""
     short = {phase for phase, num_bytes in plan.phases.items() if num_bytes > limit}
     place, more = _Place(limit, host_limit, kind), more or f"{size_text(plan.peak)} of memory"
     return _ways(remedies.lowering(short), choices, place, plan.peak, more)
 
 
 def _ways(remedies: Remedies, choices: Sequence[Offload], place: _Place, taken: int, more: str) -> str:
-    """What fits of the remedies, else what the least of them takes. taken: of the device, without any; more: the memory
-    that is needed then."""
+    """Return the remedies that fit, else what the smallest of them takes. taken: bytes of the device without any; more:
+    the memory that is needed then."""
     least: list[tuple[int, str]] = []
 
     def first_that_fits(group: Sequence[Remedy]) -> list[str]:

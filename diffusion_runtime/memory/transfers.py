@@ -1,4 +1,5 @@
-"""Transfers of weights to a device: on a stream of their own beside the kernels (CUDA), or in turn with them."""
+"""Transfers of weights to a device: on a stream of their own in parallel with the kernels (CUDA), or in turn with
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Transfers:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def mark(self) -> Any:
-        """An event behind everything that computes so far."""
+        """Return an event behind everything computed so far."""
         return None
 
     def copy(self, copies: Copies, after: Any) -> Any:
@@ -40,7 +41,7 @@ class Transfers:
         return None
 
     def wait(self, copied: Any) -> None:
-        """What computes from now on runs behind the event."""
+        """Make later computations wait for the event."""
 
     def finish(self, copied: Any) -> None:
         """Return when the copies before the event are done, and their sources may be written again."""
@@ -119,5 +120,5 @@ class CudaTransfers(Transfers):
 
 
 def transfers_of(device: torch.device) -> Transfers:
-    """How weights come to a device."""
+    """Return the transfers of weights to a device."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers(device)

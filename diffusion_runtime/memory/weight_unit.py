@@ -16,7 +16,7 @@ ALIGNMENT = 256
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return the next multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -29,30 +29,30 @@ class Unit(Protocol):
         """Begin to bring the values into a buffer, behind all that computes so far; the event behind that."""
 
     def expect(self) -> None:
-        """It comes to the device next: whatever can be begun for that without memory."""
+        """Announce that this unit is copied next, so that it may prefetch what takes no memory."""
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Let the module's tensors be those in a buffer on the device, which holds their values."""
 
     def use_host(self) -> None:
-        """Let the module's tensors be what they are while nobody computes with them."""
+        """Point the module's tensors back to their home, where they stay while unused."""
 
 
 class WeightHome(Protocol):
-    """Where the weights of a part wait: an arena in the machine's memory, or their files."""
+    """Store in which the weights of a part wait: an arena in the machine's memory, or their files."""
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> Unit:
         """Parameters and buffers whose values wait here."""
 
     def pin(self, register: Callable[[int, int], str | None], unregister: Callable[[int], object]) -> None:
-        """See HostArena.pin; nothing where there is no memory to pin."""
+        """Pin the memory as HostArena.pin does; do nothing if there is none to pin."""
 
     def close(self) -> None:
         """Give back what it holds."""
 
 
 class Arena(Protocol):
-    """What a WeightUnit needs to know of its arena."""
+    """Arena as a WeightUnit uses it."""
 
     bytes: torch.Tensor
 
@@ -97,11 +97,10 @@ class WeightUnit:
         ]
 
     def copy_to(self, buffer: torch.Tensor, transfers: Transfers) -> Any:
-        """See Unit.copy_to."""
         return transfers.copy(self.copies_to(buffer), transfers.mark())
 
     def expect(self) -> None:
-        """See Unit.expect: the arena is in memory."""
+        """Do nothing: the arena is in memory."""
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Let the module's tensors be those in a buffer on the device."""
@@ -116,6 +115,7 @@ class WeightUnit:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, each once, in the order of its state dict; what that leaves out comes last."""
+    """Return the module's parameters and buffers, each once, in the order of its state dict; those outside it come
+    last."""
     order = [*module.state_dict(keep_vars=True).values(), *module.parameters(), *module.buffers()]
     return list({id(tensor): tensor for tensor in order}.values())

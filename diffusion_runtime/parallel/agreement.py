@@ -11,8 +11,9 @@ _MAX_BYTES = 400
 
 
 def reasons_of(group: RankGroup, reason: str | None, device: torch.device | None) -> list[str | None]:
-    """The reason that each member gives, by member; None for none. A collective call of all members, which waits for
-    the device. device: where the group's tensors are; None for one process, which sends none."""
+    """Return the reason that each member gives, by member; None for a member without one. A collective call of all
+    members, which waits for the device. device: where the group's tensors are; None for one process, which sends none.
+    """
     if group.size == 1:
         return [reason]
     written = b"" if reason is None else (reason.encode()[:_MAX_BYTES] or b" ")
@@ -23,8 +24,8 @@ def reasons_of(group: RankGroup, reason: str | None, device: torch.device | None
 
 
 def agreed_refusal(group: RankGroup, reason: str | None, device: torch.device | None) -> str | None:
-    """Why no member does it, the same decision on all of them: the own reason, else that of the first member that has
-    one. None where nobody has one. A collective call."""
+    """Return why no member of the group proceeds, the same decision on all of them: the own reason, else that of the
+    first member with one, or None. A collective call."""
     found = reasons_of(group, reason, device)
     if reason is not None:
         return reason

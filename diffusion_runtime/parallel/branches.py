@@ -23,7 +23,7 @@ class BranchExchange:
 
     @classmethod
     def of(cls, mesh: ProcessMesh) -> BranchExchange | None:
-        """The exchange along a mesh's branch axis; None when every process runs both branches."""
+        """Return the exchange along a mesh's branch axis, or None when every process runs both branches."""
         return None if mesh.branch.size == 1 else cls(mesh.branch)
 
     @property

@@ -45,7 +45,7 @@ class RankGroup:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether torch's order of the members is this group's."""
+        """True if torch orders the members as this group does."""
         return self.places == tuple(range(self.size))
 
     @property
@@ -91,7 +91,7 @@ class MemberBlocks:
 
     @classmethod
     def empty(cls, group: RankGroup, sizes: Sequence[int], like: torch.Tensor) -> Self:
-        """An empty buffer for blocks of these sizes, in the dtype and on the device of `like`."""
+        """Return an empty buffer for blocks of these sizes, in the dtype and on the device of `like`."""
         return cls(group, like.new_empty(sum(sizes)), tuple(sizes))
 
     @property
@@ -102,7 +102,7 @@ class MemberBlocks:
         return sizes
 
     def block(self, member: int, shape: Sequence[int]) -> torch.Tensor:
-        """A view of one member's block."""
+        """Return a view of one member's block."""
         place = self.group.places[member]
         start = list(itertools.accumulate(self.sizes_by_place, initial=0))[place]
         return self.buffer[start : start + self.sizes[member]].view(*shape)
@@ -176,7 +176,7 @@ def start_handover(group: RankGroup, sent: torch.Tensor, received_shape: Sequenc
 
 
 def all_gather(group: RankGroup, x: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all members, by member; all of one shape."""
+    """Gather the tensors of all members, by member; all of one shape."""
     if group.size == 1:
         return [x]
     by_place = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
@@ -185,8 +185,8 @@ def all_gather(group: RankGroup, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sum_in_place(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
-    """The sum of all members' tensors of one shape (all-reduce), the same bits on each of them. x: overwritten and
-    returned where it is contiguous, else a new tensor."""
+    """Return the sum of all members' tensors of one shape (all-reduce), the same bits on each of them. x: overwritten
+    and returned where it is contiguous, else a new tensor."""
     if group.size == 1 or x.is_meta:
         return x
     x = x.contiguous()
@@ -195,7 +195,7 @@ def sum_in_place(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_features(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
-    """The last dimensions of all members' tensors side by side, by member: [..., n] to [..., members * n]."""
+    """Return the last dimensions of all members' tensors side by side, by member: [..., n] to [..., members * n]."""
     if group.size == 1:
         return x
     if x.is_meta:

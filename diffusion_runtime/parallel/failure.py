@@ -1,4 +1,4 @@
-"""Why a multi-process run ended, as a value that ranks and launchers pass on as JSON."""
+"""Reason why a multi-process run ended, as a value that ranks and launchers pass on as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 
-# The key of the record in an error file of torch's elastic launcher, beside torch's own key `message`.
+# The key of the record in an error file of torch's elastic launcher, next to torch's own key `message`.
 _RECORD_KEY = "diffusion_runtime"
-# Beside the error file of rank 0.
+# Next to the error file of rank 0.
 _GROWING_FILE = "growing_file.txt"
 
 
@@ -36,7 +36,7 @@ class RankFailure:
 
     @classmethod
     def of_interruption(cls, message: str) -> Self:
-        """The user ended the run: no rank is at fault."""
+        """Return the failure for a run that the user ended: no rank is at fault."""
         return cls(0, "Interrupted", message, 130)
 
     def to_json(self) -> str:
@@ -66,13 +66,13 @@ class RankFailure:
 
 
 def note_growing_file(error_file: str | Path, path: Path) -> None:
-    """For the launcher, however this process ends: the file that grows while the run goes on. error_file: of this
+    """Note for the launcher, however this process ends, the file that grows while the run goes on. error_file: of this
     process (ProcessInfo.error_file)."""
     Path(error_file).with_name(_GROWING_FILE).write_text(str(path), encoding="utf-8")
 
 
 def read_growing_file(folder: str | Path) -> str | None:
-    """What a process of the run has noted, by the launcher's folder; None for nothing."""
+    """Return the growing file that a process of the run has noted in the launcher's folder, or None."""
     return next((path.read_text(encoding="utf-8") for path in Path(folder).glob(f"**/{_GROWING_FILE}")), None)
 
 

@@ -62,7 +62,7 @@ class ProcessMesh:
 
     @property
     def sharding(self) -> SequenceSharding:
-        """How a transformer's tokens are cut among the processes that share the sequence."""
+        """Cut of a transformer's tokens among the processes that share the sequence."""
         return SequenceSharding(self.sequence)
 
     @classmethod
@@ -76,8 +76,8 @@ class ProcessMesh:
         ring_inside: bool = False,
         timeout: timedelta | None = None,
     ) -> Self:
-        """The mesh of all processes; torch.distributed must be initialised for more than one. A collective call: all
-        processes make it with the same arguments.
+        """Create the mesh of all processes; torch.distributed must be initialised for more than one. A collective call:
+        all processes make it with the same arguments.
 
         ring_inside: False makes the processes of an Ulysses group neighbours by rank, which suits all-to-alls within a
         host and rings across hosts; True those of a ring. Guidance branches are always furthest apart, the processes of
@@ -112,7 +112,7 @@ class ProcessMesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Self:
-        """The mesh of a torch DeviceMesh whose axes are named after some of AXES, in any order.
+        """Create the mesh of a torch DeviceMesh whose axes are named after some of AXES, in any order.
 
         New groups are made over its ranks, so all of its processes must call it. Raises ConfigError for other names.
         """
@@ -146,7 +146,7 @@ class ProcessMesh:
 
 
 def planned_mesh(ulysses_degree: int, ring_degree: int, branch_degree: int, tensor_degree: int = 1) -> ProcessMesh:
-    """The mesh as rank 0 would see it, without torch's process groups: nothing can be exchanged on it."""
+    """Return the mesh as rank 0 would see it, without torch's process groups: nothing can be exchanged on it."""
     return ProcessMesh(
         ulysses=_planned(ulysses_degree),
         ring=_planned(ring_degree),

@@ -11,7 +11,7 @@ from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
 def band_of(num_rows: int, group: RankGroup) -> slice:
-    """The rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
+    """Return the rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
     size."""
     index, size = group.index, group.size
     return slice(index * num_rows // size, (index + 1) * num_rows // size)
@@ -40,7 +40,7 @@ def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> tor
 
 
 def gather_bands(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """All bands along `dim`, in order, on every process; they may differ in size."""
+    """Return all bands along `dim`, in order, on every process; they may differ in size."""
     sizes = all_gather(group, torch.tensor([x.shape[dim]], device=x.device))
     largest = max(int(size) for size in sizes)
     behind = x.dim() - 1 - dim % x.dim()

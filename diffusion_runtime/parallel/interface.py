@@ -43,18 +43,18 @@ Run = Callable[[AttentionInputs], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
 class Exchange(ABC):
-    """How the processes that share a sequence compute attention over all of it."""
+    """Method by which the processes that share a sequence compute attention over all of it."""
 
     @property
     @abstractmethod
     def needs_lse(self) -> bool:
-        """Whether `run` gets part of the keys at a time, and must return the log-sum-exp by which the parts are
+        """True if `run` gets part of the keys at a time, and must return the log-sum-exp by which the parts are
         merged."""
 
     @property
     @abstractmethod
     def splits_heads(self) -> bool:
-        """Whether `run` gets part of the heads."""
+        """True if `run` gets part of the heads."""
 
     @abstractmethod
     def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
@@ -62,12 +62,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def with_every_key(self, num_heads: int) -> Exchange | None:
-        """The exchange for a backend that needs every key, with all heads of a process in one call; None if there is
-        none."""
+        """Return the exchange for a backend that needs every key, with all heads of a process in one call, or None if
+        there is none."""
 
     @abstractmethod
     def describe(self) -> str:
-        """How the sequence is shared, for messages; empty when it is not."""
+        """Describe how the sequence is shared, for messages; empty when it is not."""
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
@@ -84,7 +84,7 @@ class SingleProcess(Exchange):
     splits_heads = False
 
     def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
     def with_every_key(self, num_heads: int) -> Exchange:  # noqa: ARG002
         return self

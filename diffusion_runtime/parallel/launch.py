@@ -57,7 +57,8 @@ class Interrupted(Exception):
 
 
 def this_program() -> tuple[str, ...]:
-    """The arguments after the interpreter in the command line that starts this program again: a module or a script."""
+    """Return the arguments after the interpreter in the command line that starts this program again: a module or a
+    script."""
     is_module = sys.modules["__main__"].__spec__ is not None
     # An installed command is a script too, but on some systems not one that Python can read.
     return (sys.argv[0],) if sys.argv[0].endswith(".py") and not is_module else ("-m", "diffusion_runtime")
@@ -80,7 +81,7 @@ def launch(
     end_at_once: called on a second signal, after the ranks have been killed; its argument is whether one of them had
     reported the interruption.
 
-    check: what is asked of the whole run, in a thread beside the ranks, which import for seconds meanwhile. Where it
+    check: checks the whole run in a thread while the ranks import, which takes them seconds. Where it
     raises, they are killed, and `launch` raises the same once they have ended.
 
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once all processes have ended.
@@ -97,7 +98,7 @@ def launch(
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            # Rank 0 writes to the terminal. The stderr of the others is kept: it may say why one of them died.
+            # Rank 0 writes to the terminal. The stderr of the others is kept: it may show why one of them died.
             logs_specs=DefaultLogsSpecs(
                 log_dir=folder, redirects={} if verbose else dict.fromkeys(range(1, num_processes), Std.ERR)
             ),
@@ -126,7 +127,7 @@ def launch(
         except ChildFailedError as error:
             cause = _cause(error.failures, _records(folder), folder)
             if not cause.is_reported:
-                # A rank may fail of what the check finds, which says it without a rank.
+                # A rank may fail of what the check finds; the check reports it without a rank.
                 checked.raise_error()
             return dataclasses.replace(cause, growing_file=read_growing_file(folder))
         except (SignalException, KeyboardInterrupt) as error:
@@ -139,7 +140,7 @@ def launch(
 
 
 class _CheckBeside:
-    """A check in a thread beside torch's launcher, which only the main thread can run."""
+    """A check in a thread next to torch's launcher, which only the main thread can run."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -175,7 +176,7 @@ class _CheckBeside:
             signal.signal(_CHECK_FAILED, signal.SIG_IGN if self._thread.is_alive() else before)
 
     def raise_error(self) -> None:
-        """What it raised, once it has ended; nothing where it passed."""
+        """Wait for the check to end and raise its error, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -254,13 +255,13 @@ def _kill_ranks(others: frozenset[int]) -> None:
 
 
 def _records(folder: str) -> list[RankFailure]:
-    """The failure records that ranks have written, by rank."""
+    """Return the failure records that ranks have written, by rank."""
     found = [RankFailure.read(path) for path in sorted(Path(folder).glob("**/error.json"))]
     return [record for record in found if record is not None]
 
 
 def _stderr_end(folder: str, rank: int) -> str:
-    """The end of a rank's stderr, where that was kept."""
+    """Return the end of a rank's stderr, where that was kept."""
     lines: list[str] = []
     for path in Path(folder).glob(f"**/{rank}/stderr.log"):
         with path.open("rb") as file:
@@ -270,7 +271,7 @@ def _stderr_end(folder: str, rank: int) -> str:
 
 
 def _cause(failures: Mapping[int, ProcessFailure], records: Sequence[RankFailure], folder: str) -> RankFailure:
-    """The root cause among several failures: one with a record is preferred to one that a signal ended."""
+    """Return the root cause among several failures: one with a record is preferred to one that a signal ended."""
     # After a failure the launcher ends the other ranks with SIGTERM, and with SIGKILL those that do not react.
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     killed = [failure for failure in failures.values() if failure.exitcode < 0 and failure.signal_name() != "SIGTERM"]

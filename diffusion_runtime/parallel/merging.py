@@ -32,5 +32,5 @@ class PartialAttention:
         return self._lse
 
     def result(self, like: torch.Tensor) -> torch.Tensor:
-        """The result in the dtype of `like`; zeros in its shape when no keys were added."""
+        """Return the result in the dtype of `like`; zeros in its shape when no keys were added."""
         return torch.zeros_like(like) if self._out is None else self._out.to(like.dtype)

@@ -30,7 +30,7 @@ class ProcessInfo:
     """This process among those of the run.
 
     rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
-    its device. address, port: where the processes meet; port 0 for a process alone, which meets nobody. attempt: how
+    its device. address, port: where the processes meet; port 0 for a process alone. attempt: how
     often the launcher has started them again. is_launched: our own launcher is the parent. has_agent: torch's elastic
     launcher is, in whichever form. error_file: where a launcher reads why this process failed.
     """
@@ -48,17 +48,17 @@ class ProcessInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and the terminal's output."""
+        """True for rank 0, which writes files and the terminal's output."""
         return self.rank == 0
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one of several."""
+    """Return True if a launcher has started this process as one of several."""
     return "RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"
 
 
 def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
-    """The rank and rendezvous that a launcher has set; None when this process runs alone.
+    """Read the rank and rendezvous that a launcher has set; None when this process runs alone.
 
     Raises ConfigError for an environment that is incomplete or contradicts itself.
     """
@@ -103,8 +103,8 @@ _is_watching = threading.Lock()
 
 
 def end_with_launcher(process: ProcessInfo) -> None:
-    """From now on this process ends soon after its launcher. Uses the standard library alone, so that it works while
-    other libraries are still being imported; a second call changes nothing."""
+    """Let this process end soon after its launcher. Uses the standard library alone, so that it works while other
+    libraries are still being imported; a second call changes nothing."""
     if not process.has_agent or not _is_watching.acquire(blocking=False):
         return
     # Our own launcher passes its process id on, so that one which is gone already is detected as well.
@@ -113,7 +113,7 @@ def end_with_launcher(process: ProcessInfo) -> None:
 
 
 def end_this_process(exit_code: int) -> None:
-    """As SIGTERM does first, so that temporary files are removed; at once if the main thread is stuck."""
+    """End this process by SIGTERM first, so that temporary files are removed; at once if the main thread is stuck."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os._exit(exit_code or 1)

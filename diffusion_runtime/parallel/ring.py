@@ -113,7 +113,7 @@ class RingExchange(Exchange):
         return out, lse
 
     def _mask_rows(self, mask: torch.Tensor | None, slices: Slices, length: int) -> torch.Tensor | None:
-        """The mask rows of this process's queries."""
+        """Return the mask rows of this process's queries."""
         if mask is None or mask.shape[2] == 1:
             return mask
         start = slices.num_prefix + self.group.index * self.slices_of_block * slices.length
@@ -149,7 +149,7 @@ def _columns(mask: torch.Tensor, slices: Slices, start: int, length: int, with_t
 
 
 def _text_rows(out: torch.Tensor, lse: torch.Tensor, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text rows of a result, those before the grid first."""
+    """Return the text rows of a result, those before the grid first."""
     grid = slice(slices.num_prefix, out.shape[1] - slices.num_suffix)
     return (
         torch.cat([out[:, : grid.start], out[:, grid.stop :]], dim=1),

@@ -49,12 +49,12 @@ class RunStore:
             self._store.set(self._prefix + name, text)
 
     def get(self, names: Sequence[str]) -> list[str]:
-        """The values of keys that exist."""
+        """Return the values of keys that exist."""
         with self._lock:
             return [value.decode() for value in self._store.multi_get([self._prefix + name for name in names])]
 
     def has(self, *names: str) -> bool:
-        """Whether all keys exist."""
+        """Return True if all keys exist."""
         with self._lock:
             return bool(self._store.check([self._prefix + name for name in names]))
 
@@ -84,16 +84,16 @@ class RunStore:
         return self.first(_ENDED, text) == text
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once it is recorded."""
+        """Return why the run ends, once it is recorded, or None."""
         return RankFailure.from_json(self.get([_ENDED])[0]) if self.has(_ENDED) else None
 
     def store(self) -> Store:
-        """Another connection to the same store with its own key prefix, for torch's process groups."""
+        """Open another connection to the same store with its own key prefix, for torch's process groups."""
         return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
 
 
 def connect(process: ProcessInfo, timeout: timedelta) -> RunStore:
-    """The run store at the address in `process`. A process alone needs no port.
+    """Connect to the run store at the address in `process`. A process alone needs no port.
 
     Raises ConfigError, within seconds, for an address that cannot be resolved, a port that another program holds, a run
     that meets at the same port, and ranks that were given different WORLD_SIZEs; DiffusionRuntimeError when the store

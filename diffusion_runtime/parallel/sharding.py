@@ -74,7 +74,7 @@ class SequenceSharding:
         return mine.clone(memory_format=torch.contiguous_format)
 
     def local(self, tokens: slice, num_tokens: int) -> slice:
-        """Where a range of the grid's tokens in raster order, which they must be in, lies in this process's slice.
+        """Return where a range of the grid's tokens, which must be in raster order, lies in this process's slice.
         Adjacent ranges stay adjacent.
 
         Padding goes with the last token. num_tokens: of the whole grid.
@@ -88,7 +88,7 @@ class SequenceSharding:
         return slice(*bounds)
 
     def gather(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
-        """All grid tokens along `dim`, in raster order on every process, gathered from the slices. num_tokens: of the
+        """Gather all grid tokens along `dim` from the slices, in raster order on every process. num_tokens: of the
         whole grid."""
         x = self.gather_in_order(x, num_tokens, dim)
         return x if self.order is None else x.index_select(dim, self.order.positions)

@@ -49,7 +49,7 @@ def read_state(process: int | str) -> ProcessState | None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process with this id exists and is no zombie."""
+    """Return True if a process with this id exists and is no zombie."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -61,7 +61,7 @@ def is_alive(process: int) -> bool:
 
 
 def children_of(parent: int) -> list[int]:
-    """The running child processes of `parent`; none where there is no /proc."""
+    """Return the running child processes of `parent`; none where there is no /proc."""
     found = []
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdecimal():
@@ -75,7 +75,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def variable_of(process: int, name: str) -> str | None:
-    """A variable of a process's initial environment; None when that is not readable."""
+    """Return a variable of a process's initial environment, or None when that is not readable."""
     try:
         pairs = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -85,7 +85,7 @@ def variable_of(process: int, name: str) -> str | None:
 
 
 def _stat_fields(process: int | str) -> list[str]:
-    """The fields from the state on: the name before it may hold spaces and brackets."""
+    """Return the fields from the state on: the name before it may hold spaces and brackets."""
     return (_PROC / str(process) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -120,7 +120,7 @@ class SignsOfLife:
         self._since = None
 
     def look(self, count: int | None, process: int | None, now: float) -> str | None:
-        """How the rank was lost, as the end of a sentence; None while it may be alive.
+        """Return how the rank was lost, as the end of a sentence, or None while it may be alive.
 
         count: its heartbeats so far, None for none. process: its process id on this host, None on another. now: in
         seconds. The caller knows whether a process that has ended did so in order.

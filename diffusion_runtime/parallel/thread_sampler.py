@@ -48,7 +48,7 @@ class ThreadSampler:
         self._process_computed, self._num_bytes = _process_work()
 
     def look(self) -> ThreadSample:
-        """The whole stack shows whether the thread has moved, its CPU clock whether it computes."""
+        """Look at the thread: its whole stack shows whether it has moved, its CPU clock whether it computes."""
         now, computed = time.monotonic(), self._seconds_computed()
         process_computed, num_bytes = _process_work()
         seconds = now - self._looked
@@ -80,7 +80,7 @@ class ThreadSampler:
         )
 
     def forget_waiting(self) -> None:
-        """A wait that is seen at the next look began now."""
+        """Treat a wait that is seen at the next look as begun now."""
         self._waiting_since = time.monotonic()
 
     def _seconds_computed(self) -> float:

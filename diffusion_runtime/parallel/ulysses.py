@@ -44,7 +44,7 @@ class HeadShare:
         return len(self.kv_heads)
 
     def take_kv(self, x: torch.Tensor) -> torch.Tensor:
-        """The share's heads of x [batch, seq, kv_heads, head_dim]."""
+        """Take the share's heads of x [batch, seq, kv_heads, head_dim]."""
         first, count = self.kv_heads[0], len(self.kv_heads)
         if self.kv_heads == tuple(range(first, first + count)):
             return x[:, :, first : first + count]
@@ -167,7 +167,7 @@ class UlyssesExchange(Exchange):
     def _assemble(
         self, blocks: MemberBlocks, inputs: AttentionInputs, slices: Slices, share: HeadShare
     ) -> AttentionInputs:
-        """The whole sequence, or the ring's run of it, with the heads of `share`."""
+        """Assemble the whole sequence, or the ring's run of it, with the heads of `share`."""
         batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
         num_packed = _num_rows_of_heads(share, inputs.gate is not None)
         stacked = blocks.stacked((batch, slices.length, num_packed, head_dim))

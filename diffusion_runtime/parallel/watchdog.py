@@ -93,13 +93,15 @@ class Watchdog:
         self._timeout = timeout
 
     def enable_hang_detection(self, timeout: float) -> None:
-        """From now on a main thread that does not move for `timeout` seconds is at fault, whatever other threads do."""
+        """Treat a main thread that does not move for `timeout` seconds as at fault from now on, whatever other threads
+        do."""
         self._timeout = timeout
         self._is_loading = False
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """In the block this process waits for work that nobody has to give: however long, no other is at fault."""
+        """Context manager: this process waits for work from outside the run; however long, no other process is at
+        fault."""
         self._is_idle = True
         try:
             yield
@@ -108,7 +110,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """In the block this process waits for compilers, which count as its own work: it does not hang for so long as
+        """Context manager: this process waits for compilers, which counts as its own work; it is not hanging for up to
         LONGEST_COMPILE_SECONDS."""
         self._compiling_since = time.monotonic()
         try:
@@ -132,11 +134,11 @@ class Watchdog:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a thread of this process records and announces why the run ends."""
+        """True while a thread of this process records and announces why the run ends."""
         return self._reporting.locked()
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        """Return why the run ends, or None; once recorded, and announced if this process is the one to announce it."""
         ending = self._store.ending()
         # The caller may end the process, and with it the thread that has recorded the reason but not announced it yet.
         if ending is not None and self._reporting.acquire(timeout=GRACE_SECONDS):
@@ -144,15 +146,16 @@ class Watchdog:
         return ending
 
     def report_store_lost(self) -> None:
-        """The rendezvous store is unreachable: report once, from rank 1 if rank 0 hosted it. With torch's launcher the
-        launcher hosted it, and no rank reports."""
+        """Report once that the rendezvous store is unreachable, from rank 1 if rank 0 hosted it. With torch's launcher
+        the launcher hosted it, and no rank reports."""
         if self._place.has_agent or self._place.rank != 1 or not self._store_loss_reported.acquire(blocking=False):
             return
         what = "rank 0 is gone: it was killed or crashed, and the rendezvous store with it"
         self._announce(RankFailure(0, "ProcessLostError", what))
 
     def find_stalled_rank(self, seconds: float) -> RankFailure | None:
-        """The rank that keeps the others waiting, after this one has waited for `seconds`; None if all of them wait."""
+        """Return the rank that keeps the others waiting, after this one has waited for `seconds`, or None if all of
+        them wait."""
         for rank, beat in self._read_beats().items():
             if not beat.waits and not beat.has_left and rank != self._place.rank:
                 return _process_failure(rank, beat, f"has kept others waiting for {seconds:.0f} s, at {beat.place}")
@@ -195,7 +198,7 @@ class Watchdog:
         self._store.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))
 
     def _read_beats(self) -> dict[int, _Heartbeat]:
-        """The last heartbeat of every rank that has posted one."""
+        """Read the last heartbeat of every rank that has posted one."""
         names = {rank: f"beat/{rank}" for rank in range(self._place.world_size)}
         # Usually all exist, and then one call is enough.
         posted = list(names) if self._store.has(*names.values()) else [r for r in names if self._store.has(names[r])]
@@ -203,7 +206,7 @@ class Watchdog:
         return {rank: _Heartbeat(**json.loads(text)) for rank, text in zip(posted, texts, strict=True)}
 
     def _judge(self) -> RankFailure | None:
-        """Why the run has to end; None if it may go on."""
+        """Return why the run has to end, or None if it may go on."""
         beats = self._read_beats()
         lost = self._find_lost(beats)
         if lost is not None:
@@ -240,7 +243,8 @@ class Watchdog:
         return None
 
     def _process_of(self, rank: int, beat: _Heartbeat | None) -> int | None:
-        """Its process id, when it is on this host. One without a heartbeat yet has the same launcher as this one."""
+        """Return the process id of a rank on this host, else None. A rank without a heartbeat has the same launcher as
+        this one."""
         if beat is not None:
             is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
             return beat.process if is_here else None
@@ -251,15 +255,15 @@ class Watchdog:
         return self._siblings.get(rank)
 
     def _has_left(self, rank: int) -> bool:
-        """Whether it has left, or the end of the run was recorded, since its last heartbeat was read."""
+        """Return True if a rank has left, or the end of the run was recorded, since its last heartbeat was read."""
         if self._store.ending() is not None:
             return True
         beat = self._read_beats().get(rank)
         return beat is not None and beat.has_left
 
     def _find_hanging(self, beats: dict[int, _Heartbeat], timeout: float) -> RankFailure | None:
-        """The rank that has been idle longest and does not wait itself, if another one has waited for it for `timeout`
-        seconds."""
+        """Return the rank that has been idle longest and does not wait itself, if another one has waited for it for
+        `timeout` seconds."""
         idle = {
             rank: beat.process_idle_seconds if self._is_loading else beat.idle_seconds for rank, beat in beats.items()
         }
@@ -288,7 +292,7 @@ def _lost_failure(rank: int, beat: _Heartbeat | None, process: int | None, what:
 
 
 def _process_table() -> str:
-    """The PID namespace: containers of one host may share a host name, and each counts its processes from 1."""
+    """Return the PID namespace: containers of one host may share a host name, and each counts its processes from 1."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -83,7 +83,7 @@ class World:
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have been at one point together: before it, one that failed may never have been here."""
+        """True once all ranks have met at one point: before that, a rank that failed may never have been here."""
         return self._has_met
 
     @property
@@ -103,7 +103,7 @@ class World:
 
     @property
     def collective_timeout(self) -> timedelta:
-        """How long a collective of any group waits for a process, once groups are open."""
+        """Time that a collective of any group waits for a process, once groups are open."""
         return timedelta(seconds=self._collective_seconds)
 
     def open_groups(self, device: torch.device, timeout: float) -> None:
@@ -139,23 +139,23 @@ class World:
         )
 
     def wait_for_all(self) -> None:
-        """A barrier without a time limit: a model may have to be downloaded first."""
+        """Wait for all ranks without a time limit: a model may have to be downloaded first."""
         self.agree(None)
 
     def enable_hang_detection(self, timeout: float) -> None:
-        """From here on a process that does not move for `timeout` seconds while others wait for it ends the run."""
+        """End the run from now on if a process does not move for `timeout` seconds while others wait for it."""
         self._watchdog.enable_hang_detection(timeout)
 
     def idle(self) -> AbstractContextManager[None]:
-        """A block in which this process waits for work, however long; it is not a hang."""
+        """Context manager: this process waits for work, however long; it is not a hang."""
         return self._watchdog.idle()
 
     def compiling(self) -> AbstractContextManager[None]:
-        """A block in which this process compiles; it is not a hang, while others wait for it."""
+        """Context manager: this process compiles; it is not a hang while others wait for it."""
         return self._watchdog.compiling()
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on all ranks; it is called on rank 0 alone.
+        """Return on all ranks what `make` returns on rank 0; it is called on rank 0 alone.
 
         Raises on rank 0 what `make` raises, and FirstProcessError on the others.
         """
@@ -185,7 +185,7 @@ class World:
         return tensor
 
     def agree(self, failure: RankFailure | None) -> RankFailure | None:
-        """Whether every rank got here without a failure; the failure, when it was the same one on all.
+        """Wait for every rank, and return None if none failed, or the failure if it was the same one on all.
 
         A failure of some ranks only leaves them out of step: it ends the run, and RunEnded is raised.
         """
@@ -225,7 +225,7 @@ class World:
         return [RankFailure.from_json(text) for text in texts if text]
 
     def failure_of(self, error: BaseException) -> RankFailure:
-        """What an error on this rank means for the run.
+        """Return what an error on this rank means for the run.
 
         A broken connection is mostly another rank's death, which the watchdog detects: wait for that.
         """
@@ -263,20 +263,21 @@ class World:
         return self._watchdog.end(failure)
 
     def end_unreported(self, failure: RankFailure) -> None:
-        """The same for a reason that was already reported."""
+        """End the run for a reason that was already reported."""
         self._store.end(failure)
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once that is recorded, and announced where this process is the one to do it."""
+        """Return why the run ends, or None; once recorded, and announced if this process is the one to announce it."""
         return self._watchdog.ending()
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a thread of this process records and announces why the run ends."""
+        """True while a thread of this process records and announces why the run ends."""
         return self._watchdog.is_reporting
 
     def leave(self) -> None:
-        """The orderly end, after a last `agree`. Rank 0 goes last: without torch's launcher, it hosts the store."""
+        """Leave the run in order, after a last `agree`. Rank 0 goes last: it hosts the store without torch's
+        launcher."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watchdog.stop()
@@ -314,7 +315,7 @@ class _Deadline:
 
 
 def describe_error(rank: int, error: BaseException) -> RankFailure:
-    """An error as a failure that ends the run."""
+    """Describe an error as a failure that ends the run."""
     trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
     if isinstance(error, DiffusionRuntimeError | Cancelled):
@@ -327,7 +328,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether the error comes from communication between processes: gloo raises bare RuntimeErrors."""
+    """Return True if the error comes from communication between processes: gloo raises bare RuntimeErrors."""
     if isinstance(error, DiffusionRuntimeError):
         return False
     if isinstance(error, dist.DistError):

@@ -33,14 +33,14 @@ class AttentionClock:
         return len(self._marks)
 
     def seconds(self) -> float:
-        """Of all calls that ended. Waits for the device."""
+        """Return the seconds of all calls that ended. Waits for the device."""
         if self._device.type == "cpu":
             return float(sum(stop - start for start, stop in self._marks))
         torch.accelerator.synchronize(self._device)
         return float(sum(start.elapsed_time(stop) for start, stop in self._marks)) / 1000
 
     def begin(self) -> None:
-        """A call inside another one counts once, with the outer one."""
+        """Begin a call; one inside another counts once, with the outer one."""
         if self._depth == 0:
             self._start = self._now()
         self._depth += 1
@@ -65,7 +65,7 @@ class AttentionClock:
 
 @contextmanager
 def timed_layers(transformer: DiffusionTransformer, device: torch.device) -> Iterator[AttentionClock]:
-    """While it holds, calls of the transformer's attention layers are timed."""
+    """Context manager: time the calls of the transformer's attention layers."""
     clock = AttentionClock(device)
     with ExitStack() as stack:
         stack.callback(clock.abandon)

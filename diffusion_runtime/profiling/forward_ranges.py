@@ -1,6 +1,6 @@
 """Named ranges of a forward pass for torch.profiler: the guidance branch, and attention by role, layer and backend.
 
-They are hooks, which are there while a step is recorded: a forward pass that nobody profiles runs nothing of this.
+They are hooks, installed while a step is recorded: a forward pass that is not profiled runs none of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NameOf: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], str]
 
 @contextmanager
 def forward_ranges(transformer: DiffusionTransformer) -> Iterator[None]:
-    """While it holds, calls of the transformer and of its attention layers are ranges, such as `forward cond` and
+    """Context manager: mark calls of the transformer and of its attention layers as ranges, such as `forward cond` and
     `attention self, layer 3, fa`."""
     with ExitStack() as stack:
         _name_calls(stack, transformer, _name_of_pass)

@@ -46,7 +46,7 @@ def timed_attention(pipeline: Pipeline) -> Iterator[AttentionClock]:
 
 @contextmanager
 def counted_density(pipeline: GenerationPipeline) -> Iterator[None]:
-    """Context manager: attention reports say which share of the pairs every layer computed at every step, and show a
+    """Context manager: attention reports show which share of the pairs every layer computed at every step, and show a
     plan (`density`, `plan`). Forward passes run without CUDA graphs, and each call waits for the device."""
     with (
         pipeline.hooks.holding("counts_density", True),
@@ -69,7 +69,7 @@ def wrapped_predictions(pipeline: Pipeline, wrap: Wrapper) -> AbstractContextMan
 @contextmanager
 def attention_choices(pipeline: Pipeline, choices: AttentionConfig) -> Iterator[None]:
     """Context manager: the transformer's layers attend as if `choices` were the command line's; nothing is loaded
-    again. Recipes made meanwhile say what the pipeline was loaded with.
+    again. Recipes made meanwhile record what the pipeline was loaded with.
 
     Raises ConfigError and BackendUnavailableError as loading does, and ConfigError where CUDA graphs hold the choices.
     """

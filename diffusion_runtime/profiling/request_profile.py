@@ -67,11 +67,11 @@ class RequestProfile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the steps to be recorded have run."""
+        """True once the steps to be recorded have run."""
         return self._is_recorded
 
     def watching(self, on_progress: OnProgress = lambda _: None) -> OnProgress:
-        """An on_progress that records, and passes everything on."""
+        """Return an on_progress that records, and passes everything on."""
 
         def watch(progress: Progress) -> None:
             if progress.step:
@@ -83,7 +83,7 @@ class RequestProfile:
         return watch
 
     def begin_stage(self, name: str) -> None:
-        """A stage that no progress reports; it ends with the next one, or with the profile."""
+        """Begin a stage that no progress reports; it ends with the next one, or with the profile."""
         self._begin(_STAGES, name)
 
     def end_stage(self) -> None:
@@ -156,7 +156,8 @@ class RequestProfile:
         self._is_recorded = any(track == _STEPS and name == f"step {last}" for track, name, *_ in self._ranges)
 
     def _end_of_stage(self, progress: Progress) -> int:
-        """In nanoseconds, of a stage whose duration is known; one that nobody said had begun begins now."""
+        """Return the end in nanoseconds of a stage whose duration is known; a stage whose beginning was not reported
+        begins now."""
         duration = round(progress.seconds * 1e9)
         name, begun = self._begun.get(_STAGES, ("", 0))
         if name != progress.stage:
@@ -174,7 +175,8 @@ class RequestProfile:
             self._ranges.append((track, *self._begun.pop(track), time.time_ns() if at is None else at))
 
     def _with_ranges(self, trace: dict[str, Any]) -> dict[str, Any]:
-        """The trace with stages and steps as two tracks of their own. Its clock counts microseconds from its base."""
+        """Return the trace with stages and steps as two tracks of their own. Its clock counts microseconds from its
+        base."""
         base = int(trace.get("baseTimeNanoseconds", 0))
         tracks = (_STAGES, _STEPS)
         events: list[dict[str, Any]] = [

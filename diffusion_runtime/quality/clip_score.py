@@ -15,7 +15,7 @@ from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.text_encoders.image_preparation import read_preparation
 from diffusion_runtime.untrusted.json_text import read_json_file
 
-# Of a clip, evenly spaced: neighbouring frames say the same.
+# Of a clip, evenly spaced: neighbouring frames score the same.
 MAX_FRAMES = 8
 _FILES = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
 

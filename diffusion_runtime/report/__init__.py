@@ -1,1 +1,1 @@
-"""What ran: the attention report."""
+"""Attention report: what ran."""

@@ -1,7 +1,7 @@
 """Density of attention by layer and step, and one plan as a picture: counted while a generation runs, where asked for.
 
 Density is the share of the pairs of valid queries and keys that is computed, text included. Counting reads every plan
-back from the device and waits for it, so nobody counts unless asked.
+back from the device and waits for it, so it is done on request only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CELLS = 192
 
 
 class CountedPlan(Protocol):
-    """What is read of a block-sparse plan (SparsePlan of kernels/block_sparse)."""
+    """Attributes of a block-sparse plan (SparsePlan of kernels/block_sparse) that are read here."""
 
     @property
     def method(self) -> str: ...
@@ -34,8 +34,8 @@ class CountedPlan(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a call, or a part of its heads, kept of the pairs. plan: None for every pair. skipped: int64 [2], how many
-    pieces of keys skip-softmax left out, and of how many."""
+    """Pairs that a call, or a part of its heads, kept. plan: None for every pair. skipped: int64 [2], how many pieces
+    of keys skip-softmax left out, and of how many."""
 
     plan: CountedPlan | None = None
     skipped: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class DensityCounter:
         self._picture: PlanPicture | None = None
 
     def add(self, layer: LayerInfo, step: StepInfo, parts: Sequence[Kept]) -> None:
-        """One call, computed in parts of equally many heads; none of them for a process without tokens."""
+        """Add one call, computed in parts of equally many heads; none of them for a process without tokens."""
         if not parts:
             return
         share = sum(part.density() for part in parts) / len(parts)

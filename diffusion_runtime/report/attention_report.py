@@ -43,7 +43,8 @@ class ReportRow:
     kind: str = "softmax"
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a phase or keys where there are none, and without a kind where it is the usual one."""
+        """Return the plain values, without phase or keys if there are none, and without a kind if it is the usual
+        one."""
         usual = {"phase": None, "keys": None, "kind": "softmax"}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
@@ -59,8 +60,8 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class LibraryAttention:
-    """Attention that a library runs itself and this runtime does not count. chosen: which choice says so; empty where
-    it is the library's own."""
+    """Attention that a library runs itself and this runtime does not count. chosen: the choice that selects it; empty
+    where it is the library's own."""
 
     component: str
     library: str
@@ -233,7 +234,7 @@ class AttentionReport:
         return f"<AttentionReport: {self.num_calls} calls>" + f"\n{self}" * bool(str(self))
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Return HTML for notebooks."""
         return report_html(self.to_dict())
 
     def __str__(self) -> str:
@@ -252,8 +253,8 @@ class AttentionReport:
 
 
 def skipped_lines(rows: Sequence[SkipRow]) -> list[str]:
-    """For each role `self: softmax skipped for 41.2% of the pairs of query tiles and key pieces (layer 3: 12.0%, layer
-    7: 63.1%)`, with the layers that skipped least and most."""
+    """Return for each role `self: softmax skipped for 41.2% of the pairs of query tiles and key pieces (layer 3: 12.0%,
+    layer 7: 63.1%)`, with the layers that skipped least and most."""
     lines = []
     for role in dict.fromkeys(row.role for row in rows):
         layers = [row for row in rows if row.role == role]
@@ -287,8 +288,8 @@ class _StepTally:
 
 @dataclass
 class CallTape:
-    """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
-    given beside the step; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
+    """Records of a captured forward pass, which each of its replays counts. calls: a layer, and the other arguments of
+    `record`; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
 
     calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
@@ -316,7 +317,8 @@ class AttentionRecorder:
         self._cache: CacheRow | None = None
 
     def fork(self) -> AttentionRecorder:
-        """Of a video that goes on from here: it has the notes and libraries so far, and counts from now on."""
+        """Return the recorder of a video that continues from here: it has the notes and libraries so far, and counts
+        from now on."""
         twin = AttentionRecorder(counts_density=self._density is not None)
         twin._has_phases = self._has_phases
         twin._notes, twin._libraries = dict(self._notes), list(self._libraries)
@@ -328,7 +330,7 @@ class AttentionRecorder:
 
     @contextmanager
     def taped(self) -> Iterator[CallTape]:
-        """What is recorded inside goes on the tape and is not counted: a forward pass that is captured computes
+        """Context manager: put what is recorded on the tape without counting it, as a captured forward pass computes
         nothing."""
         self._tape = CallTape()
         try:
@@ -361,7 +363,7 @@ class AttentionRecorder:
         kind: str = "softmax",
     ) -> None:
         """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
-        it is said. keys, kind: as ReportRow, empty for no keys."""
+        given. keys, kind: as ReportRow, empty for no keys."""
         if self._density is not None:
             self._density.add(layer, step, kept)
         if self._tape is not None:
@@ -379,7 +381,7 @@ class AttentionRecorder:
             tally.steps.add(step.index)
 
     def record_library(self, component: str, library: str, implementation: str, chosen: str = "") -> None:
-        """Say that a component ran its library's own attention. chosen: which choice says so."""
+        """Record that a component ran its library's own attention. chosen: the choice that selects it."""
         row = LibraryAttention(component, library, implementation, chosen)
         if row not in self._libraries:
             self._libraries.append(row)
@@ -432,7 +434,7 @@ class AttentionRecorder:
         self._skipped_together[layers] = counts.clone() if found is None else found + counts
 
     def _skip_rows(self) -> Iterator[SkipRow]:
-        """By layer. Waits for the device."""
+        """Yield the skip rows by layer. Waits for the device."""
         totals = {key: counts.tolist() for key, counts in self._skipped.items()}
         for layers, together in self._skipped_together.items():
             for layer, (skipped, visited) in zip(layers, together.tolist(), strict=True):
@@ -453,7 +455,7 @@ class AttentionRecorder:
         self._notes[text] = None
 
     def report(self) -> AttentionReport:
-        """What was counted. Waits for the device where calls may have skipped keys."""
+        """Return what was counted. Waits for the device if calls may have skipped keys."""
         rows = [
             ReportRow(
                 role,

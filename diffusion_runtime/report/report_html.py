@@ -12,7 +12,7 @@ from typing import Any
 
 _COLUMNS = ("role", "backend", "implementation", "count", "layers", "steps", "source", "reason")
 _CELL = "padding:2px 8px;text-align:left;vertical-align:top;border-bottom:1px solid #8884"
-# Larger reports say how many rows are left out.
+# Larger reports state how many rows are left out.
 _MAX_ROWS, _MAX_LAYERS = 60, 400
 _MAX_TEXT = 300
 
@@ -44,7 +44,7 @@ def _parts(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _maps(density: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One map per role: layers from top to bottom, steps from left to right."""
+    """Yield one map per role: layers from top to bottom, steps from left to right."""
     for role, of_role in groupby(density, key=lambda row: row["role"]):
         rows = list(of_role)[:_MAX_LAYERS]
         num_steps = max(len(row["steps"]) for row in rows)

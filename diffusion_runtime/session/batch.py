@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an item. Without a failure `path` is written and everything else is filled.
+    """Result of one item. Without a failure `path` is written and every other field is filled.
 
     seconds: of the whole item; timings: by stage. peak_memory: as of GeneratedMedia.
     """

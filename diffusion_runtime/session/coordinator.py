@@ -24,22 +24,23 @@ class Coordinator(ABC):
     @property
     @abstractmethod
     def is_first(self) -> bool:
-        """Whether this process writes files and results."""
+        """True if this process writes files and results."""
 
     @abstractmethod
     def agree(self, error: Exception | None) -> Failure | None:
-        """The failure that all ranks agree on, None for success. error: what this rank met, None for nothing."""
+        """Return the failure that all ranks agree on, or None for success. error: what this rank met, None for
+        nothing."""
 
     @abstractmethod
     def from_first(self, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on every rank; only rank 0 calls it."""
+        """Return on every rank what `make` returns on rank 0; only rank 0 calls it."""
 
     def note_growing_file(self, path: Path) -> None:  # noqa: B027 - one process alone reports its own end
-        """A file that the first process writes while it is made, the same on all: named by whichever process, or
-        launcher, reports why the run ended."""
+        """Note a file that the first process writes while it is made, the same on all; the process, or launcher, that
+        reports why the run ended names it."""
 
     def attempt(self, work: Callable[[], Made]) -> tuple[Made | None, Failure | None]:
-        """What `work` makes, or why it could not; on all processes alike."""
+        """Return the result of `work`, or the failure; the same on all processes."""
         try:
             result = work()
         except Exception as error:  # whatever it is, other items are still wanted

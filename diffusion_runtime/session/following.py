@@ -24,7 +24,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 
 @contextmanager
 def lead(pipeline: GenerationPipeline, world: World) -> Iterator[LeadingPipeline]:
-    """On rank 0, while the others are in `follow`; at the end of the block they stop.
+    """Context manager: on rank 0, while the others are in `follow`; at the end of the block they stop.
 
     pipeline: as `load_pipeline(..., world=world)` returned it on every rank.
     """
@@ -33,8 +33,8 @@ def lead(pipeline: GenerationPipeline, world: World) -> Iterator[LeadingPipeline
 
 
 def follow(pipeline: GenerationPipeline, world: World) -> None:
-    """On every rank but 0: generate what rank 0 is asked for, with the LoRA files it sets, until it stops. The
-    results are rank 0's to keep.
+    """Generate, on every rank but 0, what rank 0 is asked for, with the LoRA files it sets, until it stops. The results
+    are rank 0's to keep.
 
     Raises RunEnded when an error meets only some of the ranks.
     """
@@ -66,14 +66,14 @@ class LeadingPipeline:
         self._world = world
 
     def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
-        """One video or image. Raises what `generate` raises."""
+        """Generate one video or image. Raises what `generate` raises."""
         return self.generate([request], on_progress=on_progress)[0]
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
-        """One batch, as GenerationPipeline.generate. on_progress: called on this rank alone; a Cancelled of its reaches
-        all ranks.
+        """Generate one batch, as GenerationPipeline.generate does. on_progress: called on this rank alone; a Cancelled
+        that it raises reaches all ranks.
 
         Raises what the pipeline raises, and RunEnded when an error meets only some of the ranks.
         """
@@ -103,12 +103,12 @@ class LeadingPipeline:
         self.pipeline.set_loras(configs)
 
     def stop(self) -> None:
-        """The other ranks return from `follow`."""
+        """Let the other ranks return from `follow`."""
         self._world.from_first(lambda: json.dumps({"stop": True}))
 
 
 def _watched(world: World, on_progress: OnProgress | None) -> OnProgress:
-    """An on_progress for every rank: what rank 0's raises is raised on all of them at the same step."""
+    """Return an on_progress for every rank: what rank 0's raises is raised on all of them at the same step."""
 
     def watch(progress: Progress) -> None:
         def ask() -> str:

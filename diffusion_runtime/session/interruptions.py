@@ -32,13 +32,15 @@ class Interruptions:
             signal.signal(signal.SIGHUP, self.handle)
 
     def install_in_starting_rank(self, *, is_launched: bool) -> None:
-        """The same for one rank of a run that has not met the others: SIGTERM means that another one has failed, which
-        that one reports. is_launched: our own launcher reports interruptions too. This one ends without a message."""
+        """Install the handlers in one rank of a run that has not met the others: SIGTERM means that another one has
+        failed, which that one reports. is_launched: our own launcher reports interruptions too. This one ends without a
+        message.
+        """
         signal.signal(signal.SIGINT, self._end_quietly if is_launched else self.handle)
         signal.signal(signal.SIGTERM, self._end_quietly)
 
     def handle(self, *_: object) -> None:
-        """The handler. Raises KeyboardInterrupt for the first signal."""
+        """Handle a signal. Raises KeyboardInterrupt for the first one."""
         self._num_signals += 1
         if self._exit_code is not None:
             self._end(self._exit_code)
@@ -49,7 +51,7 @@ class Interruptions:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """The block reports that the run was interrupted; a second signal waits until it has."""
+        """Context manager: the block reports that the run was interrupted; a second signal waits until it has."""
         self._is_reporting = True
         try:
             yield
@@ -59,15 +61,15 @@ class Interruptions:
                 self.end_at_once()
 
     def all_is_reported(self, exit_code: int) -> None:
-        """A signal from now on ends the process with this code and no message."""
+        """Let a signal from now on end the process with this code and no message."""
         self._exit_code = exit_code
 
     def leave_reporting_to_others(self) -> None:
-        """Another process of the run reports interruptions; this one prints nothing."""
+        """Leave the report of interruptions to another process of the run; this one prints nothing."""
         self._is_reported = True
 
     def end_at_once(self) -> None:
-        """What a second signal does: one line, unless it was reported, and no unwinding."""
+        """End as a second signal does: with one line, unless it was reported, and without unwinding."""
         if not self._is_reported:
             with contextlib.suppress(OSError):
                 os.write(2, _LINE)
@@ -80,7 +82,7 @@ class Interruptions:
         remove_unfinished_files()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        # Unwinding takes time, and whoever unwinds may be interrupted again.
+        # Unwinding takes time, and may be interrupted again.
         os._exit(exit_code)
 
 

@@ -50,7 +50,7 @@ class Outputs:
         return cls(path.parent, path, named)
 
     def format_for(self, request: GenerationRequest, *, has_sound: bool | None = None) -> str:
-        """The format of a resolved request's file. has_sound: whether the model makes some; None is not known.
+        """Return the format of a resolved request's file. has_sound: whether the model makes some; None if unknown.
 
         Raises ConfigError for a video in a format that holds one image, and for the sound of a model that makes none;
         MissingPackageError for one that this machine cannot write.
@@ -63,7 +63,7 @@ class Outputs:
         return chosen
 
     def target(self, request: GenerationRequest) -> Path:
-        """The name a resolved request's file gets when it is free."""
+        """Return the name that a resolved request's file gets when it is free."""
         if self.file is not None:
             return self.file
         return self.folder / f"{slug(request.prompt)}-seed{request.seed}.{self.format_for(request)}"
@@ -91,7 +91,7 @@ class Outputs:
         return created
 
     def check_without_writing(self) -> None:
-        """What `prepare` finds out, as far as it can be known without touching the disk. Raises OutputError."""
+        """Check what `prepare` checks, as far as possible without writing to the disk. Raises OutputError."""
         existing = next(folder for folder in [self.folder, *self.folder.parents] if folder.exists())
         if not existing.is_dir():
             raise OutputError(f"cannot write into the output folder {self.folder}: {existing} is a file")
@@ -99,7 +99,7 @@ class Outputs:
             raise OutputError(f"cannot write into the output folder {self.folder}: no right to write in {existing}")
 
     def predict(self, requests: list[GenerationRequest]) -> list[Path]:
-        """The names the files would get now, numbers included."""
+        """Return the names that the files would get now, numbers included."""
         from diffusion_runtime.media import numbered
 
         taken: set[Path] = set()

@@ -105,7 +105,8 @@ class RankRunner:
     def _learn_why(
         self, world: World | None, seconds: float = _SECONDS_TO_LEARN_WHY, *, by_signal: bool = True
     ) -> RankFailure | None:
-        """Why the run ends, if another process reports it within `seconds`. by_signal: this one got SIGTERM."""
+        """Return why the run ends, if another process reports it within `seconds`, else None. by_signal: this one got
+        SIGTERM."""
         deadline = time.monotonic() + seconds
         try:
             while world is not None and time.monotonic() < deadline:
@@ -159,7 +160,7 @@ class RankRunner:
         self._is_announcing = False
 
     def _record_as_reported(self, code: int) -> None:
-        """For the launcher: the failure behind this exit code was reported."""
+        """Record for the launcher that the failure behind this exit code was reported."""
         if code and self._process_info.error_file is not None:
             RankFailure(self._process_info.rank, "", "reported above", code, is_reported=True).write(
                 self._process_info.error_file
@@ -174,7 +175,8 @@ class RankRunner:
             raise RunEnded
 
     def _end_despite(self, unraisable: Any) -> None:
-        """What a finalizer raises is lost, a signal's RunEnded with it: the signal is sent again, with no traceback."""
+        """Send the signal again, without a traceback, if a finalizer raised RunEnded: what a finalizer raises is
+        lost."""
         if not isinstance(unraisable.exc_value, RunEnded):
             sys.__unraisablehook__(unraisable)
             return

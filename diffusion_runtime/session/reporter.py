@@ -14,20 +14,20 @@ class ProgressView(Protocol):
     """Shows the progress of one generation."""
 
     def update(self, progress: Progress, /) -> None:
-        """One report of the pipeline."""
+        """Show one report of the pipeline."""
 
 
 class Reporter(Protocol):
     """For people: lines, errors, progress."""
 
     def say(self, text: str, /) -> None:
-        """One line."""
+        """Print one line."""
 
     def error(self, text: str, trace: str = "", /) -> None:
-        """What failed; trace: where."""
+        """Report an error. trace: where it was raised."""
 
     def progress(self, title: str, /) -> AbstractContextManager[ProgressView]:
-        """A view for one generation."""
+        """Return a view for one generation."""
 
 
 def seconds_text(timings: Mapping[str, Any]) -> str:

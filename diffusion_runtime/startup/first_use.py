@@ -1,7 +1,7 @@
 """First use of kernels: how many libraries compiled in this process so far, and in how many seconds.
 
 Triton tells it of each kernel that it compiles (its `knobs.compilation.listener`), and of none that it finds in its
-cache on disk. FlashAttention-4 (CuTe) compiles within the first call of a form, which whoever calls it times.
+cache on disk. FlashAttention-4 (CuTe) compiles within the first call of a form, which the caller times.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def kernels_compiled() -> tuple[int, float]:
 
 
 def count_kernel(seconds: float) -> None:
-    """A kernel was compiled, or brought in from disk, in so many seconds of a first call."""
+    """Count a kernel that was compiled, or read from disk, in so many seconds of a first call."""
     _compiled.num_kernels += 1
     _compiled.seconds += seconds
 
 
 def watch_triton() -> None:
-    """Have Triton tell of what it compiles from now on, once it is imported. Whoever listened before goes on to."""
+    """Have Triton report what it compiles from now on, once it is imported. An earlier listener keeps listening."""
     triton = sys.modules.get("triton")
     compilation = getattr(getattr(triton, "knobs", None), "compilation", None)
     if compilation is None or isinstance(compilation.listener, _Listener):
@@ -41,7 +41,7 @@ def watch_triton() -> None:
 
 
 class _Listener:
-    """Triton's CompilationListener, for its own argument names. others: who listened before, None for nobody."""
+    """Triton's CompilationListener, for its own argument names. others: the earlier listener, or None."""
 
     def __init__(self, others: Any) -> None:
         self._others = others

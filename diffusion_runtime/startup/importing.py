@@ -25,7 +25,8 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 @functools.cache
 def import_failure(module: str, *functions: str) -> str | None:
-    """What importing `module` raises, in one line, or which of `functions` it lacks; None when everything is found.
+    """Return the error of importing `module`, in one line, or which of `functions` it lacks; None when everything is
+    found.
 
     Some packages catch what their own kernels raise at import, so a module that imports need not have its functions.
     Tried once per process.
@@ -86,7 +87,8 @@ def _compiler_left_out(package: str) -> Iterator[None]:
 
 
 def first_call_functions(backend: str, module: str, *functions: str) -> tuple[Callable[..., Any], ...]:
-    """The functions of a module, imported now unless it is: a choice of `backend` that is remembered imports nothing.
+    """Return the functions of a module, imported now unless it is: a choice of `backend` that is remembered imports
+    nothing.
 
     Raises BackendUnavailableError where the import fails after all; what is remembered of it is dropped, so that the
     next choice imports first.

@@ -46,7 +46,7 @@ def _chip() -> str:
 
 
 def _unusable(folder: Path) -> str | None:
-    """Why entries cannot be kept there; None when they can. The package locks every entry, and fails after 15 s where
+    """Return why entries cannot be kept in a folder, or None. The package locks every entry, and fails after 15 s where
     a network drive has no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

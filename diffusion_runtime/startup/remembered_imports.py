@@ -47,13 +47,13 @@ class ImportCheck:
 
     @property
     def path(self) -> Path:
-        """The file that says that it passed."""
+        """File that records that the check passed."""
         chip = re.sub(r"[^A-Za-z0-9_.]+", "_", self.chip)
         return cache_root() / "imports" / f"{self.module}-{chip}.json"
 
 
 def is_remembered(check: ImportCheck) -> bool:
-    """Whether the check passed on this machine, and neither the package, nor what it requires, torch nor Python has
+    """Return True if the check passed on this machine, and neither the package, its requirements, torch nor Python has
     changed since. Imports nothing."""
     facts = _facts(check)
     if facts is None:
@@ -68,7 +68,8 @@ def is_remembered(check: ImportCheck) -> bool:
 
 
 def remember(check: ImportCheck) -> None:
-    """It passed. A folder that cannot be written costs a line in the log, and the next process an import."""
+    """Remember that the check passed. A folder that cannot be written costs a line in the log, and the next process an
+    import."""
     facts = _facts(check)
     if facts is None:
         return
@@ -87,8 +88,8 @@ def forget(module: str) -> None:
 
 
 def _facts(check: ImportCheck) -> dict[str, Any] | None:
-    """All that the outcome depends on, as it comes back from a file; None where the module's file is not found, or
-    nothing is to be remembered."""
+    """Return all that the outcome depends on, as it is read back from a file, or None if the module's file is not found
+    or nothing is to be remembered."""
     file = _file_of(check.module) if startup_is_on() else None
     if file is None:
         return None
@@ -108,7 +109,7 @@ def _facts(check: ImportCheck) -> dict[str, Any] | None:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file that an import of the module would read first of its own; found without importing its parents."""
+    """Return the file that an import of the module would read first of its own; found without importing its parents."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

@@ -44,7 +44,7 @@ class StreamedFrames:
 
 @dataclass
 class StreamRate:
-    """How quickly a stream gave frames, without the time that its reader took.
+    """Rate at which a stream gave frames, without the time that its reader took.
 
     first_frame_seconds: from the beginning to the frames of the first chunk, the prompt's encoding included. seconds,
     num_frames: of all chunks behind it. worst_gap_seconds: the longest that one of them took.
@@ -56,7 +56,7 @@ class StreamRate:
     worst_gap_seconds: float = 0.0
 
     def add(self, num_frames: int, seconds: float, *, is_first: bool) -> None:
-        """One chunk."""
+        """Add one chunk."""
         if is_first:
             self.first_frame_seconds += seconds
             return
@@ -66,11 +66,11 @@ class StreamRate:
 
     @property
     def frames_per_second(self) -> float | None:
-        """Of the chunks behind the first; None while there is none."""
+        """Frames per second of the chunks after the first; None while there is none."""
         return self.num_frames / self.seconds if self.num_frames else None
 
     def to_dict(self) -> dict[str, float]:
-        """For a sidecar."""
+        """Return the values for a sidecar."""
         rate = self.frames_per_second
         return {
             "first_frame_seconds": round(self.first_frame_seconds, 4),
@@ -93,8 +93,8 @@ class GenerationStream(Iterator[StreamedFrames]):
                 if wants_something_else:
                     stream.prompt("a red circle moving up")
 
-    The pipeline serves nobody else until the stream and its forks are closed, which their end does as well. Memory does
-    not grow with the video where kv_window bounds the frames in sight.
+    The pipeline serves no other caller until the stream and its forks are closed, which their end does as well. Memory
+    does not grow with the video where kv_window bounds the frames in sight.
 
     fps: frames per second. num_frames_of_video: of all, None without an end; frames_per_chunk: of all chunks but the
     first and the last. rate: of the chunks that this stream made, those before a fork left out, as in its timings and
@@ -171,13 +171,14 @@ class GenerationStream(Iterator[StreamedFrames]):
             self.close()
 
     def prompt(self, text: str) -> None:
-        """Another prompt from the next chunk on that has not been begun. Raises RequestError for one without words."""
+        """Set another prompt from the next chunk on that has not been begun. Raises RequestError for one without
+        words."""
         dataclasses.replace(self.request, prompt=text)
         self._place.typed.append(text)
 
     def fork(self, prompt: str | None = None, *, seed: int | None = None) -> GenerationStream:
-        """Another stream of the same video, which goes on from here by itself: the frames so far are in both, and
-        nothing of them is computed again::
+        """Return another stream of the same video, which continues from here by itself: the frames so far are in both,
+        and nothing of them is computed again::
 
             with pipeline.stream(request) as stream:
                 next(stream)
@@ -238,7 +239,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         return GenerationStream(self._source, chunks, recorder, self._place.fork(seed), decode_next=decode_next)
 
     def _on_thread(self, function: Callable[[], DecodeNext]) -> DecodeNext:
-        """Where the decoder runs."""
+        """Run `function` where the decoder runs."""
         return function() if self._source.thread is None else self._source.thread.run(function)
 
     def _count_products(self) -> None:
@@ -246,7 +247,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         self._source.count_products(self._recorder)
 
     def __next__(self) -> StreamedFrames:
-        """The next chunk. Raises what `Pipeline.generate` raises; the stream is closed then. While it or a fork
+        """Return the next chunk. Raises what `Pipeline.generate` raises; the stream is closed then. While it or a fork
         computes in another thread, PipelineBusyError, which leaves it open."""
         if self._is_closed:
             raise StopIteration
@@ -316,11 +317,11 @@ class GenerationStream(Iterator[StreamedFrames]):
         return frames
 
     def _switch_prompt(self) -> None:
-        """Before a chunk: the prompt that is due; of several, the last one that was typed."""
+        """Switch, before a chunk, to the prompt that is due; of several, the last one that was typed."""
         due, place = [], self._place
         while place.scheduled and place.scheduled[0][0] <= place.num_begun:
             due.append(place.scheduled.popleft()[1])
-        # The same prompt once more changes nothing when it is typed; in a request it begins anew, as in `generate`.
+        # The same prompt once more changes nothing when it is typed; in a request it begins again, as in `generate`.
         is_scheduled = bool(due)
         while place.typed:
             due.append(place.typed.popleft())
@@ -338,7 +339,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         self._chunks.switch_text(encoded.conditions, self.request.switch_mode)
 
     def _clock(self, stage: str | None = None, since: float = 0.0) -> float:
-        """The time, once the device is done; the seconds since another one are added to a stage."""
+        """Return the time once the device is done; add the seconds since another time to a stage."""
         if self._source.thread is not None and self.device.type == "cuda":
             # The other stream has its own time.
             torch.cuda.current_stream(self.device).synchronize()
@@ -371,18 +372,18 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     @property
     def cache_bytes(self) -> int:
-        """Of the keys and values that are kept on this process. A page that forks have too counts in parts, which add
-        up to it."""
+        """Bytes of the keys and values kept on this process. A page shared with forks counts in parts, which add up to
+        it."""
         return self._chunks.num_bytes if self._closed_bytes is None else self._closed_bytes
 
     @property
     def shared_cache_bytes(self) -> int:
-        """Of the pages that a fork has too, or the stream that this is a fork of."""
+        """Bytes of the pages shared with a fork, or with the stream that this is a fork of."""
         return self._chunks.num_shared_bytes
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What repeats the frames made so far: the request with their number, and every prompt and seed with its
+        """Recipe that repeats the frames made so far: the request with their number, and every prompt and seed with its
         frame."""
         # Without a prompt whose first chunk was never finished.
         shown = tuple(switch for switch in self._place.switches if switch[0] < self.num_frames)
@@ -397,7 +398,7 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     @property
     def attention_report(self) -> AttentionReport:
-        """Of the chunks so far; of the cache and the decoder once the stream is closed."""
+        """Attention report of the chunks so far; of the cache and the decoder once the stream is closed."""
         return self._recorder.report()
 
     @property
@@ -407,7 +408,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         return dict(self._timings)
 
     def media(self) -> GeneratedMedia:
-        """All frames made so far. Raises ConfigError without keeps_frames, RequestError before the first chunk."""
+        """Return all frames so far. Raises ConfigError without keeps_frames, RequestError before the first chunk."""
         kept = self._place.kept
         if kept is None:
             raise ConfigError("media: a stream does not keep its frames; use stream(request, keeps_frames=True)")

@@ -1,4 +1,4 @@
-"""What a stream and its forks share, and what each of them has for itself: how far it is, with which prompts."""
+"""State that a stream and its forks share, and state that each of them has for itself: its progress and its prompts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class BegunChunk:
 
 @dataclass(frozen=True, eq=False)
 class StreamSource:
-    """What a stream and its forks have from their pipeline.
+    """Parts of the pipeline that a stream and its forks share.
 
     fps: frames per second. plan: how the video is cut; temporal_factor: frames of a latent frame. encoder: makes what
     encodes another prompt, whose attention a recorder counts; count_products: the same of quantised layers. recipe: but
-    for the request. guard: around every computation, on any thread. thread: decodes beside denoising, None for decoding
-    in line. generation: the pipeline's, ended with the last stream.
+    for the request. guard: around every computation, on any thread. thread: decodes in parallel with denoising, None
+    for decoding in line. generation: the pipeline's, ended with the last stream.
     """
 
     decoder: LatentDecoder
@@ -55,7 +55,7 @@ class StreamSource:
 
 @dataclass
 class StreamPlace:
-    """How far a video has come, and with which prompts.
+    """Progress of one stream: frames delivered, prompts so far and to come.
 
     request: resolved, with the prompt of the first chunk. prompt: of the chunk that was begun last; scheduled: those to
     come, by frame; typed: those for the next chunk; switches: those that came, by frame. seeds: of the noise from a
@@ -79,13 +79,14 @@ class StreamPlace:
 
     @classmethod
     def start(cls, request: GenerationRequest, notes: Sequence[str], *, keeps_frames: bool) -> StreamPlace:
-        """Before the first chunk."""
+        """Return the place before the first chunk."""
         scheduled = deque((int(at), prompt) for at, prompt in request.prompt_switches or ())
         seeds = tuple((int(at), seed) for at, seed in request.seed_switches or ())
         return cls(request, request.prompt, list(notes), scheduled, seeds, [] if keeps_frames else None)
 
     def fork(self, seed: int | None = None) -> StreamPlace:
-        """The same for a video that goes on by itself. seed: from the next chunk on, None for the same."""
+        """Return the same place for a video that continues by itself. seed: from the next chunk on, None for the
+        same."""
         request, seeds = self.request, dict(self.seeds)
         if seed is not None and self.num_begun == 0:
             request = dataclasses.replace(request, seed=seed)

@@ -59,7 +59,7 @@ def open_file(
     missing: type[DiffusionRuntimeError] | None = None,
     advice: str = "",
 ) -> BinaryIO:
-    """A regular file, opened for reading.
+    """Open a regular file for reading.
 
     key: the flag or key that named it, for messages. max_bytes: None for any size. missing: the error for a file that
     does not exist, None for `error`; advice: added to its message.
@@ -98,7 +98,7 @@ def read_file(
     missing: type[DiffusionRuntimeError] | None = None,
     advice: str = "",
 ) -> bytes:
-    """The content of a file that open_file opens. Raises what it raises."""
+    """Read the content of a file that open_file opens. Raises what it raises."""
     with open_file(path, key, max_bytes=max_bytes, error=error, missing=missing, advice=advice) as file:
         try:
             # Files of /proc report a size of 0 bytes.
@@ -119,13 +119,14 @@ def check_file(
     missing: type[DiffusionRuntimeError] | None = None,
     advice: str = "",
 ) -> Path:
-    """The path of a file that open_file opens, for a library that opens it by name. Raises what open_file raises."""
+    """Check a file as open_file does and return its path, for a library that opens it by name. Raises what open_file
+    raises."""
     open_file(path, key, max_bytes=max_bytes, error=error, missing=missing, advice=advice).close()
     return Path(path)
 
 
 def check_place(path: str | Path, key: str = "", error: type[DiffusionRuntimeError] = ConfigError) -> Path:
-    """A path that a folder or a file has or can be given.
+    """Check a path that a folder or a file has or can be given.
 
     Raises `error` for a path that cannot be one, and for a device, FIFO or socket.
     """
@@ -148,7 +149,7 @@ def named(key: str, path: str | Path) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path for a message: cut in the middle, and as a Python literal where it holds unprintable characters."""
+    """Return a path for a message: cut in the middle, and as a Python literal where it holds unprintable characters."""
     text = str(path)
     if not text.isprintable():
         text = repr(text)
@@ -159,7 +160,7 @@ def shown_path(path: str | Path) -> str:
 
 
 class _Unfit(Exception):
-    """Why a file is not read."""
+    """Reason why a file is not read."""
 
 
 def _message(key: str, path: str | Path, reason: str) -> str:

@@ -177,7 +177,7 @@ class _Reader:
         return self._unpack(_SCALARS[kind])[0]
 
     def _array(self) -> list[Any]:
-        """The first items of an array; all are read, or passed over."""
+        """Read the first items of an array; all are read, or passed over."""
         kind, length = self._unpack("IQ")
         self.num_items += length
         if self.num_items > _MAX_ARRAY_ITEMS or (kind != _TEXT and kind not in _SCALARS):

@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 32 * 1024 * 1024
 
 
 def parse_json(text: str | bytes, *, allow_constants: bool = False, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON text.
+    """Parse the value of a JSON text.
 
     allow_constants: whether NaN and Infinity, which JSON does not have, are accepted; diffusers writes them into
     configs. max_values: how many commas and brackets the text may hold. Raises DocumentError.
@@ -57,7 +57,7 @@ def read_json_file(
     allow_constants: bool = False,
     max_values: int = MAX_VALUES,
 ) -> Any:
-    """The value of the JSON file at `path`. key: the flag or key that named it.
+    """Read the value of the JSON file at `path`. key: the flag or key that named it.
 
     Raises what read_file raises, and `error` for a text that parse_json refuses.
     """
@@ -74,7 +74,7 @@ def parse_json_file(
     allow_constants: bool = False,
     max_values: int = MAX_VALUES,
 ) -> Any:
-    """The value of a JSON file that has been read. path, key: for the message of `error`."""
+    """Parse the value of a JSON file that has been read. path, key: for the message of `error`."""
     try:
         return parse_json(content, allow_constants=allow_constants, max_values=max_values)
     except DocumentError as reason:

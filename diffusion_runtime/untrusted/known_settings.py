@@ -13,7 +13,7 @@ Allows: TypeAlias = Callable[[Any], bool]
 
 
 def are_known(settings: Mapping[str, Any], known: Mapping[str, Allows]) -> bool:
-    """Whether every key is among `known`, with a value that it allows."""
+    """Return True if every key is among `known`, with a value that it allows."""
     return all(key in known and known[key](value) for key, value in settings.items())
 
 
@@ -47,10 +47,10 @@ def whole(least: int, most: int) -> Allows:
 
 
 def either(*values: Any) -> Allows:
-    """One of them, and of its type: 1 is not True."""
+    """Allow one of these values, and of its type: 1 is not True."""
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
 def several(allows: Allows) -> Allows:
-    """A list of such values."""
+    """Allow a list of such values."""
     return lambda value: isinstance(value, list | tuple) and all(map(allows, value))

@@ -72,7 +72,7 @@ def _number(value: int | bytes) -> int:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The number of every field with its value: an integer, or the bytes of anything else."""
+    """Yield the number of every field with its value: an integer, or the bytes of anything else."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)

@@ -18,29 +18,29 @@ class ForwardTime(Protocol):
     host_seconds: float
 
     def device_seconds(self) -> float:
-        """From its first kernel to the end of its last; waits for it."""
+        """Return the seconds from the pass's first kernel to the end of its last; waits for it."""
 
 
 class Capture(Protocol):
     """Runs forward passes so that they are timed, prepared and captured."""
 
     def timed(self, run: Run) -> tuple[torch.Tensor, ForwardTime]:
-        """The result of `run`, and its time."""
+        """Return the result of `run`, and its time."""
 
     def warm_up(self, run: Run) -> torch.Tensor:
-        """The result of `run`, on the stream on which it is captured."""
+        """Return the result of `run`, on the stream on which it is captured."""
 
     def capture(self, run: Run) -> Callable[[], torch.Tensor]:
-        """A function that does again what `run` did on the device, on the same addresses, and returns where the result
-        is: the next replay overwrites it. `run` itself may compute nothing."""
+        """Return a function that repeats what `run` did on the device, on the same addresses, and returns where the
+        result is: the next replay overwrites it. `run` itself may compute nothing."""
 
     def pool_bytes(self) -> int:
         """Device memory that graphs hold for what is between their inputs and results."""
 
 
 class CudaCapture:
-    """Capture by torch.cuda.CUDAGraph. The graphs share one memory pool, as they never run at the same time: whoever
-    replays one takes its result before the next."""
+    """Capture by torch.cuda.CUDAGraph. The graphs share one memory pool, as they never run at the same time: take the
+    result of a replay before the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

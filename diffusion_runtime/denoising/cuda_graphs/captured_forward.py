@@ -24,7 +24,7 @@ Agree: TypeAlias = Callable[[str | None], str | None]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a model is called with. inputs: the same object at every step of a request and branch."""
+    """Arguments of one call of a model. inputs: the same object at every step of a request and branch."""
 
     latents: torch.Tensor
     timestep: torch.Tensor
@@ -85,15 +85,15 @@ class CapturedForward:
         self._bind(given)
 
     def is_bound_to(self, given: ForwardPass) -> bool:
-        """Whether it holds the inputs and the state of the pass's request."""
+        """Return True if the graph holds the inputs and the state of the pass's request."""
         return self._bound[0]() is given.inputs and self._bound[1]() is given.context.state
 
     def misfit(self, given: ForwardPass) -> str | None:
-        """Why it cannot be replayed for a pass of the same form; None where it can."""
+        """Return why the graph cannot be replayed for a pass of the same form, or None."""
         return None if self.is_bound_to(given) else self._state.difference(given.context.state)
 
     def replay(self, given: ForwardPass) -> torch.Tensor:
-        """The velocity of a pass without a misfit, as a tensor of its own."""
+        """Return the velocity of a pass without a misfit, as a tensor of its own."""
         if not self.is_bound_to(given):
             copy_tensors(given.inputs, self._fixed.inputs)
             self._state.copy_from(given.context.state)
@@ -111,7 +111,7 @@ class CapturedForward:
         return velocity
 
     def _captured(self, model: Model, tape: CallTape) -> torch.Tensor:
-        """The forward pass, with what its calls skipped in one tensor. tape: of this run."""
+        """Run the forward pass, and join what its calls skipped in one tensor. tape: of this run."""
         velocity = self._fixed.run(model)
         if tape.skipped:
             self._skip_counts = torch.stack([counts for _, counts in tape.skipped])

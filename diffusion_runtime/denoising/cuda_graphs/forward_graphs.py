@@ -5,8 +5,8 @@ the third is captured where the host took more than LAUNCH_BOUND of the device's
 their first pass runs eagerly and leaves what it keeps for the request, which is copied to where the graph reads it.
 
 Processes that share a sequence capture and replay the same passes: a graph holds the exchanges between them. They agree
-where they may decide otherwise, on times, failures and addresses, and nowhere else: a replay within a request waits for
-nobody.
+where they may decide otherwise, on times, failures and addresses, and nowhere else: a replay within a request does not
+wait.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ForwardGraphs:
         group: RankGroup | None = None,
         eager_reason: Callable[[], str | None] = lambda: None,
     ) -> GraphedForward:
-        """The model's forward passes in one generation. read: the inputs without what the model does not read.
+        """Return the model's forward passes in one generation. read: the inputs without what the model does not read.
         refusal: why none of them can be replayed. group: the processes that share the sequence, all of which make the
         same calls; None for one. eager_reason: why no pass is captured or replayed now, asked at every pass; None for
         no reason.
@@ -115,13 +115,13 @@ class ForwardGraphs:
 
     def forget_videos(self, branch: str | None = None) -> None:
         """End the graphs of passes with a key-value cache, which hold the keys of the video that they were captured
-        for: gigabytes that the next video has anew. branch: of one guidance branch alone."""
+        for: gigabytes, which the next video allocates again. branch: of one guidance branch alone."""
         held = [key for key, form in self._forms.items() if form.holds_cache and branch in (None, form.branch)]
         for key in held:
             del self._forms[key]
 
     def form(self, key: Hashable) -> _Form:
-        """What is known of a kind of forward pass."""
+        """Return what is known of a kind of forward pass."""
         form = self._forms.setdefault(key, _Form())
         self._forms.move_to_end(key)
         if len(self._forms) > MAX_FORMS:
@@ -131,17 +131,18 @@ class ForwardGraphs:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the processes of a group decide together. device: of their tensors. Every call is a collective one."""
+    """Decisions that the processes of a group take together. device: of their tensors. Every call is a collective
+    one."""
 
     group: RankGroup = field(default_factory=RankGroup)
     device: torch.device | None = None
 
     def refusal(self, own: str | None) -> str | None:
-        """Why none of them does it; None where each can."""
+        """Return why the group refuses, or None if every process agrees. own: this process's reason."""
         return agreed_refusal(self.group, own, self.device)
 
     def refusal_of_all(self, own: str | None) -> str | None:
-        """The own reason where each of them has one; None where one is without: the others wait for that one."""
+        """Return the own reason if every process has one, else None: the others wait for one without."""
         return None if None in reasons_of(self.group, own, self.device) else own
 
 
@@ -173,7 +174,7 @@ class GraphedForward:
         self._step_keys: dict[Hashable, Hashable] = {}
 
     def __call__(self, given: ForwardPass) -> torch.Tensor:
-        """The model's velocity."""
+        """Return the model's velocity."""
         refusal = self._refusal or self._eager_reason() or _refusal_of(given)
         if refusal is not None:
             return self._run(given, refusal)
@@ -210,7 +211,7 @@ class GraphedForward:
         self._graphs.forget_videos()
 
     def _key(self, given: ForwardPass) -> Hashable:
-        """All that decides which kernels a pass launches, and with which numbers, beside those in its tensors."""
+        """Return all that decides which kernels a pass launches and with which numbers, except those in its tensors."""
         context, step = given.context, given.context.step
         if id(given.inputs) not in self._forms_of_inputs:
             self._forms_of_inputs[id(given.inputs)] = given.inputs, form_of(self._read(given.inputs))
@@ -225,7 +226,7 @@ class GraphedForward:
         )
 
     def _step_key(self, step: StepInfo) -> Hashable:
-        """What of a step decides which kernels attention launches."""
+        """Return the properties of a step that decide which kernels attention launches."""
         chunks = self._layers[0].policy.chunk_rules(step) if self._layers else ()
         moment = (step.index, step.num_steps, step.expert, step.phase, current_force(), num_changes(), chunks)
         if moment not in self._step_keys:
@@ -234,7 +235,7 @@ class GraphedForward:
         return self._step_keys[moment]
 
     def _watch(self, form: _Form, given: ForwardPass) -> torch.Tensor:
-        """The first pass, in which the backends that serve it are asked."""
+        """Run the first pass, in which the backends that serve it are asked."""
         plans = WatchedPlans()
         watched = dataclasses.replace(given, context=dataclasses.replace(given.context, plans=plans))
         velocity = watched.run(self._model)
@@ -260,7 +261,7 @@ class GraphedForward:
         return form.graph.first
 
     def _replay(self, form: _Form, given: ForwardPass) -> torch.Tensor:
-        """A replay, or the eager pass that has to come before: a request's first, which fills its cache."""
+        """Replay, or run the eager pass that has to come before: a request's first, which fills its cache."""
         assert form.graph is not None
         misfit = None if form.graph.is_bound_to(given) else self._agree.refusal(form.graph.misfit(given))
         if misfit is None:
@@ -284,7 +285,7 @@ class GraphedForward:
 
 
 def _refusal_of(given: ForwardPass) -> str | None:
-    """Why a pass cannot be replayed, by its context alone."""
+    """Return why a pass cannot be replayed, judged by its context alone, or None."""
     if type(given.context.block_runner) is not BlockRunner:
         return "a step cache or a measurement decides within the forward pass"
     cache, step = given.context.cache, given.context.step
@@ -296,8 +297,8 @@ def _refusal_of(given: ForwardPass) -> str | None:
 
 
 def _cache_key(cache: FrameCache | None, step: StepInfo) -> Hashable:
-    """What of a pass with a key-value cache decides its kernels: all but the places that it writes and its positions.
-    The tokens of a pass whose frames have timesteps of their own are cut where these change."""
+    """Return the properties of a pass with a key-value cache that decide its kernels: all but the slots that it writes
+    and its positions. The tokens of a pass whose frames have timesteps of their own are cut where these change."""
     if cache is None:
         return None
     runs = tuple(len(list(group)) for _, group in itertools.groupby(step.frame_timesteps or ()))
@@ -307,21 +308,21 @@ def _cache_key(cache: FrameCache | None, step: StepInfo) -> Hashable:
 
 
 def refusal_of_group(group: RankGroup) -> str | None:
-    """Why a pass that these processes share cannot be captured."""
+    """Return why a pass that these processes share cannot be captured, or None."""
     if group.size == 1 or group.backend == "nccl":
         return None
     return f"several processes exchange tokens by {group.backend}, which no CUDA graph holds; NCCL can"
 
 
 def refusal_after(time: ForwardTime) -> str | None:
-    """Why a pass of so long is not captured; waits for it. None where it is launch-bound."""
+    """Return why a pass of this duration is not captured, or None if it is launch-bound. Waits for the pass."""
     host, device = 1000 * time.host_seconds, 1000 * time.device_seconds()
     return None if host > LAUNCH_BOUND * device else f"not launch-bound (the host takes {host:.1f} of {device:.1f} ms)"
 
 
 def kernel_switches(device_type: str) -> Hashable:
-    """What chooses kernels and may be set around a generation: switches of torch, autocast, and the environment's
-    choice of the fused kernels."""
+    """Return the settings that choose kernels and may change around a generation: torch's switches, autocast, and the
+    environment's choice of the fused kernels."""
     cudnn = torch.backends.cudnn
     return (
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),

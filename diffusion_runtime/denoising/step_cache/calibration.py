@@ -1,4 +1,4 @@
-"""Calibration of MagCache and TeaCache: how a model changes from step to step, in a file that says where it is from."""
+"""Calibration of MagCache and TeaCache: how a model changes from step to step, in a file that records its origin."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Calibration:
     with r the residual of all blocks; 1 for the first step. coefficients, of TeaCache: of the polynomial, the highest
     power first, `plain` and, of models that have it, `of_ret_steps`; empty where there were too few steps to fit one.
     model: of `model_identity`. prompts, request: what was generated; versions: of the packages that computed. spectrum:
-    A and beta of the clean latents' LatentSpectrum, for progressive resolution; None of latents that are too small to
-    say."""
+    A and beta of the clean latents' LatentSpectrum, for progressive resolution; None if the latents are too small to
+    fit one."""
 
     model: Mapping[str, str]
     num_steps: int
@@ -104,8 +104,8 @@ class Calibration:
     def remarks(
         self, request: Mapping[str, Any], branches: Iterable[str], method: str, model: Mapping[str, str]
     ) -> list[str]:
-        """How a resolved request and its model differ from what was measured, as sentences. branches: that it runs;
-        model: of `model_identity`."""
+        """Return how a resolved request and its model differ from what was measured, as sentences. branches: those that
+        run. model: of `model_identity`."""
         where, remarks = f"step_cache: {method}", []
         # Files of versions without quantization name none.
         measured, runs = self.model.get(_QUANTIZATION, "none"), model.get(_QUANTIZATION, "none")
@@ -147,9 +147,9 @@ def model_identity(
     ignored_layers: Iterable[str] = (),
     transformer_paths: Iterable[str] = (),
 ) -> dict[str, str]:
-    """What says which model it is: the family, the hash of its folder's configs with the files that its transformers'
-    weights are from where these are others, its LoRA files by name and scale, and its quantization with the layers that
-    stay as they are."""
+    """Return the values that identify a model: the family, the hash of its folder's configs with the names of replaced
+    transformer weight files, its LoRA files by name and scale, and its quantization with the layers left unquantised.
+    """
     files = "".join(f" with {Path(path).name}" for path in transformer_paths)
     named = [f"{Path(lora.path).name} x {lora.scale:g}" for lora in loras]
     ignored = ", ".join(ignored_layers)
@@ -189,7 +189,7 @@ def _lists(
 
 
 def _floats(numbers: object) -> tuple[float, ...] | None:
-    """None for what is no list of finite numbers."""
+    """Return the list of finite numbers, or None for anything else."""
     if not isinstance(numbers, list) or any(type(number) not in (int, float) for number in numbers):
         return None
     try:

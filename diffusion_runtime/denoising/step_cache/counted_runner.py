@@ -13,7 +13,7 @@ _BRANCHES = ("cond", "uncond")
 
 
 class CountedRunner(BlockRunner):
-    """Of one request. method: the name in the report."""
+    """Block runner of one request that counts computed and reused steps. method: the name in the report."""
 
     def __init__(self, method: str, recorder: AttentionRecorder) -> None:
         self._method = method

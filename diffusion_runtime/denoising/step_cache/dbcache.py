@@ -31,8 +31,8 @@ from diffusion_runtime.request.step_cache_options import DBCacheOptions
 
 @dataclass
 class _Branch:
-    """What is kept of a guidance branch. first_residual: d_c above. differences: of the residual of the middle blocks,
-    by order. num_reused: steps in a row."""
+    """State kept of a guidance branch. first_residual: d_c above. differences: of the residual of the middle blocks, by
+    order. num_reused: steps in a row."""
 
     step: int
     first_residual: torch.Tensor
@@ -62,7 +62,7 @@ class DBCache(CountedRunner):
         num_grid_tokens: int,
         modulated_input: MakeModulatedInput | None = None,  # noqa: ARG002 - of TeaCache
     ) -> Streams:
-        """See BlockRunner.run. Raises RequestError where F and B leave no block to reuse."""
+        """Run the blocks, or reuse the middle ones. Raises RequestError where F and B leave no block to reuse."""
         self._options.check_blocks(len(blocks))
         first, last = self._options.F, len(blocks) - self._options.B
         if step.expert != self._expert:
@@ -94,7 +94,8 @@ class DBCache(CountedRunner):
         return streams
 
     def _reusable(self, kept: _Branch | None, first_residual: torch.Tensor, step: StepInfo) -> float | None:
-        """How much the residual of the first blocks differs, for a step that is reused; None for a computed one."""
+        """Return the relative change of the first blocks' residual for a step that is reused, or None for a computed
+        one."""
         options = self._options
         if kept is None or step.index < options.W or 0 <= options.MC <= kept.num_reused:
             return None
@@ -107,7 +108,7 @@ class DBCache(CountedRunner):
 
 
 def _forecast(differences: Sequence[Streams], num_steps: int) -> Streams:
-    """The residual `num_steps` after the last computed step."""
+    """Forecast the residual `num_steps` after the last computed step."""
     forecast = differences[0]
     for order, difference in enumerate(differences[1:], start=1):
         factor = num_steps**order / math.factorial(order)

@@ -50,7 +50,8 @@ class ReuseDecision:
         self._now: torch.Tensor | None = None
 
     def reuse(self, latents: torch.Tensor, step: StepInfo) -> float | None:
-        """The accumulated error when this step may be reused, None when it is to be computed: `add_computed` then."""
+        """Return the accumulated error if this step may be reused, or None if it is to be computed: call `add_computed`
+        then."""
         self._now = _sample(latents)
         before, self._latents_before = self._latents_before, self._now
         if step.index < math.ceil(self._warmup * step.num_steps) or step.index == step.num_steps - 1:
@@ -63,7 +64,7 @@ class ReuseDecision:
         return error if error < self._threshold else None
 
     def add_computed(self, velocity: torch.Tensor) -> None:
-        """What was computed at the step that `reuse` was last asked about."""
+        """Add the velocity computed at the step that `reuse` was last asked about."""
         now, velocity = self._now, _sample(velocity)
         assert now is not None
         if self._computed is not None:

@@ -52,7 +52,6 @@ class MagCache(CountedRunner):
         num_grid_tokens: int,
         modulated_input: MakeModulatedInput | None = None,
     ) -> Streams:
-        """See BlockRunner.run."""
         if step.expert != self._expert:
             self._expert = step.expert
             self._branches.clear()

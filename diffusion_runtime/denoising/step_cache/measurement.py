@@ -1,4 +1,4 @@
-"""What `calibrate` measures on a model's blocks: residuals for MagCache, changes of input and output for TeaCache."""
+"""Measurements of `calibrate` on a model's blocks: residuals for MagCache, changes of input and output for TeaCache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class StackMeasurement(BlockRunner):
         num_grid_tokens: int,
         modulated_input: MakeModulatedInput | None = None,
     ) -> Streams:
-        """See BlockRunner.run."""
         if step.expert != self._expert:
             self._expert = step.expert
             self._sizes.clear()
@@ -77,7 +76,7 @@ class StackMeasurement(BlockRunner):
 
 
 def mean_ratios(measured: Sequence[StackMeasurement], num_steps: int) -> dict[str, tuple[float, ...]]:
-    """By branch, over several requests; 1 for a step that a branch did not run."""
+    """Return the mean ratios by branch, over several requests; 1 for a step that a branch did not run."""
     branches = dict.fromkeys(branch for each in measured for branch in each.ratios)
     return {
         branch: tuple(

@@ -34,14 +34,15 @@ from diffusion_runtime.request.step_cache_options import (
 
 
 def _nothing(_device: torch.device) -> None:
-    """Every process has counted everything."""
+    """Do nothing: every process has counted everything."""
 
 
 @dataclass(frozen=True)
 class StepCache:
-    """Of one generation. wrappers: around the velocities of the guidance branches, innermost first; none where every
-    step is computed. block_runner: of the transformer. finish: called after the last step with the latents' device, on
-    every process; it completes the counts."""
+    """Step cache of one generation. wrappers: around the velocities of the guidance branches, innermost first; none if
+    every step is computed. block_runner: of the transformer. finish: called after the last step with the latents'
+    device, on every process; it completes the counts.
+    """
 
     wrappers: tuple[BranchWrapper, ...] = ()
     block_runner: BlockRunner = field(default_factory=BlockRunner)
@@ -97,7 +98,7 @@ class StepCache:
 
 
 def calibration_of(file: str, method: str, model: Mapping[str, str]) -> Calibration | None:
-    """The calibration that a step cache names; None where it names none. model: of `model_identity`. Raises
+    """Return the calibration that a step cache names, or None where it names none. model: of `model_identity`. Raises
     RequestError for a file that is none, or is another model's."""
     if not file:
         return None

@@ -8,7 +8,7 @@ from diffusion_runtime.core.block_stack import Streams
 
 
 def entered(streams: Streams) -> Streams:
-    """A copy of the streams, which blocks overwrite."""
+    """Return a copy of the streams, which blocks overwrite."""
     return tuple(stream.clone() for stream in streams)
 
 
@@ -20,7 +20,7 @@ def minus(streams: Streams, entering: Streams) -> Streams:
 
 
 def plus(streams: Streams, residual: Streams) -> Streams:
-    """The streams with a residual of `minus`, joined where its blocks joined them."""
+    """Return the streams with a residual of `minus`, joined where its blocks joined them."""
     if len(streams) > len(residual):
         streams = (torch.cat(streams, dim=1),)
     return tuple(a + b for a, b in zip(streams, residual, strict=True))

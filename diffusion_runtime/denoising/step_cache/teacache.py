@@ -76,7 +76,6 @@ class TeaCache(CountedRunner):
         num_grid_tokens: int,
         modulated_input: MakeModulatedInput | None = None,
     ) -> Streams:
-        """See BlockRunner.run."""
         assert modulated_input is not None, "every family says what its first block's modulated input is"
         if step.expert != self._expert:
             self._expert = step.expert
@@ -103,7 +102,7 @@ class TeaCache(CountedRunner):
 
 
 def compared_tensor(modulated: ModulatedInput, num_grid_tokens: int, *, use_ret_steps: bool) -> torch.Tensor:
-    """What is compared, [batch, rows, dim]: this process's tokens of the grid, without padding."""
+    """Return the tensor that is compared, [batch, rows, dim]: this process's tokens of the grid, without padding."""
     if not use_ret_steps:
         return modulated.values[:, :num_grid_tokens]
     assert modulated.projection is not None, "a model without one has no coefficients for use_ret_steps"
@@ -121,9 +120,9 @@ def relative_change(now: torch.Tensor, before: torch.Tensor, sequence: RankGroup
 def polynomial_of(
     options: TeaCacheOptions, calibration: Calibration | None, published: TeaCachePolynomials | None
 ) -> TeaCachePolynomial:
-    """The polynomial that a request asks for: of its calibration file, or published for the model.
+    """Return the polynomial that a request asks for: of its calibration file, or published for the model.
 
-    calibration: of options.file, None where that is empty. published: None for a model that nobody published any for.
+    calibration: of options.file, None where that is empty. published: None for a model without published coefficients.
     Raises RequestError where there is none.
     """
     known = published if calibration is None else calibration.polynomials

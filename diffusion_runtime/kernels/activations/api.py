@@ -32,7 +32,7 @@ def silu_mul(
 
 
 def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
-    """The tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
+    """Apply the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
     product. Raises ConfigError when the implementation that was asked for cannot run."""
     if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
         return x

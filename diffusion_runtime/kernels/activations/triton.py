@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
-    """Why this implementation cannot compute with such tensors; None when it can."""
+    """Return why this implementation cannot compute with such tensors, or None."""
     reason = refusal_of(gate, features)
     if reason is None and (_row_stride(gate) is None or _row_stride(features) is None):
         return "takes rows that lie evenly apart"
@@ -24,20 +24,20 @@ def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
 
 
 def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.silu_mul in one launch."""
     out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(gate, features, out, "silu_mul")
     return out
 
 
 def gelu_(x: torch.Tensor) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.gelu_ in one launch."""
     _launch(x, x, x, "gelu")
     return x
 
 
 def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place: bool) -> torch.Tensor | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(gate.device, _key, gate, features, in_place, activation)
     if found is None:
         return None
@@ -47,7 +47,7 @@ def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place
 
 
 def _key(gate: torch.Tensor, features: torch.Tensor, in_place: bool, activation: str) -> Hashable:
-    """All that checks and launch depend on."""
+    """Return all that checks and launch depend on."""
     return activation, in_place, kind_of(gate), kind_of(features)
 
 
@@ -68,7 +68,7 @@ def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activ
 
 
 def _row_stride(x: torch.Tensor) -> int | None:
-    """From row to row of x [..., dim]; None where rows do not lie evenly apart."""
+    """Return the stride from row to row of x [..., dim], or None if rows are not evenly spaced."""
     stride, extent = 0, 1
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:

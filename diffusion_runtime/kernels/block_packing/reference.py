@@ -38,7 +38,7 @@ class PackedTokens:
     v_means: torch.Tensor | None = None
 
     def in_sequence(self, batch: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v without what is beside them, [B, N, heads, head_dim]: tokens in the geometries' order."""
+        """q, k and v without what surrounds them, [B, N, heads, head_dim]: tokens in the geometries' order."""
         q, k, v = (
             rows[:-TAIL_ROWS].view(batch, -1, geometry.num_tokens, rows.shape[1])[..., :head_dim].transpose(1, 2)
             for rows, geometry in ((self.q, self.q_geometry), (self.k, self.kv_geometry), (self.v, self.kv_geometry))
@@ -76,7 +76,7 @@ def pack_tokens_reference(
     text_lengths: torch.Tensor | None,
     averaged: Averaged,
 ) -> PackedTokens:
-    """As pack_tokens."""
+    """Implement pack_tokens in torch."""
     return PackedTokens(
         _pack(q, q_geometry, num_grid_tokens, text_lengths),
         _pack(k, kv_geometry, num_grid_tokens, text_lengths),

@@ -11,7 +11,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why tensors like x cannot be packed by this implementation; None when they can."""
+    """Return why this implementation cannot pack tensors like x, or None."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the tensor is on {x.device}"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -30,7 +30,7 @@ def pack_tokens_triton(
     text_lengths: torch.Tensor | None,
     averaged: Averaged,
 ) -> PackedTokens:
-    """As pack_tokens."""
+    """Implement pack_tokens in Triton."""
     from diffusion_runtime.kernels.block_packing import triton_kernels as kernels
 
     q, k, v = (rows_contiguous(x) for x in (q, k, v))

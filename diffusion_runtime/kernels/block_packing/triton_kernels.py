@@ -36,7 +36,7 @@ def _pack_run(
     BY_BLOCKS: tl.constexpr,
     AVERAGE: tl.constexpr,
 ):
-    """One run of one head: a block, or RUN rows of text; without BY_BLOCKS, RUN rows of anything."""
+    """Pack one run of one head: a block, or RUN rows of text; without BY_BLOCKS, RUN rows of anything."""
     columns = tl.arange(0, W)
     row = head.to(tl.int64)
     if (run == 0) & (head == batch * num_heads - 1):

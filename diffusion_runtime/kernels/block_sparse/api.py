@@ -99,7 +99,7 @@ def block_sparse_attention(
 def refusal(
     implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float = 0.0, return_lse: bool = False
 ) -> str | None:
-    """Why an implementation cannot compute this plan on these tensors; None when it can."""
+    """Return why an implementation cannot compute this plan on these tensors, or None."""
     if implementation == "reference":
         return None
     if skip_threshold and implementation in ("flash4", "flashinfer"):
@@ -121,7 +121,7 @@ def reads_packed_rows(
     kv_geometry: BlockGeometry,
     num_grid_tokens: int,
 ) -> bool:
-    """Whether `auto` would pack q, k and v for a plan of these blocks without row masks."""
+    """Return True if `auto` would pack q, k and v for a plan of these blocks without row masks."""
     takes = takes_packed_rows(q, q_geometry, kv_geometry, num_grid_tokens)
     return takes and not triton.reads_in_place(q, k, v, q_geometry, kv_geometry)
 
@@ -129,7 +129,7 @@ def reads_packed_rows(
 def takes_packed_rows(
     q: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry, num_grid_tokens: int
 ) -> bool:
-    """Whether `auto` computes a plan of these blocks without row masks on packed rows where it is given them."""
+    """Return True if `auto` computes a plan of these blocks without row masks on packed rows when it is given them."""
     is_flash4 = flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is None
     return not is_flash4 and triton.refusal_of_size(q, q_geometry.num_tokens) is None
 

@@ -28,7 +28,7 @@ class PlanForm(NamedTuple):
 def expected_implementation(
     hardware: Hardware, dtype: torch.dtype, head_dim: int, plan: PlanForm, skip_threshold: float = 0.0
 ) -> str:
-    """What BlockSparseResult.implementation says of `auto`; the rules are those of `refusal` in api.py."""
+    """Return the BlockSparseResult.implementation that `auto` leads to; the rules are those of `refusal` in api.py."""
     if _triton_refuses(hardware, dtype, head_dim, plan):
         return "reference"
     if skip_threshold:

@@ -30,10 +30,10 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 @functools.cache
 def package_refusal() -> str | None:
-    """Why flash-attn-4 cannot be used in this process; None when it can.
+    """Return why flash-attn-4 cannot be used in this process, or None.
 
-    Imports it where it is installed, which takes seconds, once per process. A package that fails to import is logged,
-    because Triton then computes in its place.
+    The first call imports the package if it is installed, which takes seconds. A failing import is logged, because
+    Triton then computes in its place.
     """
     try:
         installed = importlib.util.find_spec("flash_attn.cute") is not None
@@ -60,13 +60,13 @@ def check_package(hardware: Hardware) -> None:
 
 
 def serves(hardware: Hardware) -> bool:
-    """Whether the chip is one that the kernel is built for (sm_90). ROCm numbers its chips in the same way, and none of
-    them is."""
+    """Return True if the kernel is built for the chip (sm_90). ROCm numbers its chips the same way; none of them is
+    supported."""
     return hardware.platform == "cuda" and hardware.capability == (9, 0)
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
-    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    """Return why this plan cannot be computed here on tensors like q, or None."""
     reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
     if reason is None and plan.row_mask is not None:
         reason = "supports no row masks"
@@ -74,7 +74,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
 
 
 def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: BlockGeometry, num_grid: int) -> str | None:
-    """Why no plan of these blocks, without row masks, can be computed on tensors like q; None when any can."""
+    """Return why no plan of these blocks without row masks can be computed on tensors like q, or None."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if not serves(detect_hardware(str(q.device))):
@@ -133,7 +133,7 @@ def _in_order(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
 
 
 def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
+    """Return the plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
     factor = (plan.kv.uniform_block_size or 0) // TILE
     within = torch.arange(factor, dtype=torch.int32, device=plan.device)
     tiles = (plan.kv_index[..., None] * factor + within).flatten(-2)

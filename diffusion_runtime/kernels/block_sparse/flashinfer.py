@@ -2,8 +2,8 @@
 backend "cake"; Ye et al., arXiv:2501.01005).
 
 Needs the package flashinfer-python, nvcc and an sm_90 GPU. The kernel is fast and its plans are not: FlashInfer makes
-them in Python on the host, 1.8 s of one core for 12 heads of 32,768 tokens at density 0.1, beside 1 to 2 ms of kernel.
-So `auto` never takes it; a plan that is used again is made once.
+them in Python on the host, 1.8 s of one core for 12 heads of 32,768 tokens at density 0.1, compared with 1 to 2 ms of
+kernel. So `auto` never takes it; a plan that is used again is made once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _planned: dict[tuple[int, float], Any] = {}
 
 @functools.cache
 def package_refusal() -> str | None:
-    """Why flashinfer-python cannot be used in this process; None when it can. Imports it where it is installed."""
+    """Return why flashinfer-python cannot be used in this process, or None. Imports the package if it is installed."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed: pip install 'diffusion-runtime[flashinfer]'"
     failure = import_failure("flashinfer.sparse", "VariableBlockSparseAttentionWrapper")
@@ -40,7 +40,7 @@ def package_refusal() -> str | None:
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan, return_lse: bool = False) -> str | None:
-    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    """Return why this plan cannot be computed here on tensors like q, or None."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if not serves(detect_hardware(str(q.device))):
@@ -49,7 +49,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan, return_lse: bool = False) -> str 
 
 
 def refusal_of_plan(q: torch.Tensor, plan: SparsePlan, return_lse: bool) -> str | None:
-    """The same, whatever the machine is."""
+    """Return why this plan cannot be computed on any machine, or None."""
     if q.dtype != torch.bfloat16:
         return f"takes bfloat16, not {q.dtype}"
     if q.shape[-1] != HEAD_DIM:

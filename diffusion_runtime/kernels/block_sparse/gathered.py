@@ -29,7 +29,7 @@ BUDGET = 1 << 30
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
-    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    """Return why this plan cannot be computed here on tensors like q, or None."""
     reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
     if reason is None and (plan.row_mask is None or plan.max_blocks_per_query is None):
         reason = "needs row masks and the number of blocks that a query sees at most"
@@ -37,7 +37,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
 
 
 def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: BlockGeometry, num_grid: int) -> str | None:
-    """Why no plan of these blocks can be computed here on tensors like q; None when any with row masks can."""
+    """Return why no plan of these blocks can be computed here on tensors like q, or None if any with row masks can."""
     reason = triton.refusal_of_size(q, q_blocks.num_tokens)
     if reason is not None:
         return reason
@@ -181,7 +181,7 @@ class _Call:
     lse: torch.Tensor
 
     def prepared(self, unit: Unit) -> PreparedUnit:
-        """The steps of a unit. Long, because launches name all of the kernels' arguments."""
+        """Prepare the steps of a unit. Long, because launches name all of the kernels' arguments."""
         from diffusion_runtime.kernels.block_sparse import gathered_kernels as kernels
 
         plan, shape, device = self.plan, self.shape, self.q.device

@@ -56,7 +56,7 @@ def count_rows(
 
 @triton.jit
 def _first_slot(row_starts, q_offsets, first_head, first_block, num_grid):
-    """Where the entries of a unit begin among those of all queries."""
+    """Return the index, among the entries of all queries, at which the entries of a unit begin."""
     return tl.load(row_starts + first_head.to(tl.int64) * num_grid + tl.load(q_offsets + first_block))
 
 
@@ -77,7 +77,8 @@ def list_queries(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The queries that see each key block, ascending, and where the result of each goes: entry by entry of a query.
+    """List the queries that see each key block, ascending, and where the result of each goes: entry by entry of a
+    query.
 
     bases [heads, C, q blocks] of the unit: where the entries of a q block start. Grid: (q blocks, heads) of the unit.
     """
@@ -135,7 +136,7 @@ def attend_lists(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of at most ROWS queries of one list against its key block, into their slots of `partial`.
+    """Attend one tile of at most ROWS queries of one list to its key block, into their slots of `partial`.
 
     Grid: (tiles,), those of a list one after the other, so that they find its keys in the cache.
     """
@@ -254,8 +255,8 @@ def count_lists(
     stride_k,
     BLOCK: tl.constexpr,
 ):
-    """Of each list (head, key block): bases [lists, num_blocks], the queries before each query block's, and totals.
-    Grid: (lists,)."""
+    """Write for each list (head, key block) `bases` [lists, num_blocks], the queries before each query block's, and
+    `totals`. Grid: (lists,)."""
     row = tl.program_id(0)
     source = counts + (row // num_keys).to(tl.int64) * stride_h + row % num_keys * stride_k
     target = bases + row.to(tl.int64) * num_blocks

@@ -1,7 +1,7 @@
-"""Where the gathered queries of each key block lie: lists one after the other, cut into tiles; no size is read back.
+"""Positions of the gathered queries of each key block: lists one after the other, cut into tiles; no size is read back.
 
-A call has one list per head and key block, of the queries that see the block, query block by query block. Made by
-single operations of torch it takes 18 launches per unit of heads, of which a call at 32,760 tokens has two.
+A call has one list per head and key block, of the queries that see the block, in the order of the query blocks. Built
+from single torch operations it takes 18 launches per unit of heads; a call at 32,760 tokens has two units.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gathered_lists(counts: torch.Tensor, rows: int, num_tiles: int) -> GatheredL
 
 
 def gathered_lists_reference(counts: torch.Tensor, rows: int, num_tiles: int) -> GatheredLists:
-    """As gathered_lists, in torch."""
+    """Implement gathered_lists in torch."""
     num_blocks = counts.shape[1]
     by_list = counts.transpose(1, 2).reshape(-1, num_blocks)
     ends = by_list.flatten().cumsum(0, dtype=torch.int32).view(by_list.shape)
@@ -56,7 +56,7 @@ def gathered_lists_reference(counts: torch.Tensor, rows: int, num_tiles: int) ->
 
 
 def gathered_lists_triton(counts: torch.Tensor, rows: int, num_tiles: int) -> GatheredLists:
-    """As gathered_lists, in two launches."""
+    """Implement gathered_lists in two launches."""
     from diffusion_runtime.kernels.block_sparse import gathered_kernels as kernels
 
     heads, num_blocks, num_keys = counts.shape

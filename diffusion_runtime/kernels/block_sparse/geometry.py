@@ -63,5 +63,5 @@ class BlockGeometry:
         return torch.empty_like(self.order).scatter_(1, self.order.long(), positions.expand_as(self.order))
 
     def to(self, device: torch.device | str) -> Self:
-        """The same geometry on another device."""
+        """Return the same geometry on another device."""
         return dataclasses.replace(self, order=self.order.to(device), offsets=self.offsets.to(device))

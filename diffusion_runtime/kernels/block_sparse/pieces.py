@@ -26,7 +26,7 @@ class Pieces:
 
 
 def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
-    """The key blocks that each q block lists, cut into runs of at most `piece` rows."""
+    """Return the key blocks that each q block lists, cut into runs of at most `piece` rows."""
     per_head = plan.kv.num_groups > 1
     num_rows = plan.batch * plan.num_heads if per_head else plan.kv_count.shape[0]
     index_capacity = plan.kv_index.shape[2]
@@ -110,7 +110,8 @@ def list_tiles(geometry: BlockGeometry, rows: int, rest_rows: int = 0) -> Tiles:
 
 
 def _has_rests(geometry: BlockGeometry, rows: int, rest_rows: int) -> bool:
-    """Whether a block may have a rest of 1 to `rest_rows` queries beside whole tiles, as far as the host can tell."""
+    """Return True if a block may leave 1 to `rest_rows` queries over after its whole tiles, as far as the host can
+    tell."""
     if geometry.max_block_size <= rest_rows:
         return False
     if geometry.uniform_block_size is not None:

@@ -137,7 +137,7 @@ class SparsePlan:
         return kept.index_add_(0, torch.repeat_interleave(sizes), seen) / sizes.clamp(min=1)[:, None]
 
     def valid_text(self, sample: int) -> int:
-        """How many text tokens of a sample are valid. Synchronises with the device that holds the plan."""
+        """Return the number of valid text tokens of a sample. Synchronises with the device that holds the plan."""
         return self.num_text_tokens if self.text_lengths is None else int(self.text_lengths[sample])
 
     def to_dense_mask(self) -> torch.Tensor:
@@ -165,7 +165,7 @@ class SparsePlan:
         return mask
 
     def heads(self, start: int, stop: int) -> Self:
-        """The plan of query heads start to stop - 1, which must be whole groups that share key heads."""
+        """Return the plan of query heads start to stop - 1, which must be whole groups that share key heads."""
         repeats = self.num_heads // self.num_kv_heads
         assert start % repeats == stop % repeats == 0, "heads that share a key head stay together"
         return dataclasses.replace(
@@ -180,7 +180,7 @@ class SparsePlan:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """The same plan on another device."""
+        """Return the same plan on another device."""
         return dataclasses.replace(
             self,
             q=self.q.to(device),
@@ -203,7 +203,7 @@ def _geometry_of_heads(geometry: BlockGeometry, batch: int, start: int, stop: in
 
 @dataclass(frozen=True)
 class PooledBranch:
-    """What is added to the result: gate * pooled[block of the query], on grid queries.
+    """Term added to the result of grid queries: gate * pooled[block of the query].
 
     pooled: [B, H, q blocks, head_dim]; gate: [B, seq, H, head_dim].
     """

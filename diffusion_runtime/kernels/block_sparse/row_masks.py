@@ -40,7 +40,7 @@ def count_rows(row_mask: torch.Tensor, q: BlockGeometry, num_kv_blocks: int) -> 
 
 
 def count_rows_reference(row_mask: torch.Tensor, q: BlockGeometry, num_kv_blocks: int) -> RowCounts:
-    """As count_rows, in torch, as many rows of G at a time as the memory allows."""
+    """Implement count_rows in torch, as many rows of G at a time as the memory allows."""
     groups, num_rows, _ = row_mask.shape
     of_blocks = torch.empty(groups, q.num_blocks, num_kv_blocks, dtype=torch.int32, device=row_mask.device)
     of_rows = torch.empty(groups, num_rows, dtype=torch.int32, device=row_mask.device)
@@ -56,7 +56,7 @@ def count_rows_reference(row_mask: torch.Tensor, q: BlockGeometry, num_kv_blocks
 
 
 def count_rows_triton(row_mask: torch.Tensor, q: BlockGeometry, num_kv_blocks: int) -> RowCounts:
-    """As count_rows, in Triton."""
+    """Implement count_rows in Triton."""
     from diffusion_runtime.kernels.block_sparse import gathered_kernels as kernels
 
     groups, num_rows, words = row_mask.shape

@@ -32,7 +32,7 @@ class SkipRule:
     piece: int
 
     def tiles(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The tiles of the queries from start to stop - 1."""
+        """Return the tiles of the queries from start to stop - 1."""
         return [(first, min(first + self.rows, stop)) for first in range(start, stop, self.rows)]
 
     def split(self, positions: torch.Tensor, blocks: torch.Tensor, merges: bool) -> tuple[torch.Tensor, torch.Tensor]:

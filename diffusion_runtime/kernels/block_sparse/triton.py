@@ -46,28 +46,28 @@ class TileShape:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels on CPU tensors in this process."""
+    """Return True if Triton runs kernels on CPU tensors in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves(hardware: Hardware) -> bool:
-    """Whether the kernels run on a chip that torch calls `cuda`: NVIDIA from MINIMUM_CAPABILITY on, and ROCm."""
+    """Return True if the kernels run on a chip that torch calls `cuda`: NVIDIA from MINIMUM_CAPABILITY on, and ROCm."""
     return hardware.capability is None or hardware.capability >= MINIMUM_CAPABILITY
 
 
 def has_bulk_copies(hardware: Hardware) -> bool:
-    """Whether rows are fetched by TMA. ROCm numbers chips alike (gfx942 is 9.4), has no TMA and reports no capability
-    here."""
+    """Return True if rows are fetched by TMA. ROCm numbers chips alike (gfx942 is 9.4), has no TMA and reports no
+    capability here."""
     return hardware.platform == "cuda" and hardware.capability is not None and hardware.capability >= (9, 0)
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
-    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    """Return why this plan cannot be computed here on tensors like q, or None."""
     return refusal_of_size(q, plan.num_tokens)
 
 
 def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
-    """Why no plan of this many tokens can be computed on tensors like q; None when any can."""
+    """Return why no plan of this many tokens can be computed on tensors like q, or None."""
     reason = refusal_of_device(q)
     if reason is not None:
         return reason
@@ -81,7 +81,7 @@ def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
 
 
 def refusal_of_device(x: torch.Tensor) -> str | None:
-    """Why no kernel here runs where a tensor is; None when they do."""
+    """Return why no kernel here runs on the device of a tensor, or None."""
     if not (x.is_cuda or is_interpreted()):
         return f"needs a CUDA GPU, the tensors are on {x.device}"
     if x.is_cuda and not serves(detect_hardware(str(x.device))):
@@ -96,11 +96,11 @@ _LARGEST_READ_IN_PLACE = 256
 def reads_in_place(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry
 ) -> bool:
-    """Whether a plan of these blocks, without row masks, is computed on q, k and v as they are: their tokens stand in
-    the order of the blocks, as a model keeps them (attention/token_order.py), and their rows are what a copy takes.
+    """Return True if a plan of these blocks without row masks is computed on q, k and v as they are: their tokens are
+    in block order, as a model keeps them (attention/token_order.py), and their rows can be copied in bulk.
 
-    Not where blocks are large. Rows of a packed product lie apart, which slows the kernel; STA's tiles of 384 tokens
-    read each row more often: 9.4 ms of a step of Wan 1.3B on an H200, where the copies take 4.8
+    False for large blocks. Rows of a packed product lie apart, which slows the kernel; STA's tiles of 384 tokens read
+    each row more often: 9.4 ms of a step of Wan 1.3B on an H200, where the copies take 4.8
     (benchmarks/results/static_order_gpu.json).
     """
     stand_in_order = q_geometry.is_identity and kv_geometry.is_identity
@@ -110,7 +110,7 @@ def reads_in_place(
 
 
 def _has_regular_rows(x: torch.Tensor) -> bool:
-    """Whether the tokens of all samples [B, N, heads, head_dim] are rows at one distance, aligned as TMA asks."""
+    """Return True if the tokens of all samples [B, N, heads, head_dim] are evenly spaced rows, aligned for TMA."""
     batch, num_tokens, num_heads, _ = x.shape
     steps = (x.stride(1), x.stride(2) if num_heads > 1 else 0)
     regular = x.stride(3) == 1 and (batch == 1 or x.stride(0) == num_tokens * x.stride(1))
@@ -159,7 +159,7 @@ def block_sparse_skipping_triton(
 
 
 def skip_rule(q: torch.Tensor, plan: SparsePlan, threshold: float) -> SkipRule:
-    """What is skipped of a plan on tensors like q, whichever device computes it."""
+    """Return the rule by which parts of a plan are skipped on tensors like q, on whichever device it runs."""
     shape = tile_shape(q, plan)
     return SkipRule(threshold, shape.rows, shape.piece)
 
@@ -294,7 +294,8 @@ def prepare(
 
 
 def tile_shape(q: torch.Tensor, plan: SparsePlan) -> TileShape:
-    """What measured fastest on an H200 for blocks of this size; smaller where the head size or float32 asks for it."""
+    """Return the tile shape that measured fastest on an H200 for blocks of this size; smaller if the head size or
+    float32 requires it."""
     bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
     head_dim, exact = q.shape[-1], q.dtype.itemsize > 2
     if exact or head_dim > 128:
@@ -312,7 +313,7 @@ def _has_broken_values(v: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(x: torch.Tensor, count: int, shape: TileShape) -> Any:
-    """What the kernel loads rows from: a descriptor of `count` rows at a time, or the tensor.
+    """Return the source from which the kernel loads rows: a descriptor of `count` rows at a time, or the tensor.
 
     x: packed rows, or tokens [B, N, heads, head_dim] that are read in place.
     """

@@ -102,10 +102,10 @@ def list_merged_pieces(
     PER_HEAD: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As list_short_pieces for blocks of any length; with MERGE, listed blocks that are adjacent make one run.
+    """List pieces as list_short_pieces does, for blocks of any length; with MERGE, adjacent listed blocks make one run.
 
-    Without MERGE, piece_blocks holds the block of each piece; all of them stand at the end of the row, as pieces of at
-    most PIECE rows.
+    Without MERGE, piece_blocks holds the block of each piece, and all pieces are at the end of the row, each of at most
+    PIECE rows.
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)
@@ -181,7 +181,8 @@ def _add_piece(
     EMPTY_ROWS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of them."""
+    """Compute one step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of
+    them."""
     scores = _scores(q, k, EXACT)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -200,7 +201,7 @@ def _scores(q, k, EXACT: tl.constexpr):
 
 @triton.jit
 def _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, EMPTY_ROWS: tl.constexpr, EXACT: tl.constexpr):
-    """The softmax of a step and its product with v. top: the highest score of each row, scaled."""
+    """Compute the softmax of a step and its product with v. top: the highest score of each row, scaled."""
     new_max = tl.maximum(row_max, top)
     if EMPTY_ROWS:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -286,7 +287,8 @@ def attend(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of at most ROWS queries of one block and head against the pieces that its block lists, then the text.
+    """Attend one tile of at most ROWS queries of one block and head to the pieces that its block lists, then to the
+    text.
 
     Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything. The
     rest of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at most LEFT
@@ -378,7 +380,7 @@ def attend(
             if SKIPS:
                 scores = _scores(q, k, EXACT)
                 top = tl.max(scores, 1) * qk_scale
-                # Rows past the tile's end hold other queries and have no say; NaN is below nothing.
+                # Rows past the tile's end hold other queries and do not count; NaN is below nothing.
                 in_tile = start + tl.arange(0, ROWS) < stop
                 needed = tl.where(in_tile & ~(top < row_max + skip_below), 1, 0)
                 if tl.max(needed, 0) > 0:

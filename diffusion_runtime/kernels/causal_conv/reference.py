@@ -19,7 +19,7 @@ class NormSilu:
 
 
 def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu | None, padding: int) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.channels_first_input in torch."""
     if norm is not None:
         gamma = norm.gamma.view(-1, 1, 1, 1)
         normalized = F.normalize(x.float() if x.dtype in _HALF else x, dim=1).to(x.dtype)
@@ -31,7 +31,7 @@ def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu 
 
 
 def add_bias_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_bias_residual in torch."""
     if bias is not None:
         x.add_(bias.view(-1, 1, 1, 1))
     return x.add_(residual)
@@ -45,7 +45,7 @@ def channels_last_input(
     residual: torch.Tensor | None,
     is_first: bool,
 ) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.channels_last_input in torch."""
     value = x if bias is None else x + bias
     if residual is not None:
         value = x.copy_(value + residual)

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why tensors like x are not computed by this implementation; None when they are."""
+    """Return why this implementation cannot compute with tensors like x, or None."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the tensor is on {x.device}"
     if x.dtype not in DTYPES:
@@ -23,8 +23,8 @@ def refusal(x: torch.Tensor) -> str | None:
 
 
 def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu | None, padding: int) -> torch.Tensor:
-    """As in api.py. The lengths of the channel vectors are torch's own reduction: its order of summation is part of the
-    bits."""
+    """Implement api.channels_first_input. The lengths of the channel vectors are torch's own reduction, since its order
+    of summation determines the bits."""
     from diffusion_runtime.kernels.causal_conv import triton_kernels as kernels
 
     _, channels, frames, height, width = x.shape
@@ -56,7 +56,7 @@ def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu 
 
 
 def add_bias_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_bias_residual in one launch."""
     from diffusion_runtime.kernels.causal_conv import triton_kernels as kernels
 
     _, channels, frames, height, width = x.shape
@@ -85,7 +85,7 @@ def channels_last_input(
     is_first: bool,
     in_torchs_order: bool = False,
 ) -> torch.Tensor:
-    """As in api.py. Torch's order of summation is known for multiples of 16 channels, 64 or more."""
+    """Implement api.channels_last_input. Torch's summation order is known for multiples of 16 channels from 64 on."""
     from diffusion_runtime.kernels.causal_conv import triton_kernels as kernels
 
     frames, height, width, channels = x.shape

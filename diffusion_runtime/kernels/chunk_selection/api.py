@@ -60,7 +60,7 @@ def chunk_row_mask(
 def chunk_row_mask_reference(
     q: torch.Tensor, means: torch.Tensor, order: torch.Tensor, chunk_of_row: torch.Tensor, rule: SelectionRule
 ) -> torch.Tensor:
-    """As chunk_row_mask, sample by sample: groups never span two."""
+    """Implement chunk_row_mask sample by sample: groups never span two."""
     in_order = order[: chunk_of_row.shape[0]].long()
     repeats = q.shape[2] // means.shape[1]
     return torch.stack(

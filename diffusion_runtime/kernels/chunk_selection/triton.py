@@ -11,7 +11,7 @@ MAXIMUM_CHUNKS = 1024
 
 
 def refusal(q: torch.Tensor, means: torch.Tensor, group: str) -> str | None:
-    """Why chunks for tensors like q cannot be selected by this implementation; None when they can."""
+    """Return why this implementation cannot select chunks for tensors like q, or None."""
     if group != "query_head":
         return f"compares the chunks of one query (query_head), not {group}"
     if means.shape[2] > MAXIMUM_CHUNKS:
@@ -28,7 +28,7 @@ def chunk_row_mask_triton(
     top: int | None,
     threshold: float,
 ) -> torch.Tensor:
-    """As chunk_row_mask with the group query_head."""
+    """Implement chunk_row_mask for the group query_head."""
     import triton.language as tl
 
     from diffusion_runtime.kernels.chunk_selection import triton_kernels as kernels
@@ -40,7 +40,7 @@ def chunk_row_mask_triton(
     row_mask = torch.empty(batch, num_heads, num_rows, words, dtype=torch.int32, device=q.device)
     chunks = max(32, 1 << (num_chunks - 1).bit_length())
     by_share = top is None
-    # Gates that a thread holds: 64, and 32 beside sums in float64; more of them do not fit the registers of sm_90.
+    # Gates that a thread holds: 64, or 32 next to sums in float64; more of them do not fit the registers of sm_90.
     rows = max(16, min(64, (8192 if by_share else 16384) // chunks))
     num_warps = max(4, rows * chunks // (1024 if by_share else 2048))
     kernels.select_rows[(-(-num_rows // rows), batch * num_heads)](

@@ -53,9 +53,9 @@ def quantize_gated_rows(gate: torch.Tensor, features: torch.Tensor) -> Quantized
 def quantize_joined_rows(
     first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
 ) -> QuantizedRows:
-    """quantize_rows of first [..., dim] and, beside it, the tanh GELU of second [..., other dim], or with features like
-    second silu(second) * features: in one pass, without a copy of either, and with the bits of quantize_rows of both
-    side by side. Raises ConfigError for shapes that do not fit."""
+    """quantize_rows of first [..., dim] and, next to it, the tanh GELU of second [..., other dim], or with features
+    like second silu(second) * features: in one pass, without a copy of either, and with the bits of quantize_rows of
+    both side by side. Raises ConfigError for shapes that do not fit."""
     return _quantize_parts(first, second, features)
 
 
@@ -87,7 +87,7 @@ def _refuse(name: str, x: torch.Tensor, expected: tuple[int, ...], second: torch
 
 
 def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
-    """Why a device cannot multiply 8-bit rows into results of `dtype`; None when it can."""
+    """Return why a device cannot multiply 8-bit rows into results of `dtype`, or None."""
     if device.type == "meta":
         # Where memory is planned for a device that has them.
         return None

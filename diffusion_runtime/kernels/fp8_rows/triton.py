@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(x: torch.Tensor, features: torch.Tensor | None = None, first: torch.Tensor | None = None) -> str | None:
-    """Why tensors like x are not quantised by this implementation; None when they are."""
+    """Return why this implementation cannot quantise tensors like x, or None."""
     reason = refusal_of(x, features, first)
     if reason is not None:
         return reason
@@ -64,7 +64,7 @@ def quantize_rows(
 def repeat(
     x: torch.Tensor, gelu_from: int | None, features: torch.Tensor | None, first: torch.Tensor | None
 ) -> QuantizedRows | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(x.device, _key, x, gelu_from, features, first)
     if found is None:
         return None
@@ -74,7 +74,7 @@ def repeat(
 
 
 def empty_rows(x: torch.Tensor, num_rows: int, dim: int) -> QuantizedRows:
-    """For quantised rows, beside x."""
+    """Return an empty QuantizedRows on x's device."""
     values = x.new_empty((num_rows, dim), dtype=torch.float8_e4m3fn)
     return QuantizedRows(values, x.new_empty((num_rows, 1), dtype=torch.float32))
 
@@ -91,10 +91,10 @@ def _num_first(first: torch.Tensor | None) -> int:
 def _pointers(
     x: torch.Tensor, features: torch.Tensor | None, first: torch.Tensor | None, rows: QuantizedRows
 ) -> tuple[torch.Tensor, ...]:
-    """In the order of the kernel's arguments; one that it does not read is x."""
+    """Return the pointers in the order of the kernel's arguments, x for each that it does not read."""
     return x, x if features is None else features, x if first is None else first, *rows
 
 
 def _key(x: torch.Tensor, gelu_from: int | None, features: torch.Tensor | None, first: torch.Tensor | None) -> Hashable:
-    """All that checks and launch depend on."""
+    """Return all that checks and launch depend on."""
     return kind_of(x), gelu_from, kind_of(features), kind_of(first)

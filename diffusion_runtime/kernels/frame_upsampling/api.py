@@ -22,7 +22,7 @@ def upsample_channels_first(x: torch.Tensor, *, is_interleaved: bool) -> torch.T
 def upsample_channels_last(
     x: torch.Tensor, *, is_interleaved: bool, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same of x + bias + residual for [frames, height, width, channels], contiguous."""
+    """Upsample x + bias + residual in the same way for [frames, height, width, channels], contiguous."""
     if refusal(x) is None:
         return triton.upsample_channels_last(x, is_interleaved, bias, residual)
     return reference.upsample_channels_last(x, is_interleaved, bias, residual)

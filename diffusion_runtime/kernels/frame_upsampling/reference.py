@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Duplication:
-    """How a shortcut without weights fills a larger video (DupUp3D of the Wan 2.2 autoencoder).
+    """Layout by which a shortcut without weights fills a larger video (DupUp3D of the Wan 2.2 autoencoder).
 
-    Each channel stands `repeats` times; those copies are then dealt out to frames_factor frames, 2 rows and 2 columns.
-    num_dropped: frames that are left out at the beginning, those before the first one of a video.
+    Each channel is repeated `repeats` times; the copies are then dealt out to frames_factor frames, 2 rows and 2
+    columns. num_dropped: leading frames to leave out, those before the first frame of a video.
     """
 
     frames_factor: int
@@ -21,7 +21,7 @@ class Duplication:
 
 
 def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.upsample_channels_first in torch."""
     _, channels, frames, height, width = x.shape
     by_frame = x[0].transpose(0, 1)
     if is_interleaved:
@@ -32,7 +32,7 @@ def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tens
 def upsample_channels_last(
     x: torch.Tensor, is_interleaved: bool, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.upsample_channels_last in torch."""
     value = x if bias is None else x + bias
     if residual is not None:
         value = value + residual
@@ -52,14 +52,14 @@ def duplicate(source: torch.Tensor, channels: int, duplication: Duplication) -> 
 
 
 def add_duplicated_channels_first(x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_duplicated_channels_first in torch."""
     return x.add_(duplicate(source[0], x.shape[1], duplication))
 
 
 def add_duplicated_channels_last(
     x: torch.Tensor, source: torch.Tensor, duplication: Duplication, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_duplicated_channels_last in torch."""
     value = x if bias is None else x + bias
     added = duplicate(source.permute(3, 0, 1, 2), x.shape[3], duplication).permute(0, 2, 3, 1)
     return x.copy_(value + added)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.upsample_channels_first in one launch."""
     from diffusion_runtime.kernels.frame_upsampling import triton_kernels as kernels
 
     _, channels, frames, height, width = x.shape
@@ -41,7 +41,7 @@ def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tens
 def upsample_channels_last(
     x: torch.Tensor, is_interleaved: bool, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.upsample_channels_last in one launch."""
     from diffusion_runtime.kernels.frame_upsampling import triton_kernels as kernels
 
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
@@ -69,7 +69,7 @@ def upsample_channels_last(
 
 
 def add_duplicated_channels_first(x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_duplicated_channels_first in one launch."""
     from diffusion_runtime.kernels.frame_upsampling import triton_kernels as kernels
 
     frames, channels, height, width = x.shape
@@ -97,7 +97,7 @@ def add_duplicated_channels_first(x: torch.Tensor, source: torch.Tensor, duplica
 def add_duplicated_channels_last(
     x: torch.Tensor, source: torch.Tensor, duplication: Duplication, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_duplicated_channels_last in one launch."""
     from diffusion_runtime.kernels.frame_upsampling import triton_kernels as kernels
 
     frames, height, width, channels = x.shape

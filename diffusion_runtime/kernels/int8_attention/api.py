@@ -31,7 +31,7 @@ def int8_attention(
     values: str = "int8",
     implementation: str = "auto",
 ) -> Int8Result:
-    """softmax(scale q k^T) v, about; reference.py says what is rounded.
+    """Return softmax(scale q k^T) v in 8 bits; reference.py defines what is rounded.
 
     q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], with at least one key; scale: None is
     1 / sqrt(head_dim). values: what the weights and v are rounded to: int8, fp8 (e4m3) or fp16. The relative error on

@@ -37,12 +37,12 @@ class TileShape:
 
 
 def refusal(q: torch.Tensor, values: str) -> str | None:
-    """Why tensors like q cannot be computed here; None when they can."""
+    """Return why tensors like q cannot be computed here, or None."""
     return refusal_of(detect_hardware(str(q.device)), q.shape[3], q.dtype, values)
 
 
 def refusal_of(hardware: Hardware, head_dim: int, dtype: torch.dtype, values: str) -> str | None:
-    """The same, of what decides it."""
+    """Return why such tensors cannot be computed here, by the properties that decide it, or None."""
     if head_dim not in HEAD_SIZES:
         return f"takes head sizes 64 and 128, not {head_dim}"
     if dtype not in DTYPES:
@@ -59,7 +59,7 @@ def refusal_of(hardware: Hardware, head_dim: int, dtype: torch.dtype, values: st
 
 
 def tile_shape(q: torch.Tensor) -> TileShape:
-    """The shape for tensors like q."""
+    """Return the shape for tensors like q."""
     bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
     if not bulk:
         return TileShape(64, 64, 4, 2, bulk=False)
@@ -88,7 +88,7 @@ def int8_attention_triton(
     return_lse: bool,
     shape: TileShape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As int8_attention_reference, with lse where it is asked for. shape: None is the one of tile_shape."""
+    """Implement int8_attention_reference in Triton, with lse if requested. shape: None selects tile_shape's."""
     prepared = prepare(q, k, v, scale=scale, values=values, return_lse=return_lse, shape=shape)
     prepared.quantize()
     prepared.attend()
@@ -189,7 +189,7 @@ def _rounded_up(count: int, unit: int) -> int:
 
 
 def _tiles_of(x: torch.Tensor, tile: list[int], shape: TileShape) -> Any:
-    """What the kernel loads tiles of a matrix from: a descriptor, or the tensor."""
+    """Return the source from which the kernel loads tiles of a matrix: a descriptor, or the tensor."""
     if not shape.bulk:
         return x
     from triton.tools.tensor_descriptor import TensorDescriptor

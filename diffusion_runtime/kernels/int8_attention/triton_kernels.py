@@ -1,4 +1,4 @@
-"""The Triton kernels of 8-bit attention; reference.py says what is computed. Shapes: B batch, H heads, D head_dim.
+"""The Triton kernels of 8-bit attention; reference.py defines what is computed. Shapes: B batch, H heads, D head_dim.
 
 Two tricks keep conversions out of the inner loop, which the tensor cores would wait for. An int32 n of less than 2^22
 in magnitude, added to the bits of 1.5 * 2^23, is the bits of the float 1.5 * 2^23 + n. And a float of less than 2^22,
@@ -87,7 +87,7 @@ def finish_sums(
 
 @triton.jit
 def _to_int8(x):
-    """The nearest integers of numbers within [-127, 127], halves to even."""
+    """Return the nearest integers of numbers within [-127, 127], halves to even."""
     return (x + SHIFT).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -189,7 +189,7 @@ def quantize_keys_and_values(
 
 @triton.jit
 def _load_tile(source, row, column, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BULK: tl.constexpr):
-    """A tile of a matrix [rows, stride]: one bulk copy from a descriptor, or through pointers."""
+    """Load a tile of a matrix [rows, stride]: one bulk copy from a descriptor, or through pointers."""
     if BULK:
         tile = source.load([row, column])
     else:
@@ -219,7 +219,8 @@ def _add_block(
     VALUES: tl.constexpr,
     LOG2_LEVEL: tl.constexpr,
 ):
-    """A step of the online softmax, base 2. scores: from _scores; held: [D, keys]; v_sums: [D]; visible: [keys]."""
+    """Compute a step of the online softmax, base 2. scores: from _scores; held: [D, keys]; v_sums: [D]; visible:
+    [keys]."""
     factor = q_scale * k_scale
     if MASKED:
         # Lower than any score is with its shift.

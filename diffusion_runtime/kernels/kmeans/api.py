@@ -31,7 +31,7 @@ class KMeansResult(NamedTuple):
 
 
 def assign(points: torch.Tensor, centroids: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
-    """The nearest centroid of each point by Euclidean distance, the lowest index among equals: int32 [G, S].
+    """Return the nearest centroid of each point by Euclidean distance, the lowest index among equals: int32 [G, S].
 
     points: [G, S, D], or [B, H, S, D] for G = B * H, which saves the copy of a strided view; float64, float32, float16
     or bfloat16. centroids: float32 [G, K, D]; they are rounded to the points' dtype. implementation: one of
@@ -45,7 +45,7 @@ def assign(points: torch.Tensor, centroids: torch.Tensor, *, implementation: str
 def update(
     points: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor, *, implementation: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of each cluster's points, float32 [G, K, D], and their number, int32 [G, K].
+    """Return the mean of each cluster's points, float32 [G, K, D], and their number, int32 [G, K].
 
     labels: int32 [G, S] in 0 .. K - 1; see `assign` for the rest. A cluster without points keeps its centroid.
     """
@@ -119,7 +119,7 @@ def _choose(implementation: str, points: torch.Tensor) -> str:
 
 
 def _check(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """The points as [B, H, S, D]."""
+    """Check the points and return them as [B, H, S, D]."""
     grouped = points[None] if points.dim() == 3 else points
     fits = grouped.dim() == 4 and centroids.dim() == 3 and 0 not in (*points.shape, *centroids.shape)
     if not fits or centroids.shape[0] != grouped.shape[0] * grouped.shape[1] or centroids.shape[2] != grouped.shape[3]:

@@ -27,7 +27,7 @@ class AssignShape:
 
 
 def refusal(points: torch.Tensor) -> str | None:
-    """Why points like these cannot be clustered by this implementation; None when they can."""
+    """Return why this implementation cannot cluster points like these, or None."""
     if not (points.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the points are on {points.device}"
     if points.dtype not in (torch.bfloat16, torch.float16, torch.float32):

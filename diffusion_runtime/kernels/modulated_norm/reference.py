@@ -21,7 +21,7 @@ class Norm(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """What is added to the residual stream: gate * norm(values), computed in float32.
+    """Term added to the residual stream: gate * norm(values), computed in float32.
 
     values: [batch, seq, dim], which may be overwritten. gate: [batch, dim]; None is 1. norm: an RMSNorm with weight.
     """
@@ -43,7 +43,7 @@ class NormCall(NamedTuple):
 
 
 def modulated_norm(call: NormCall) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.modulated_norm in torch."""
     x, norm, shift, scale, branch, out = call
     if branch is not None:
         add_branch_(x, branch)
@@ -54,12 +54,12 @@ def modulated_norm(call: NormCall) -> torch.Tensor:
 
 
 def modulated_norm_fp8(call: NormCall) -> QuantizedRows:
-    """As in api.py: what two passes compute, the norm rounded to x's dtype in between."""
+    """Implement api.modulated_norm_fp8 in two passes; the norm is rounded to x's dtype in between."""
     return quantize_rows(modulated_norm(call).flatten(0, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.add_branch_ in torch."""
     values, gate, norm = branch
     if norm is not None:
         assert norm.weight is not None

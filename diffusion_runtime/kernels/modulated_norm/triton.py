@@ -18,7 +18,7 @@ _launches = LaunchCache()
 
 
 def refusal(call: NormCall) -> str | None:
-    """Why this implementation cannot compute such a call; None when it can."""
+    """Return why this implementation cannot compute such a call, or None."""
     x, norm, shift, scale, branch, out = call
     if not may_run_on(x.device):
         # First, since a CPU asks at every call.
@@ -39,21 +39,21 @@ def refusal(call: NormCall) -> str | None:
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why rows cannot be quantised to float8_e4m3fn on a device; None when they can."""
+    """Return why rows cannot be quantised to float8_e4m3fn on a device, or None."""
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
         return "needs a GPU with float8_e4m3fn, of compute capability 8.9 or newer"
     return None
 
 
 def modulated_norm(call: NormCall) -> torch.Tensor:
-    """As in api.py, and add_branch_ where the call has no norm."""
+    """Implement api.modulated_norm in one launch, and add_branch_ if the call has no norm."""
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format) if call.out is None else call.out
     _launch(call, out, None, "")
     return out
 
 
 def modulated_norm_fp8(call: NormCall) -> QuantizedRows:
-    """As in api.py."""
+    """Implement api.modulated_norm_fp8 in one launch."""
     x = call.x
     rows = empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
     _launch(call, rows.values.view(x.shape), rows.scales, "fp8")
@@ -68,7 +68,7 @@ def launch_shape(dim: int) -> tuple[int, int, int]:
 
 
 def repeat(call: NormCall) -> torch.Tensor | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     x, _, _, _, _, out = call
     found = _launches.repeat(x.device, _key, call, "")
     if found is None:
@@ -80,7 +80,7 @@ def repeat(call: NormCall) -> torch.Tensor | None:
 
 
 def repeat_fp8(call: NormCall) -> QuantizedRows | None:
-    """As repeat, for modulated_norm_fp8."""
+    """Repeat a known launch of modulated_norm_fp8, as `repeat` does for modulated_norm."""
     x = call.x
     found = _launches.repeat(x.device, _key, call, "fp8")
     if found is None:
@@ -91,7 +91,7 @@ def repeat_fp8(call: NormCall) -> QuantizedRows | None:
 
 
 def _key(call: NormCall, form: str) -> Hashable:
-    """All that checks and launch depend on. form: of the result's numbers."""
+    """Return all that checks and launch depend on. form: of the result's numbers."""
     x, norm, shift, scale, branch, out = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     return (
@@ -108,7 +108,7 @@ def _key(call: NormCall, form: str) -> Hashable:
 
 
 def _pointers(call: NormCall, out: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """In the order of the kernel's arguments; one that it does not read is x."""
+    """Return the pointers in the order of the kernel's arguments, x for each that it does not read."""
     x, norm, shift, scale, branch, _ = call
     values, gate, branch_norm = (None, None, None) if branch is None else branch
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)

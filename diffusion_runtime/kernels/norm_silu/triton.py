@@ -14,20 +14,20 @@ _PARTS = 64
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why tensors like x are not computed by this implementation; None when they are."""
+    """Return why this implementation cannot compute with tensors like x, or None."""
     if x.dim() != 5 or x.shape[0] != 1 or not x.is_contiguous():
         return "takes one contiguous sample, [1, channels, frames, height, width]"
     return refused_tensor(x)
 
 
 def rms_norm_silu(x: torch.Tensor, gamma: torch.Tensor, scale: float, is_exact: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.rms_norm_silu in Triton."""
     lengths = torch.linalg.vector_norm(x, 2, dim=1, keepdim=True, dtype=torch.float32) if is_exact else None
     return _by_pixel(x, lengths, gamma.contiguous(), scale, 0.0)
 
 
 def pixel_norm_silu(x: torch.Tensor, eps: float, is_exact: bool) -> torch.Tensor:
-    """As in api.py."""
+    """Implement api.pixel_norm_silu in Triton."""
     means = torch.mean(x**2, dim=1, keepdim=True) if is_exact else None
     return _by_pixel(x, means, None, 1.0, eps)
 
@@ -61,7 +61,8 @@ def _by_pixel(
 def group_norm_silu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float
 ) -> torch.Tensor:
-    """As in api.py. Parts are merged in float64 (Chan, Golub and LeVeque 1983): a few thousand numbers."""
+    """Implement api.group_norm_silu. Parts are merged in float64 (Chan, Golub and LeVeque 1983): a few thousand
+    numbers."""
     from diffusion_runtime.kernels.norm_silu import triton_kernels as kernels
 
     channels, num_pixels = x.shape[1], x[0, 0].numel()

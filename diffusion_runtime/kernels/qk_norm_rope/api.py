@@ -26,8 +26,8 @@ def norm_rope(
     out: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """The parts of `packed` [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]: the first ones,
-    as many as there are weights, normalised (Zhang and Sennrich, arXiv:1910.07467) and rotated (Su et al.,
+    """Return the parts of `packed` [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]: the first
+    ones, as many as there are weights, normalised (Zhang and Sennrich, arXiv:1910.07467) and rotated (Su et al.,
     arXiv:2104.09864), the others as they are.
 
     packed: q, k and v of one linear map, or some of them; it may be overwritten, and is where the result lies, unless

@@ -26,7 +26,7 @@ def launch_shape(num_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def norm_rope_into_blocks(call: NormRopeCall, blocks: TokenBlocks) -> PackedTokens:
-    """As in block_order.py."""
+    """Implement block_order.norm_rope_into_blocks in Triton."""
     product, weights, eps, rotations, _, _ = call
     batch, num_tokens, _, num_heads, head_dim = product.shape
     geometry, width, num_averaged = blocks.geometry, row_width(head_dim), _NUM_AVERAGED[blocks.averaged]
@@ -69,7 +69,7 @@ def norm_rope_into_blocks(call: NormRopeCall, blocks: TokenBlocks) -> PackedToke
 
 
 def _key(call: NormRopeCall, blocks: TokenBlocks) -> Hashable:
-    """All that the launch depends on."""
+    """Return all that the launch depends on."""
     product, weights, eps, rotations, _, _ = call
     offsets, lengths = kind_of(blocks.geometry.offsets), kind_of(blocks.text_lengths)
     kinds = kind_of(product), tuple(map(kind_of, weights)), kind_of(rotations), offsets, lengths

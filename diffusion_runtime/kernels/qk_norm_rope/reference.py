@@ -22,7 +22,7 @@ class NormRopeCall(NamedTuple):
 
 
 def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
-    """As in api.py."""
+    """Implement api.norm_rope in torch."""
     packed, weights, eps, rotations, mean_squares, out = call
     parts = _parts(packed)
     for index, weight in enumerate(weights):
@@ -47,7 +47,7 @@ def _scaled(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _parts(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Of [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]."""
+    """Split [batch, seq, parts, heads, head_dim] into views [batch, seq, heads, head_dim], one per part."""
     if torch.compiler.is_dynamo_compiling():
         # Writing into a result of unbind makes torch.compile take every size for a constant.
         return [packed.select(2, index) for index in range(packed.shape[2])]
@@ -70,7 +70,8 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_by_parts(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """As `rotate`, a new tensor, in real numbers: torch.compile generates no code for complex ones, and fuses these."""
+    """Rotate as `rotate` does into a new tensor, in real numbers: torch.compile generates no code for complex ones, and
+    fuses these."""
     cosine, sine = torch.view_as_real(rotations).unbind(-1)
     real, imaginary = torch.unflatten(x.float(), -1, (x.shape[-1] // 2, 2)).unbind(-1)
     turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)

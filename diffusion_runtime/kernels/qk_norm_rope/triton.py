@@ -16,7 +16,7 @@ _launches = LaunchCache()
 
 
 def refusal(call: NormRopeCall) -> str | None:
-    """Why this implementation cannot compute such a call; None when it can."""
+    """Return why this implementation cannot compute such a call, or None."""
     packed, weights, _, rotations, mean_squares, out = call
     reason = refusal_of(packed, out, *weights, mean_squares)
     if reason is not None:
@@ -37,7 +37,7 @@ def refusal(call: NormRopeCall) -> str | None:
 
 
 def padded(size: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -49,7 +49,7 @@ def num_warps_for(block: int, over_heads: bool) -> int:
 
 
 def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
-    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    """Return the result of a call like an earlier one, without its checks, or None for the first of its kind."""
     found = _launches.repeat(call.packed.device, _key, call)
     if found is None:
         return None
@@ -59,7 +59,7 @@ def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
 
 
 def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
-    """As in api.py."""
+    """Implement api.norm_rope in one launch."""
     packed, weights, eps, rotations, mean_squares, out = call
     target = packed if out is None else out
     if packed.numel() == 0:
@@ -97,7 +97,7 @@ def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:
 
 
 def _key(call: NormRopeCall) -> Hashable:
-    """All that checks and launch depend on."""
+    """Return all that checks and launch depend on."""
     packed, weights, eps, rotations, mean_squares, out = call
     return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(mean_squares), kind_of(out)
 
@@ -109,7 +109,7 @@ def _pointers(call: NormRopeCall, target: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def strides_of(rotations: torch.Tensor) -> tuple[int, int, int]:
-    """From sample to sample, token to token and head to head, 0 where they share."""
+    """Return the strides from sample to sample, token to token and head to head, 0 where they share."""
     if rotations.dim() == 2:
         return 0, rotations.stride(0), 0
     sample = rotations.stride(0) if rotations.shape[0] > 1 else 0

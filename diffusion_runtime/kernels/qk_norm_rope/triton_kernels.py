@@ -41,7 +41,7 @@ def norm_rope(
 
     weights: [HEAD_DIM], or [HEADS * HEAD_DIM] with OVER_HEADS, where the norm is over all heads. means: float32
     [batch, tokens, NUM_NORMED], with HAS_MEANS: the mean squares over more heads than these. rotations: float32
-    pairs of cosine and sine, [.., HEAD_DIM / 2, 2]: as they lie beside x, so that both split into pairs alike.
+    pairs of cosine and sine, [.., HEAD_DIM / 2, 2]: laid out like x, so that both split into pairs alike.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -119,10 +119,10 @@ def norm_rope_blocks(
     HAS_LENGTHS: tl.constexpr,
     NUM_AVERAGED: tl.constexpr,
 ):
-    """As norm_rope for the parts q, k, v of x, whose grid tokens stand block by block with the text behind them, into
-    packed rows out [3, batch * HEADS * tokens + TAIL, WIDTH], one head after the other; and the means of the blocks of
-    the first NUM_AVERAGED parts, of the numbers that are written. Grid: (blocks, then runs of TEXT_RUN text tokens;
-    parts; samples). One program adds up one block in order, so every run gives the same bits.
+    """Apply norm_rope to the parts q, k, v of x into packed rows out [3, batch * HEADS * tokens + TAIL, WIDTH], one
+    head after the other: grid tokens block by block, then the text. Also write the block means of the first
+    NUM_AVERAGED parts, taken from the numbers that are written. Grid: (blocks, then runs of TEXT_RUN text tokens;
+    parts; samples). One program sums one block in order, so every run gives the same bits.
     """
     run = tl.program_id(0)
     part = tl.program_id(1)

@@ -52,7 +52,7 @@ class SceneAttributes:
 
 
 def is_held_out(colour_index: int, shape_index: int, motion_index: int) -> bool:
-    """Whether this (colour, shape, motion) never appears in training: 25 of the 200 combinations.
+    """Return True if this (colour, shape, motion) never appears in training: 25 of the 200 combinations.
 
     The rule spreads them evenly: a colour loses three or four of its 25 combinations, a shape and a motion five of 40,
     and a pair of two attributes at most one value of the third. Every pair therefore occurs in training; only the

@@ -18,7 +18,7 @@ _OBJECT_COVERAGE = 0.2
 
 
 def read_background(segmentation: Segmentation) -> str | None:
-    """One of BACKGROUND_NAMES, or None where the structure is unclear."""
+    """Return one of BACKGROUND_NAMES, or None if the structure is unclear."""
     lightness, seen, chroma = _still_picture(segmentation)
     if chroma > MAX_CHROMA or float(seen.float().mean()) < 0.3:
         return None
@@ -89,7 +89,7 @@ def _two_level_share(profile: Tensor, weight: Tensor) -> float:
 
 
 def _crossings(profile: Tensor, middle: float) -> int:
-    """How often a profile passes its middle."""
+    """Return how often a profile passes its middle."""
     above = profile > middle
     return int((above[1:] != above[:-1]).sum())
 

@@ -110,7 +110,8 @@ UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth",
 
 @dataclass(frozen=True)
 class CaptionSettings:
-    """How much a caption leaves out and how far it strays from the plainest wording; all shares are 0 to 1."""
+    """Settings of captions: how much they leave out and how far they stray from the plainest wording; all shares are 0
+    to 1."""
 
     plain_wording: float = 0.5
     """Share of phrases in the first wording listed ("moving left", "on a striped background")."""
@@ -174,7 +175,8 @@ class _Body:
 def write_caption(
     scene: SceneAttributes, random: Random, settings: CaptionSettings = CaptionSettings(), *, image: bool = False
 ) -> Caption:
-    """One caption of a scene with every attribute given; `image` words it for a single frame, mostly without motion."""
+    """Write one caption of a scene with every attribute given; `image` words it for a single frame, mostly without
+    motion."""
     if image:
         settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
     mentioned = tuple(_leave_out(one, random, settings) for one in scene.objects)
@@ -235,7 +237,7 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
 
 
 def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
-    """A body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
+    """Return a body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
     equal."""
     first, second = mentioned
     same_colour = first.colour is not None and first.colour == second.colour
@@ -256,14 +258,15 @@ def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, sett
 
 
 def stream_words() -> list[str]:
-    """The words of endless motions that no other caption has, sorted: behind `all_words` in the tokenizer of streams,
-    so that the words of clips keep their numbers."""
+    """Return the words of endless motions that no other caption has, sorted: behind `all_words` in the tokenizer of
+    streams, so that the words of clips keep their numbers."""
     words = {word for phrases in _ENDLESS_MOTION_WORDS.values() for phrase in phrases for word in phrase.split()}
     return sorted(words - set(all_words()))
 
 
 def all_words() -> list[str]:
-    """Every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the tokenizer."""
+    """Return every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the
+    tokenizer."""
     tables = (COLOUR_WORDS, SHAPE_WORDS, MOTION_WORDS, BACKGROUND_WORDS)
     phrases = [phrase for table in tables for words in table.values() for phrase in words]
     phrases += [*VIDEO_OPENINGS, *IMAGE_OPENINGS, *JOINTS]

@@ -74,7 +74,7 @@ def read_segmentation(segmentation: Segmentation) -> Reading:
 
 
 def _read_colour(segmentation: Segmentation, track: list[Region]) -> str | None:
-    """The colour of a track, or None where it changes over the frames or is far from its palette colour."""
+    """Read the colour of a track, or None where it changes over the frames or is far from its palette colour."""
     colours = {region.colour for region in track}
     if len(colours) != 1:
         return None

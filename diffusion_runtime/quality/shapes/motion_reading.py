@@ -21,7 +21,8 @@ _COLOUR_CHANGE_COST = 10.0
 
 
 def link_tracks(regions: tuple[Region, ...], num_frames: int) -> list[list[Region]] | None:
-    """One list of regions per object, in order of frames; None where the number of objects changes over the clip."""
+    """Return one list of regions per object, in order of frames, or None if the number of objects changes over the
+    clip."""
     by_frame: list[list[Region]] = [[] for _ in range(num_frames)]
     for region in regions:
         by_frame[region.frame].append(region)
@@ -49,7 +50,7 @@ def _cost(tracks: list[list[Region]], found: list[Region], choice: tuple[int, ..
 
 
 def read_motion(track: list[Region]) -> str | None:
-    """The motion of a track of two frames or more; None where it is too short, slanted, or goes back and forth."""
+    """Read the motion of a track of two frames or more; None where it is too short, slanted, or goes back and forth."""
     xs, ys = [region.x for region in track], [region.y for region in track]
     if max(xs) - min(xs) <= MAX_REST and max(ys) - min(ys) <= MAX_REST:
         return "still"

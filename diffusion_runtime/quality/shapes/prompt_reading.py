@@ -23,7 +23,7 @@ from diffusion_runtime.quality.shapes.captions import (
 MAX_OBJECTS = 2
 _MAX_CHARACTERS = 400
 _TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
-# (kind, value): what a phrase says. `any` is an object whose shape is free.
+# (kind, value): the meaning of a phrase. `any` is an object whose shape is free.
 _Meaning = tuple[str, str]
 
 
@@ -65,8 +65,8 @@ class _Object:
 
 
 def read_prompt(text: str) -> SceneAttributes | None:
-    """What the prompt names; an attribute that it leaves out is None. None for a prompt with a word, or an order of
-    words, that the captions of the training data do not have, without an object, or with more than MAX_OBJECTS."""
+    """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without an object, with
+    more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
     lowered = text.lower()
     if len(text) > _MAX_CHARACTERS or _TOKEN.sub("", lowered).strip():
         return None

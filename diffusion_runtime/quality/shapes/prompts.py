@@ -28,7 +28,7 @@ class EvaluationPrompt:
 def evaluation_prompts(
     kind: PromptKind, count: int = 512, *, seed: int = 2026, image: bool = False
 ) -> list[EvaluationPrompt]:
-    """The first `count` prompts of a kind; a shorter list is a prefix of a longer one.
+    """Return the first `count` prompts of a kind; a shorter list is a prefix of a longer one.
 
     `held_out` means one object whose (colour, shape, motion) was never trained on. `image` leaves the motion out,
     since a single frame shows none.

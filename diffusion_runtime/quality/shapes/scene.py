@@ -67,15 +67,15 @@ class SceneBatch:
         return int(self.num_objects.shape[0])
 
     def select(self, rows: slice | Tensor) -> SceneBatch:
-        """The scenes at these rows."""
+        """Return the scenes at these rows."""
         return SceneBatch(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def to(self, device: torch.device | str) -> SceneBatch:
-        """The same scenes on another device."""
+        """Return the same scenes on another device."""
         return SceneBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def attributes(self) -> list[SceneAttributes]:
-        """The scenes in names, every attribute filled in."""
+        """Describe the scenes in names, every attribute filled in."""
         counts, backgrounds = self.num_objects.tolist(), self.background.tolist()
         colours, shapes, motions = self.colour.tolist(), self.shape.tolist(), self.motion.tolist()
         return [
@@ -96,7 +96,7 @@ class SceneBatch:
 
 @dataclass(frozen=True)
 class SceneSettings:
-    """How scenes are sampled."""
+    """Settings by which scenes are sampled."""
 
     two_object_fraction: float = 0.5
     """Share of scenes with two objects, 0 to 1."""
@@ -193,7 +193,7 @@ def _sample_placement(motion: Tensor, radius: Tensor, two: Tensor, generator: to
 
 
 def _smallest_distance(offset: Tensor, velocity: Tensor) -> Tensor:
-    """The least length of `offset + t * velocity` over t in [0, 1]; both [..., 2]."""
+    """Return the least length of `offset + t * velocity` over t in [0, 1]; both [..., 2]."""
     time = -(offset * velocity).sum(-1) / (velocity * velocity).sum(-1).clamp(min=1e-6)
     nearest: Tensor = torch.linalg.vector_norm(offset + time.clamp(0.0, 1.0)[..., None] * velocity, dim=-1)
     return nearest

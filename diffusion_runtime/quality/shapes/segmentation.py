@@ -93,7 +93,7 @@ class SegmentedFrames:
     """[frames, colours, 64, 64] int16: as in a Segmentation; 0 for a colour that no frame shows enough of."""
 
     def clip(self, which: slice) -> Segmentation:
-        """The segmentation of some of the frames, as if they were all that there is."""
+        """Return the segmentation of some of the frames, as if they were all that there is."""
         areas = self.areas[which].amax(dim=0)
         order = torch.argsort(areas, descending=True)[:MAX_COLOURS].tolist()
         present = tuple(index for index in order if int(areas[index]) >= MIN_REGION_CELLS)

@@ -59,7 +59,7 @@ def shape_overlaps(segmentation: Segmentation, track: list[Region]) -> Tensor:
 
 
 def read_shape(segmentation: Segmentation, track: list[Region]) -> str | None:
-    """The shape of a track, or None where no silhouette fits well or two fit alike."""
+    """Read the shape of a track, or None where no silhouette fits well or two fit alike."""
     overlaps = shape_overlaps(segmentation, track)
     best, second = torch.sort(overlaps, descending=True).values[:2].tolist()
     if best < MIN_OVERLAP or best - second < MIN_LEAD:
