@@ -1,4 +1,4 @@
-"""Parts of a folder that classes of diffusers describe, such as the autoencoder in `vae`: computed by diffusers' class,
+"""Parts of a folder that diffusers' classes describe, such as the autoencoder in `vae`: computed by diffusers' class,
 or by a module of ours with the same tensor names where that knows every setting."""
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from diffusion_runtime.weights.checkpoint import Checkpoint, WeightChange
 from diffusion_runtime.weights.weight_loading import check_names, load_weights, own_pieces
 
 COMPONENT = "vae"
-# What decoding does not need, where a component says nothing else.
+# What decoding does not need, unless a component specifies otherwise.
 _ENCODER = ("encoder", "quant_conv")
 
 
 @dataclass(frozen=True)
 class ComponentTensor:
-    """Of a component without weights."""
+    """Shape and kind of one tensor of a component, without its weights."""
 
     name: str
     num_numbers: int
     dtype: torch.dtype
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Where the component's floating-point numbers are of `dtype`."""
+        """Return the bytes that the tensor takes with its floating-point numbers in `dtype`."""
         return self.num_numbers * (dtype if self.dtype.is_floating_point else self.dtype).itemsize
 
 
@@ -49,10 +49,10 @@ class DiffusersComponent:
     """A component that a class of diffusers computes.
 
     name: of its folder. module, class_name: where the class is; other_classes: of the same module, which a folder may
-    name instead. idle_settings: keys that published config.json files
-    have although nothing reads them, and that some versions of the class do not know -> why they change nothing.
-    encoder_parts: names of its modules that are not read for decoding. decoding_half: settings -> a module of ours that
-    holds the rest, without weights; None where that does not know them all, which leaves them to diffusers' class.
+    name instead. idle_settings: keys of published config.json files that nothing reads and that some versions of the
+    class do not know -> why they change nothing. encoder_parts: names of its modules that are not read for decoding.
+    decoding_half: settings -> a module of ours that holds the rest, without weights; None where that does not know all
+    of them, which leaves them to diffusers' class.
     """
 
     name: str
@@ -64,8 +64,8 @@ class DiffusersComponent:
     other_classes: tuple[str, ...] = ()
 
     def check(self, folder: AnyFolder) -> None:
-        """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers
-        where no module of ours takes its place.
+        """Check that the folder's component is of that class and can be built. Reads json alone, and imports diffusers
+        only where no module of ours replaces it.
 
         Raises ModelLoadError that names the file and the key.
         """
@@ -80,18 +80,18 @@ class DiffusersComponent:
             self.tensors(folder)
 
     def class_in(self, folder: AnyFolder) -> str:
-        """The name of the class that computes the folder's component."""
+        """Return the name of the class that computes the folder's component."""
         if not self.other_classes:
             return self.class_name
         _, found = component_class(folder, self.name)
         return found if found in self.other_classes else self.class_name
 
     def decoding_library(self, folder: AnyFolder) -> str:
-        """Whose attention `load_decoder` loads: "torch" for a module of ours, else "diffusers"."""
+        """Return the library whose attention `load_decoder` loads: "torch" for a module of ours, else "diffusers"."""
         return "diffusers" if self.build_decoding_half(folder) is None else "torch"
 
     def build(self, folder: AnyFolder, *, left_out: tuple[str, ...] = ()) -> Any:
-        """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
+        """Build the component without weights, on the meta device, from its config.json. left_out: as in `load`.
 
         Raises ModelLoadError for settings that the installed class does not know or refuses, and InstallationError
         where diffusers cannot be imported.
@@ -118,8 +118,8 @@ class DiffusersComponent:
         return module
 
     def tensors(self, folder: AnyFolder) -> tuple[ComponentTensor, ...]:
-        """Those of `build`'s state dict. Kept for the process, by the class and the settings: a plan of memory asks for
-        them at every size that it tries, and the vocoder of LTX-2 takes 0.8 s to build.
+        """Return the tensors of `build`'s state dict. They are kept for the process, by the class and the settings: a
+        memory plan asks for them at every size that it tries, and the vocoder of LTX-2 takes 0.8 s to build.
 
         Raises what `build` raises.
         """
@@ -143,7 +143,7 @@ class DiffusersComponent:
         left_out: tuple[str, ...] = (),
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> Any:
-        """The component with its weights, in eval mode and without gradients; with `device` the meta device they wait
+        """Load the component with its weights, in eval mode and without gradients; on the meta device the weights wait
         (layers/waiting_weights.py).
 
         left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
@@ -156,7 +156,7 @@ class DiffusersComponent:
         return module
 
     def load_decoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Any:
-        """The component without its encoder, as `load` gives it: a module of ours, or else of diffusers.
+        """Load the component without its encoder, as `load` does: a module of ours, or else of diffusers.
 
         Raises what `load` raises.
         """
@@ -167,14 +167,14 @@ class DiffusersComponent:
         return module
 
     def check_weights(self, folder: AnyFolder) -> None:
-        """Whether the folder's files hold the component, from their heads alone. Raises ModelLoadError."""
+        """Check from their headers that the folder's files hold the component. Raises ModelLoadError."""
         module, encoder = self.build_decoding_half(folder), self.encoder_parts or _ENCODER
         module = self.build(folder, left_out=encoder) if module is None else module
         with self.checkpoint(module, folder) as checkpoint:
             check_names(module, checkpoint, own_pieces(module), _starts_with(encoder))
 
     def checkpoint(self, module: nn.Module, folder: AnyFolder, changes: Sequence[WeightChange] = ()) -> Checkpoint:
-        """The files that hold a module of `build`, with its names. changes: as of a Checkpoint."""
+        """Return the files that hold a module of `build`, with its names. changes: as of a Checkpoint."""
         expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         return Checkpoint(
             folder / self.name,
@@ -183,11 +183,11 @@ class DiffusersComponent:
         )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
-        """What `load_decoder` fills, on the meta device; None where that is diffusers' module. Imports nothing."""
+        """Build what `load_decoder` fills, on the meta device; None for diffusers' module. Imports nothing."""
         return self.decoding_half(self._settings(folder))
 
     def _settings(self, folder: AnyFolder) -> dict[str, Any]:
-        """Those that something reads. Raises ModelLoadError."""
+        """Return the settings that something reads. Raises ModelLoadError."""
         settings = read_config(folder, self.name).settings()
         return {key: value for key, value in settings.items() if key not in self.idle_settings}
 

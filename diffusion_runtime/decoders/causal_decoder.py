@@ -1,10 +1,10 @@
 """Causal video decoder on the weights of AutoencoderKLWan and AutoencoderKLQwenImage, with fused kernels.
 
 The decoder turns one latent frame after the other into frames: the first into one, every later one into as many as its
-time upsamplers make of it. `ChannelsFirstDecoder` gives the very bits of diffusers' module on the same device: its
+time upsamplers make of it. `ChannelsFirstDecoder` gives the same bits as diffusers' module on the same device: its
 convolutions read the same numbers in the same layout, and everything between them rounds where torch's operations
-round. `ChannelsLastDecoder` keeps the channels of a pixel side by side, the layout in which tensor cores convolve: it
-rounds there too, but sums a convolution and a norm in another order.
+round. `ChannelsLastDecoder` keeps the channels of a pixel contiguous, the layout in which tensor cores convolve: it
+rounds at the same operations, but sums a convolution and a norm in another order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Activation = TypeVar("Activation")
 
 
 class LatentFrameDecoder(SampleDecoder):
-    """Decodes one latent frame after the other. A chunk is what one latent frame becomes.
+    """Decoder that takes one latent frame after the other. A chunk holds the frames of one latent frame.
 
     autoencoder: CausalVideoAutoencoder, or diffusers' module of the same structure, in eval mode. `ranks` of `decode`
     are the processes that each decode a band of rows, from the top.
@@ -58,24 +58,25 @@ class LatentFrameDecoder(SampleDecoder):
         self.frames_factor = 1 << len(doubled)
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode."""
         with self.clip(ranks) as decode_next:
             yield from decode_next(raw)
 
 
 class ModuleDecoder(LatentFrameDecoder):
-    """The layers of diffusers' module, as its `decode` runs them: what the others are compared with."""
+    """The layers of diffusers' module, run as its `decode` runs them: the reference for the other decoders."""
 
     @contextmanager
     def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See SampleDecoder.clip."""
         num_convolutions = sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
         knows_first = "first_chunk" in inspect.signature(self._network.forward).parameters
         yield self._clip(ranks, [None] * num_convolutions, knows_first=knows_first)
 
     def _clip(self, ranks: RankGroup | None, kept: list[Any], *, knows_first: bool) -> DecodeNext:
-        """kept: what each causal convolution has read, in their order: the module keeps it in this list. knows_first:
-        whether the module is to be told that a first frame comes."""
+        """Return the function that decodes the next latents of a clip.
+
+        kept: what each causal convolution has read, in their order; the module keeps it in this list. knows_first:
+        whether the module needs to be told that a first frame comes.
+        """
 
         def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
             nonlocal knows_first
@@ -90,7 +91,7 @@ class ModuleDecoder(LatentFrameDecoder):
                 yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
 
         def fork() -> DecodeNext:
-            # Some entries are words of the module.
+            # Some entries are strings of the module.
             read = [each.clone() if isinstance(each, torch.Tensor) else each for each in kept]
             return self._clip(ranks, read, knows_first=knows_first)
 
@@ -98,15 +99,14 @@ class ModuleDecoder(LatentFrameDecoder):
 
 
 class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
-    """Decodes by layers of our own on the module's weights."""
+    """Decoder with layers of our own on the module's weights."""
 
     @contextmanager
     def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See SampleDecoder.clip."""
         yield self._clip(ranks, {}, is_first=True)
 
     def _clip(self, ranks: RankGroup | None, histories: dict[nn.Module, torch.Tensor], *, is_first: bool) -> DecodeNext:
-        """histories: as of LatentFrame. is_first: whether a first latent frame comes."""
+        """Return the decoder of the clip's next latents. histories: as of LatentFrame; is_first: of the clip."""
 
         def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
             nonlocal is_first
@@ -123,28 +123,28 @@ class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
         return DecodeNext(decode_next, fork)
 
     def prepare(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw latents as the network takes them, all at once."""
+        """Return raw latents as the network takes them, all at once."""
         latents: torch.Tensor = self._autoencoder.post_quant_conv(raw)
         return latents
 
     def decode_frame(self, latents: torch.Tensor, frame: LatentFrame) -> torch.Tensor:
-        """What one prepared latent frame [1, channels, 1, height, width] becomes; the frame's histories move on."""
+        """Decode one prepared latent frame [1, channels, 1, height, width], and advance the frame's histories."""
         chunk = self.begin(latents, frame).frames(self._network)
         return _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The weights that it reads; a decoder that copied some of them reads its copies."""
+        """Yield the weights that it reads; a decoder that copied some of them reads its copies."""
         return iter(self._autoencoder.parameters())
 
     @abstractmethod
     def begin(self, latents: torch.Tensor, frame: LatentFrame) -> DecoderRun[Activation]:
-        """What decodes one latent frame."""
+        """Return the run that decodes one latent frame."""
 
 
 @dataclass(frozen=True)
 class LatentFrame:
-    """Where a latent frame stands. histories: what each causal convolution has read, kept from frame to frame. bands:
-    as in LatentFrameDecoder."""
+    """State of one latent frame. histories: what each causal convolution has read, kept from frame to frame. bands: as
+    in LatentFrameDecoder."""
 
     is_first: bool
     histories: dict[nn.Module, torch.Tensor]
@@ -161,7 +161,7 @@ class DecoderRun(ABC, Generic[Activation]):
         self._bands = frame.bands
 
     def frames(self, network: Any) -> torch.Tensor:
-        """[1, channels, frames, height, width] as the last convolution gives them."""
+        """Return [1, channels, frames, height, width] as the last convolution gives them."""
         x = self.enter(network.conv_in, self._latents)
         middle = network.mid_block
         x = self.residual_block(middle.resnets[0], x)
@@ -184,7 +184,7 @@ class DecoderRun(ABC, Generic[Activation]):
         return x
 
     def _doubles_frames(self, upsampler: Any) -> bool:
-        """The first latent frame stays one frame."""
+        """Return whether the upsampler doubles the frames; the first latent frame stays one frame."""
         return upsampler.mode == "upsample3d" and not self._is_first
 
     def _history(self, conv: nn.Module, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -193,44 +193,45 @@ class DecoderRun(ABC, Generic[Activation]):
         return self._histories[conv]
 
     def _attend(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """Attention among the pixels of a frame by the module itself: small, and the same in every layout."""
+        """Apply the module's own attention among the pixels of a frame: small, and the same in every layout."""
         with _beyond_bands(self._bands):
             out: torch.Tensor = block(x)
         return out
 
     @abstractmethod
     def enter(self, conv: Any, latents: torch.Tensor) -> Activation:
-        """The first convolution."""
+        """Apply the first convolution."""
 
     @abstractmethod
     def settled(self, x: Activation) -> Activation:
-        """x with nothing left to add up."""
+        """Return x with every pending addition done."""
 
     @abstractmethod
     def residual_block(self, block: Any, x: Activation) -> Activation:
-        """Twice norm, SiLU and convolution, beside a shortcut."""
+        """Apply norm, SiLU and convolution twice, and add the shortcut."""
 
     @abstractmethod
     def attend(self, block: Any, x: Activation) -> Activation:
-        """Attention among the pixels of a frame."""
+        """Apply attention among the pixels of a frame."""
 
     @abstractmethod
     def upsample(self, upsampler: Any, x: Activation) -> Activation:
-        """Twice the height and width, and twice the frames where the upsampler does that."""
+        """Double the height and width, and the frames where the upsampler does that."""
 
     @abstractmethod
     def add_shortcut(self, x: Activation, source: Activation, duplication: Duplication) -> Activation:
-        """x + the upsampled input of its block."""
+        """Return x + the upsampled input of its block."""
 
     @abstractmethod
     def leave(self, norm: Any, conv: Any, x: Activation) -> torch.Tensor:
-        """Norm, SiLU and the last convolution."""
+        """Apply norm, SiLU and the last convolution."""
 
 
 class ChannelsFirstDecoder(CausalDecoder[torch.Tensor]):
-    """Bit-identical to diffusers' module on the same device. Activations: [1, channels, frames, height, width].
+    """Decoder that is bit-identical to diffusers' module on the same device. Activations: [1, channels, frames, height,
+    width].
 
-    is_eager: torch's operations alone, on every device: what fused kernels are compared with.
+    is_eager: torch's operations alone, on every device: the reference for the fused kernels.
     """
 
     def __init__(self, autoencoder: Any, *, is_eager: bool = False) -> None:
@@ -244,7 +245,7 @@ class ChannelsFirstDecoder(CausalDecoder[torch.Tensor]):
 class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
     def __init__(self, latents: torch.Tensor, frame: LatentFrame, is_eager: bool) -> None:
         super().__init__(latents, frame)
-        # Modules of the same functions.
+        # Modules with the same functions.
         self._inputs: Any = causal_conv_reference if is_eager else causal_conv
         self._upsampling: Any = frame_upsampling_reference if is_eager else frame_upsampling
 
@@ -309,7 +310,8 @@ class _Sum:
 
 
 class ChannelsLastDecoder(CausalDecoder[_Sum]):
-    """Channels of a pixel side by side, the layout in which tensor cores convolve: nothing is transposed on the way.
+    """Decoder that keeps the channels of a pixel contiguous, the layout in which tensor cores convolve: nothing is
+    transposed on the way.
 
     is_exact: only what gives diffusers' bits on a CUDA GPU, as far as cuDNN takes the same kernel for both layouts,
     which it did wherever this was run. Else the first frame is convolved in two dimensions, and convolutions have
@@ -336,7 +338,7 @@ class _ChannelsLastRun(DecoderRun[_Sum]):
         super().__init__(latents, frame)
         self._weights = weights
         self._is_exact = is_exact
-        # The frames before the first are zeros: one tap of three is all there is to compute.
+        # The frames before the first are zeros: only one tap of three needs computing.
         self._in_two_dimensions = frame.is_first and not is_exact
 
     def enter(self, conv: Any, latents: torch.Tensor) -> _Sum:
@@ -353,7 +355,7 @@ class _ChannelsLastRun(DecoderRun[_Sum]):
         if x.residual is None:
             x = self.settled(x)
         inner = self._convolve(block.conv1, x, _norm_of(block.norm1))
-        # The sum now stands in x.value: the norm's pass has written it.
+        # The norm's pass has written the sum to x.value.
         residual = x.value
         if isinstance(block.conv_shortcut, nn.Conv3d):
             residual = self._shortcut(block.conv_shortcut, residual)
@@ -404,14 +406,14 @@ class _ChannelsLastRun(DecoderRun[_Sum]):
         return _Sum(_pixels(out, conv), conv.bias)
 
     def _shortcut(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
-        """A convolution over one pixel: a linear map, or what cuDNN makes of it where the bits count."""
+        """Apply a convolution over one pixel: a linear map, or cuDNN's convolution where the bits count."""
         if not self._is_exact:
             return F.linear(x, conv.weight.flatten(1), conv.bias)
         out = torch.conv3d(x.permute(3, 0, 1, 2)[None], self._weights[conv], conv.bias)
         return _pixels(out[0].transpose(0, 1), conv)
 
     def _with_halo(self, window: torch.Tensor, padding: int) -> tuple[torch.Tensor, int]:
-        """The window with the neighbouring bands' rows, and how many rows of zeros are still to be added."""
+        """Return the window with the neighbouring bands' rows, and how many rows of zeros are still missing."""
         if self._bands is None or padding == 0:
             return window, padding
         frames, _, width, channels = window.shape
@@ -420,13 +422,14 @@ class _ChannelsLastRun(DecoderRun[_Sum]):
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Outputs that cuDNN's Hopper kernels compute at once: with 96 it falls back to one of Ampere's, at 243 instead of 570
+# Outputs that cuDNN's Hopper kernels compute at once: with 96 it falls back to an Ampere kernel, at 243 instead of 570
 # TF/s (H200, cuDNN 9, 3 x 3 x 3 on 480 x 832).
 _OUTPUT_TILE = 64
 
 
 def _channels_last_weight(weight: torch.Tensor, *, pads_outputs: bool) -> torch.Tensor:
-    """pads_outputs: more than one tile of outputs are filled up with zeros to whole tiles."""
+    """Return the weight of a convolution in channels-last layout. pads_outputs: more than one tile of outputs are
+    filled up with zeros to whole tiles."""
     num_outputs = weight.shape[0]
     if pads_outputs and num_outputs > _OUTPUT_TILE:
         missing = -num_outputs % _OUTPUT_TILE
@@ -435,13 +438,13 @@ def _channels_last_weight(weight: torch.Tensor, *, pads_outputs: bool) -> torch.
 
 
 def _pixels(x: torch.Tensor, conv: Any) -> torch.Tensor:
-    """[frames, channels, height, width] as [frames, height, width, outputs of conv]; a view where the layout was
+    """Return [frames, channels, height, width] as [frames, height, width, outputs of conv]; a view where the layout was
     kept."""
     return x.permute(0, 2, 3, 1).contiguous()[..., : conv.out_channels]
 
 
 def _beyond_bands(bands: RankGroup | None) -> AbstractContextManager[Any]:
-    """While this is entered, modules read the rows beyond the edges of a band."""
+    """Context manager: modules read the rows beyond the edges of a band."""
     return nullcontext() if bands is None else SpatialParallel(bands)
 
 
@@ -450,14 +453,14 @@ def _norm_of(norm: Any) -> NormSilu:
 
 
 def _upsampler_of(block: Any) -> tuple[Any, Any]:
-    """The upsampler of a block, and the shortcut around it; None where there is none."""
+    """Return the upsampler of a block and the shortcut around it; None for either that it lacks."""
     if isinstance(getattr(block, "upsamplers", None), nn.ModuleList):
         return block.upsamplers[0], None
     return getattr(block, "upsampler", None), getattr(block, "avg_shortcut", None)
 
 
 def _unpatchify(x: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """[1, channels * patch_size^2, frames, height, width] as [1, channels, frames, patch_size * height, ..]."""
+    """Return [1, channels * patch_size^2, frames, height, width] as [1, channels, frames, patch_size * height, ..]."""
     if patch_size == 1:
         return x
     batch, packed, frames, height, width = x.shape

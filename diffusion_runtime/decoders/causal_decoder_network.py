@@ -1,7 +1,7 @@
 """The modules of a causal video decoder (Wan, arXiv:2503.20314) with its published tensor names: they hold the weights.
 
 decoders/causal_decoder.py runs them, one latent frame after the other. The autoencoders of Wan 2.1 and 2.2 and of
-Qwen-Image have this decoder; what stands in their config.json are the names of `DecoderSizes`.
+Qwen-Image have this decoder; their config.json has the names of `DecoderSizes`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """base_dim: channels before the multipliers. dim_mult: of every level, the finest first. doubles_frames: for every
-    upsampling, the coarsest first, whether it doubles the frames as well. is_residual: the levels have a shortcut
-    without weights around them (Wan 2.2). out_channels: of a patch of patch_size x patch_size pixels."""
+    """Sizes of a causal decoder. base_dim: channels before the multipliers. dim_mult: of every level, the finest first.
+    doubles_frames: for every upsampling, the coarsest first, whether it doubles the frames as well. is_residual: the
+    levels have a shortcut without weights around them (Wan 2.2). out_channels: of a patch of patch_size x patch_size
+    pixels."""
 
     base_dim: int
     z_dim: int
@@ -60,7 +61,7 @@ class CausalDecoderNetwork(nn.Module):
             if sizes.is_residual:
                 self.up_blocks.append(ShortcutUpBlock(dim_in, dim_out, sizes.num_res_blocks, doubles))
             else:
-                # An upsampler of the level before has halved the channels.
+                # The upsampler of the level before has halved the channels.
                 self.up_blocks.append(
                     UpBlock(dim_in if level == 0 else dim_in // 2, dim_out, sizes.num_res_blocks, doubles)
                 )
@@ -77,7 +78,7 @@ class ChannelNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim, *positions))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [batch, channels, ..]. The length of a pixel is summed in float32, everything else rounds to x's dtype."""
+        """Normalise x [batch, channels, ..]. A pixel's length is summed in float32; the rest rounds to x's dtype."""
         normalized = F.normalize(x if x.dtype == torch.float32 else x.float(), dim=1).to(x.dtype)
         # The sum turns -0 into 0, as the norm's absent bias does in diffusers.
         out: torch.Tensor = normalized * self.scale * self.gamma + 0.0
@@ -85,7 +86,7 @@ class ChannelNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Twice norm, SiLU and causal convolution, beside a shortcut that changes the channels."""
+    """Norm, SiLU and causal convolution, twice, and a shortcut that changes the channels."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class PixelAttention(nn.Module):
         self.proj = nn.Conv2d(dim, dim, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [1, channels, frames, height, width]."""
+        """Apply attention to x [1, channels, frames, height, width]."""
         frames = x[0].transpose(0, 1).contiguous()
         qkv = self.to_qkv(self.norm(frames)).flatten(2).transpose(1, 2).contiguous()
         q, k, v = qkv[:, None].chunk(3, dim=-1)
@@ -126,13 +127,13 @@ class MiddleBlock(nn.Module):
 
 
 class Upsampler(nn.Module):
-    """Twice the height and width, then a convolution. mode: `upsample3d` doubles the frames before, by a convolution
-    over frames whose outputs are two frames; `upsample2d` does not."""
+    """Upsampling to twice the height and width, then a convolution. mode: `upsample3d` doubles the frames first, by a
+    convolution over frames whose outputs are two frames; `upsample2d` does not."""
 
     def __init__(self, dim: int, dim_out: int, *, doubles_frames: bool) -> None:
         super().__init__()
         self.mode = "upsample3d" if doubles_frames else "upsample2d"
-        # The first place is that of the upsampling, which has no weights.
+        # Index 0 is the upsampling, which has no weights.
         self.resample = nn.Sequential(nn.Identity(), nn.Conv2d(dim, dim_out, 3))
         if doubles_frames:
             self.time_conv = nn.Conv3d(dim, 2 * dim, (3, 1, 1))

@@ -1,4 +1,4 @@
-"""The decoding half of a causal video autoencoder, built of a config.json whose settings are all known."""
+"""The decoding half of a causal video autoencoder, built from a config.json whose settings are all known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS
 from diffusion_runtime.untrusted.known_settings import Allows, are_known, either, is_number, several, whole
 
 _SIZE = whole(1, MAX_SIZE)
-# Of the published models the deepest has 4.
+# The deepest published model has 4.
 _MAX_LEVELS = 16
 # Settings that every class has; a family adds its own.
 KNOWN: Mapping[str, Allows] = {
@@ -22,10 +22,10 @@ KNOWN: Mapping[str, Allows] = {
     "z_dim": _SIZE,
     "dim_mult": several(_SIZE),
     "num_res_blocks": whole(1, MAX_LAYERS),
-    # Where the encoder attends, beside its middle block.
+    # Where the encoder attends, in addition to its middle block.
     "attn_scales": lambda value: value in ([], ()),
     "temperal_downsample": several(either(True, False)),
-    # Of training.
+    # For training.
     "dropout": is_number,
     "latents_mean": several(is_number),
     "latents_std": several(is_number),
@@ -50,11 +50,11 @@ def decoding_half(
     is_residual: bool = False,
     spatial_compression_ratio: int | None = None,
 ) -> nn.Module | None:
-    """The module without weights, on the meta device; None for settings that are not among `known`, or do not fit each
-    other: diffusers' class then says what is wrong with them.
+    """Build the module without weights, on the meta device; None for settings that are not among `known` or do not fit
+    each other: diffusers' class then reports what is wrong with them.
 
-    The keywords are what a class has beside the settings in KNOWN. base_dim: of the decoder, None for the encoder's.
-    spatial_compression_ratio: None for twice per upsampling.
+    The keywords are what a class has in addition to the settings in KNOWN. base_dim: of the decoder, None for the
+    encoder's. spatial_compression_ratio: None for twice per upsampling.
     """
     if not are_known(settings, known):
         return None

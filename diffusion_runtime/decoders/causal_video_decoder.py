@@ -22,7 +22,7 @@ _TILE, _TILE_STRIDE = 256, 192
 
 
 class CausalVideoDecoder(VideoDecoder):
-    """Decodes one latent frame after the other, in bands of rows where several processes share it.
+    """Video decoder that takes one latent frame after the other, in bands of rows where several processes share it.
 
     Tiles hold all frames of their part, so that a tile is decoded as the whole would be. autoencoder: ours, whose eager
     decoder has the bits of diffusers' module, or that module.
@@ -46,7 +46,7 @@ class CausalVideoDecoder(VideoDecoder):
 
 
 def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
-    """With fused kernels where the weights are on a CUDA GPU and Triton can be imported."""
+    """Return the decoder with diffusers' bits; with fused kernels on a CUDA GPU where Triton can be imported."""
     if not has_kernels(autoencoder):
         return CausalVideoDecoder(autoencoder, restore)
     last = ChannelsLastDecoder(autoencoder, is_exact=True)
@@ -57,6 +57,6 @@ def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
 
 
 def _tiling(autoencoder: Any) -> Tiling:
-    """Diffusers' sizes, 256 pixels a side that overlap by 64."""
+    """Return diffusers' tile sizes, 256 pixels a side with an overlap of 64."""
     pixels = int(autoencoder.spatial_compression_ratio)
     return Tiling(_TILE // pixels, _TILE_STRIDE // pixels, pixels, keeps_ends=True)

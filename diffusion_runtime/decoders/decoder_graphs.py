@@ -1,4 +1,4 @@
-"""CUDA graphs of a causal video decoder: what becomes of one latent frame is captured once for each size and replayed.
+"""CUDA graphs of a causal video decoder: the decoding of one latent frame is captured once for each size and replayed.
 
 The decoder of a small model launches some 300 kernels for every latent frame and computes each in a few microseconds. A
 graph launches them at once, with the numbers of an eager run, as they are the same kernels on the same sizes. Several
@@ -29,9 +29,9 @@ from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.report.attention_report import GraphReplays
 
-# Sizes of latents whose graphs are kept; the one unused for longest makes room.
+# Sizes of latents whose graphs are kept; the least recently used is dropped for a new one.
 MAX_SIZES = 4
-# Replayed frames are handed on together up to so many bytes: what follows costs some 15 launches for each chunk.
+# Replayed frames are passed on together up to this many bytes: the code that follows costs some 15 launches per chunk.
 MERGED_BYTES = 16 << 20
 UNIT = "forward passes of the decoder"
 
@@ -42,7 +42,7 @@ BUSY = "while another clip is decoded"
 
 
 class DecoderGraphs:
-    """The graphs of one pipeline's decoder, and what was replayed since `start`."""
+    """The CUDA graphs of one pipeline's decoder, and the count of replays since `start`."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -51,19 +51,19 @@ class DecoderGraphs:
         self._eager: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Count from here on."""
+        """Reset the counts."""
         self._num_replayed = 0
         self._eager.clear()
 
     def count(self, reason: str | None) -> None:
-        """One forward pass. reason: why it ran eagerly, None for a replay."""
+        """Count one forward pass. reason: why it ran eagerly, None for a replay."""
         if reason is None:
             self._num_replayed += 1
         else:
             self._eager[reason] += 1
 
     def report(self) -> GraphReplays:
-        """What was counted; a decoder that counts nothing knows no graphs."""
+        """Return the counts; a decoder that counts nothing does not use graphs."""
         eager = dict(self._eager)
         if not eager and not self._num_replayed:
             eager = {AT_ONCE: 1}
@@ -80,7 +80,7 @@ class DecoderGraphs:
 
     @contextmanager
     def of_clip(self, decoder: CausalDecoder[Any], latents: torch.Tensor) -> Iterator[_FixedFrames | None]:
-        """What is known of clips of this size, for one clip at a time; None while another is decoded."""
+        """Context manager: the frames of this clip size, for one clip at a time; None while one is decoded."""
         weights = tuple(weight.data_ptr() for weight in decoder.parameters())
         key = (
             decoder,
@@ -105,8 +105,8 @@ class DecoderGraphs:
 
 
 class GraphedDecoder(SampleDecoder):
-    """A decoder whose latent frames are replayed from CUDA graphs, as far as it goes from one to the next and launches
-    bound it."""
+    """Decoder whose latent frames are replayed from CUDA graphs, where it goes from one to the next and is bound by
+    launches."""
 
     def __init__(self, decoder: SampleDecoder, graphs: DecoderGraphs) -> None:
         self._decoder = decoder
@@ -115,7 +115,7 @@ class GraphedDecoder(SampleDecoder):
         self.keeps_history = decoder.keeps_history
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode. The decoder's own frames, to the bit; those that are replayed in larger chunks."""
+        """Decode to the same bits as the decoder; replayed frames come in larger chunks."""
         if not self.keeps_history:
             yield from self._counted(self._decoder.decode(raw, ranks), LIBRARY)
             return
@@ -124,7 +124,7 @@ class GraphedDecoder(SampleDecoder):
 
     @contextmanager
     def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See SampleDecoder.clip; replayed frames of one piece come in larger chunks."""
+        """Decode a clip in pieces; replayed frames of one piece come in larger chunks."""
         with ExitStack() as stack:
             replayed: DecodeNext | None = None
 
@@ -139,7 +139,7 @@ class GraphedDecoder(SampleDecoder):
                 return self._replayed(self._decoder, size)
 
             def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
-                # Which graphs there are is known by the size of the first latents.
+                # The size of the first latents decides which graphs there are.
                 nonlocal replayed
                 replayed = replayed or begin(raw)
                 return replayed(raw)
@@ -150,7 +150,7 @@ class GraphedDecoder(SampleDecoder):
         return DecodeNext(lambda raw: self._counted(decode_next(raw), reason), _refuse_fork)
 
     def _counted(self, chunks: Iterator[torch.Tensor], reason: str) -> Iterator[torch.Tensor]:
-        """Chunks that run eagerly."""
+        """Yield chunks that run eagerly, and count them."""
         for chunk in chunks:
             self._graphs.count(reason)
             yield chunk
@@ -159,7 +159,7 @@ class GraphedDecoder(SampleDecoder):
         is_first = True
 
         def frames(raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-            """What each latent frame becomes, and whether it was replayed."""
+            """Yield the frames of each latent frame, and whether they were replayed."""
             nonlocal is_first
             latents = decoder.prepare(raw)
             for index in range(latents.shape[2]):
@@ -179,7 +179,7 @@ def _refuse_fork() -> DecodeNext:
 
 
 def _merged(chunks: Iterator[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
-    """Chunks, of which replayed ones are put together."""
+    """Merge consecutive replayed chunks."""
     held: list[torch.Tensor] = []
     for chunk, is_replayed in chunks:
         held.append(chunk)
@@ -191,7 +191,7 @@ def _merged(chunks: Iterator[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tenso
 
 
 class _Form:
-    """The first latent frames of clips, or the later ones."""
+    """One of the two forms of a clip's latent frames: the first, or the later ones."""
 
     def __init__(self) -> None:
         self.num_passes = 0
@@ -201,8 +201,8 @@ class _Form:
 
 
 class _FixedFrames:
-    """Latent frames of one size, decoded at fixed addresses. histories: as of LatentFrame, kept from clip to clip while
-    a graph reads them."""
+    """Buffers that decode latent frames of one size at fixed addresses. histories: as of LatentFrame, kept from clip to
+    clip while a graph reads them."""
 
     def __init__(self, decoder: CausalDecoder[Any], capture: Capture) -> None:
         self._decoder = decoder
@@ -218,24 +218,24 @@ class _FixedFrames:
 
     @property
     def num_bytes(self) -> int:
-        """Of what graphs read."""
+        """Bytes that graphs read."""
         return self._latents.nbytes + sum(history.nbytes for history in self._histories.values())
 
     def begin(self) -> None:
-        """A clip: nothing lies before its first frame."""
+        """Begin a clip: clear the histories."""
         self.is_busy = True
         if self._histories:
             torch._foreach_zero_(list(self._histories.values()))
 
     def end(self) -> None:
-        """Histories of a large decoder take a gigabyte: without a graph they end with their clip."""
+        """End a clip. Histories of a large decoder take a gigabyte: without a graph they are freed with their clip."""
         self.is_busy = False
         if not self.num_graphs:
             self._histories.clear()
 
     def decode(self, latents: torch.Tensor, *, is_first: bool) -> tuple[torch.Tensor, str | None]:
-        """What a latent frame [1, channels, 1, height, width] becomes, as a tensor of its own, and why it was computed
-        eagerly; None for a replay."""
+        """Decode a latent frame [1, channels, 1, height, width]; return the frames as a tensor of their own, and why
+        they were computed eagerly, None for a replay."""
         form = self._first if is_first else self._later
         frame = LatentFrame(is_first, self._histories, None)
         form.num_passes += 1
@@ -247,7 +247,7 @@ class _FixedFrames:
         if form.time is None:
             chunk, form.time = self._capture.timed(lambda: self._decoder.decode_frame(latents, frame))
             return chunk, TIMED
-        # What the first frame needs is the least: its graph alone is not worth the histories that it would keep.
+        # The first frame needs the least: its graph alone is not worth the histories that it would keep.
         form.refusal = form.refusal or self._later.refusal or refusal_after(form.time)
         if form.refusal is None:
             return self._capture_frame(form, latents, frame)
@@ -258,7 +258,7 @@ class _FixedFrames:
             self._latents = latents.clone(memory_format=torch.contiguous_format)
         fixed = self._latents.copy_(latents)
         chunk = self._capture.warm_up(lambda: self._decoder.decode_frame(fixed, frame))
-        # A capture may compute, and a frame goes into the histories once.
+        # A capture may compute, and a frame must enter the histories only once.
         histories = list(self._histories.values())
         kept = [history.clone() for history in histories]
         try:

@@ -1,4 +1,4 @@
-"""How much memory a video decoder's activations take, for the message of a decode that did not fit."""
+"""Memory that the activations of a video decoder take, for the message of a decode that did not fit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoenc
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.memory.live_bytes import peak_bytes
 
-# What is held at once around the widest convolution: the residual, the normalised input, that with its padding, and the
+# Tensors held at once around the widest convolution: the residual, the normalised input, its padded copy, and the
 # output.
 NUM_HELD = 4
-# Latents of the dry run that finds the widest convolution: few, and with a frame that is not the first.
+# Latents of the dry run that finds the widest convolution: few, with one frame that is not the first.
 _PROBE = (2, 2, 2)
 
 
 def widest_activation(autoencoder: Any) -> float:
-    """Numbers per latent (frame, row and column) in the largest input or output of the decoder's convolutions.
+    """Return the numbers per latent (frame, row and column) in the largest input or output of the decoder's
+    convolutions.
 
-    Found by a dry run on the meta device. A decoder that goes from frame to frame has those of one frame at a time.
+    Found by a dry run on the meta device. A decoder that goes from frame to frame holds those of one frame at a time.
     """
     tensors = [*autoencoder.parameters(), *autoencoder.buffers()]
     module = copy.deepcopy(autoencoder, {id(tensor): tensor.to("meta") for tensor in tensors})
@@ -51,7 +52,7 @@ def widest_activation(autoencoder: Any) -> float:
 
 
 def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
-    """`widest_activation` of a module on the meta device whose convolutions are called by their weights."""
+    """Return `widest_activation` of a module on the meta device whose convolutions are called by their weights."""
     weight = module.post_quant_conv.weight
     latents = torch.empty(1, weight.shape[1], *_PROBE, dtype=weight.dtype, device="meta")
     widest = _WidestConvolution()
@@ -62,7 +63,7 @@ def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
 
 
 class _WidestConvolution(TorchFunctionMode):
-    """Keeps the largest input, without its padding, or output of the convolutions inside."""
+    """Torch function mode that records the largest input, without its padding, or output of the convolutions inside."""
 
     numbers: int = 0
 
@@ -81,7 +82,7 @@ class _WidestConvolution(TorchFunctionMode):
 
 
 def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, tiling: Tiling | None) -> str:
-    """What decoding latents of [frames, height, width] takes at once, and in tiles."""
+    """Return a sentence on the memory that decoding [frames, height, width] latents takes, whole and in tiles."""
     numbers = widest_activation(autoencoder)
 
     def formula(frames: int, height: int, width: int) -> str:
@@ -98,14 +99,14 @@ def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, ti
     return f"{text}; --vae-tiling on takes about {formula(*tiling.largest((frames, height, width)))} and the frames"
 
 
-# Of a decoder that goes from latent frame to latent frame: one without a history, two with.
+# Of a decoder that goes from latent frame to latent frame: one without a history, two with one.
 _FRAMES_IN_TURN = 3
 
 
 def decoding_bytes(
     autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool, copies_layout: bool = False
 ) -> int:
-    """What decoding a clip has alive at once beside the weights, counted on the meta device.
+    """Return the bytes that decoding a clip has alive at once in addition to the weights, counted on the meta device.
 
     autoencoder: a module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles: tiles of
     diffusers' size, of a module of diffusers'. copies_layout: as in LiveBytes.
@@ -132,7 +133,7 @@ def decoding_bytes(
 
 
 def has_frames(autoencoder: Any) -> bool:
-    """Whether the latents of diffusers' module have frames; of an image alone, too, where it came of a video's."""
+    """Return whether the module's latents have frames; also true for an image model made from a video model."""
     convolutions = (each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv3d))
     return _goes_by_frame(autoencoder) or any(True for _ in convolutions)
 
@@ -142,14 +143,14 @@ def _goes_by_frame(autoencoder: Any) -> bool:
 
 
 def decode_latents(autoencoder: Any, latents: torch.Tensor) -> object:
-    """One call of diffusers' decoder; some are told of the noise of their latents."""
+    """Call diffusers' decoder once; some take the noise level of their latents."""
     takes_timestep = getattr(getattr(autoencoder, "config", None), "timestep_conditioning", False)
     times = (latents.new_zeros(latents.shape[0]),) if takes_timestep else ()
     return autoencoder.decode(latents, *times, return_dict=False)
 
 
 def _streaming_bytes(autoencoder: CausalVideoAutoencoder, height: int, width: int, latent_frames: int) -> int:
-    """`decoding_bytes` of a module that goes from latent frame to latent frame."""
+    """Return `decoding_bytes` of a module that goes from latent frame to latent frame."""
     weight, factor = autoencoder.post_quant_conv.weight, autoencoder.spatial_compression_ratio
     frames = min(latent_frames, _FRAMES_IN_TURN)
     latents = torch.empty(

@@ -11,7 +11,7 @@ from torch import nn
 
 from diffusion_runtime.kernels.norm_silu.api import group_norm_silu, pixel_norm_silu, rms_norm_silu
 
-# Names of a norm in blocks of diffusers, and of the activation that follows it.
+# Names of a norm in diffusers' blocks, and of the activation that follows it.
 _PAIRS = (
     ("norm1", "nonlinearity"),
     ("norm2", "nonlinearity"),
@@ -23,7 +23,7 @@ _PAIRS = (
 
 class NormSilu(nn.Module):
     """SiLU(norm(x)). norm: group norm, RMSNorm over the channels as Wan and HunyuanVideo-1.5 have it, or LTX's pixel
-    norm. is_exact: to the bits of the two, where the kernel can."""
+    norm. is_exact: to the bits of norm then SiLU, where the kernel can."""
 
     def __init__(self, norm: nn.Module, *, is_exact: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class NormSilu(nn.Module):
         self._is_exact = is_exact
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [batch, channels, frames, height, width]."""
+        """Return SiLU(norm(x)). x: [batch, channels, frames, height, width]."""
         norm: Any = self.norm
         if isinstance(norm, nn.GroupNorm):
             return group_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps)
@@ -41,15 +41,15 @@ class NormSilu(nn.Module):
 
 
 class LastTap(nn.Module):
-    """A causal convolution of diffusers on a single frame: zeros stand before it, so one tap of three is all there is
-    to compute, in two dimensions. Called as the module is called, without a history."""
+    """A causal convolution of diffusers on a single frame: the frames before it are zeros, so only one tap of three
+    needs computing, in two dimensions. Called as the module is called, without a history."""
 
     def __init__(self, conv: Any) -> None:
         super().__init__()
         self.conv = conv
 
     def forward(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [batch, channels, 1, height, width]."""
+        """Convolve x [batch, channels, 1, height, width]."""
         assert cache_x is None, "a single frame has no history"
         conv: Any = self.conv
         left, _, above = conv._padding[:3]
@@ -58,13 +58,13 @@ class LastTap(nn.Module):
 
 
 def with_shared_weights(module: nn.Module) -> Any:
-    """A copy whose parameters and buffers are the module's own tensors."""
+    """Return a copy whose parameters and buffers are the module's own tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def fuse_norms(network: nn.Module, *, is_exact: bool) -> int:
-    """Replace every norm that a SiLU follows, in place; returns how many. is_exact: as in NormSilu, which leaves group
+    """Replace every norm that a SiLU follows, in place; return how many. is_exact: as in NormSilu, which leaves group
     norms as they are."""
     replaced = 0
     for module in list(network.modules()):
@@ -80,7 +80,7 @@ def fuse_norms(network: nn.Module, *, is_exact: bool) -> int:
 
 
 def use_last_taps(network: nn.Module) -> None:
-    """Replace the causal convolutions over three frames with what they are on one frame, in place."""
+    """Replace the causal convolutions over three frames by their form on one frame, in place."""
     for module in list(network.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Conv3d) and child.kernel_size[0] == 3 and child.stride == (1, 1, 1):
@@ -91,6 +91,6 @@ def _can_fuse(norm: Any, is_exact: bool) -> bool:
     if isinstance(norm, nn.GroupNorm):
         return not is_exact
     if isinstance(getattr(norm, "gamma", None), nn.Parameter):
-        # An RMSNorm with a bias is none of those that the kernel knows.
+        # The kernel does not know an RMSNorm with a bias.
         return bool(norm.gamma.dim() == 4) and isinstance(norm.bias, float)
     return type(norm).__name__ == "PerChannelRMSNorm" and norm.channel_dim == 1

@@ -1,4 +1,4 @@
-"""The decoder of an image autoencoder whose latents are scaled and shifted by one number each, as diffusers has it."""
+"""The decoder of an image autoencoder whose latents are scaled and shifted by one number each, as in diffusers."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class ImageDecoder(LatentDecoder):
         self.implementation = type(autoencoder).__name__
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
+        """Decode; the normalisation is undone in float32, whatever dtype the decoder computes in."""
         weight = next(self._autoencoder.parameters())
         raw = latents.squeeze(2).to(weight.device, torch.float32) / self._scale + self._shift
         return decode_image(self._autoencoder, raw.to(weight.dtype))
 
 
 def decode_image(autoencoder: Any, raw: torch.Tensor) -> torch.Tensor:
-    """Frames as of LatentDecoder.decode. raw: latents without normalisation, [batch, channels, height, width], in the
-    autoencoder's dtype."""
+    """Decode to frames as of LatentDecoder.decode. raw: latents without normalisation, [batch, channels, height,
+    width], in the autoencoder's dtype."""
     with torch.inference_mode():
         image: torch.Tensor = autoencoder.decode(raw, return_dict=False)[0]
         return image.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 1)[:, None].contiguous()
 
 
 def load_image_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -53,6 +53,6 @@ def load_image_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
 
 
 def read_normalisation(folder: AnyFolder) -> tuple[float, float]:
-    """(scale, shift) of ImageDecoder. Raises ModelLoadError that names the file and the key."""
+    """Read (scale, shift) of ImageDecoder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, COMPONENT)
     return file.number("scaling_factor"), file.number("shift_factor")

@@ -20,8 +20,8 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 
 @dataclass(frozen=True)
 class FrameStream:
-    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1],
-    [1, frames, height, width, 3] each, decoded when they are asked for."""
+    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1], [1,
+    frames, height, width, 3] each, decoded when they are requested."""
 
     num_frames: int
     chunks: Iterator[torch.Tensor]
@@ -30,8 +30,8 @@ class FrameStream:
 class LatentDecoder(ABC):
     """Latents to frames, by a library's autoencoder.
 
-    library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
-    it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
+    library, implementation: which code decodes, for the report of attention that a library runs itself. splits_rows:
+    whether it can decode a band of rows, given the rows beyond (layers/spatial_parallel.py), as within the whole.
     splits_tiles: whether several processes can share the tiles in which it decodes.
     """
 
@@ -43,56 +43,59 @@ class LatentDecoder(ABC):
 
     @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames, float32 in [0, 1], [batch, frames, height, width, 3].
+        """Decode to frames, float32 in [0, 1], [batch, frames, height, width, 3].
 
         latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
         """
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
+        """Return the frames of one sample chunk after chunk; one chunk of everything where the decoder cannot stop in
+        between.
 
-        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then; of a
-        decoder that `splits_tiles`, the processes that share them, each of which is given everything and gets all.
+        latents: [1, channels, frames, height, width]. bands: as in decode_band, and `latents` are then one band; for a
+        decoder that `splits_tiles`, the processes that share the tiles, each of which is given everything and gets all
+        frames.
         """
         frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
         return FrameStream(frames.shape[1], iter([frames]))
 
     def clip(self, bands: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
-        """One clip whose latents come in pieces, [1, channels, frames, height, width] each: gives the function that
-        decodes the next one into chunks as those of `stream`, together the frames of the whole clip. What the
-        convolutions have read is kept in between, and ends with the context. bands: as in decode_band.
+        """Context manager: decode one clip whose latents come in pieces, [1, channels, frames, height, width] each.
+        Gives the function that decodes the next piece into chunks as those of `stream`, together the frames of the
+        whole clip. What the convolutions have read is kept in between, and ends with the context. bands: as in
+        decode_band.
 
         Raises ConfigError for a decoder that needs the whole clip.
         """
         raise ConfigError("stream: the decoder of this model needs all latents of a clip at once; leave out --stream")
 
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
-        """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
+        """Decode one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
         with SpatialParallel(bands):
             return self.decode(latents)
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
-        """The same decoder for the clip of one resolved request, in models whose decoding reads values of it; itself in
-        others."""
+        """Return the same decoder for the clip of one resolved request, in models whose decoding reads values of it;
+        itself in others."""
         return self
 
     def fast(self) -> LatentDecoder:
-        """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
+        """Return the same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
         return self
 
     def in_tiles(self, is_wanted: bool) -> LatentDecoder:
-        """The same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one that has no
-        tiles."""
+        """Return the same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one
+        without tiles."""
         if is_wanted:
             raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
         return self
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
-        """The same decoder, replaying what launches bound from CUDA graphs; itself where it has nothing to replay."""
+        """Return the same decoder, replaying launch-bound parts from CUDA graphs; itself where there are none."""
         return self
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:
-        """The sound of one sample; None from a decoder that knows pictures alone.
+        """Decode the sound of one sample; None from a decoder of pictures alone.
 
         latents: normalised, [1, channels, length, bins].
         """

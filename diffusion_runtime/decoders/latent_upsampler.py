@@ -23,9 +23,9 @@ _FOLDER = "latent_upsampler"
 
 @dataclass(frozen=True)
 class SecondStage:
-    """What a family's second stage is made of. upsampler: diffusers' class, whose folder a user names. sigmas: noise
-    levels of its steps, the first of which the upsampled latents are noised to; distilled_sigmas: of models distilled
-    to few steps."""
+    """A family's second stage. upsampler: diffusers' class, whose folder a user names. sigmas: noise levels of its
+    steps, the first of which the upsampled latents are noised to; distilled_sigmas: of models distilled to few
+    steps."""
 
     upsampler: DiffusersComponent
     sigmas: tuple[float, ...]
@@ -34,25 +34,25 @@ class SecondStage:
 
 @dataclass(frozen=True)
 class UpsamplerFolder:
-    """An upsampler's folder, of which the json is read. component: named as that folder is, beside `parent`."""
+    """An upsampler's folder, of which the json is read. component: named as that folder is, next to `parent`."""
 
     parent: Path
     component: DiffusersComponent
 
     def load(self, model_folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LatentUpsampler:
-        """The network for the latents of a model. Raises ModelLoadError for weights that are missing or do not fit."""
+        """Load the network for a model's latents. Raises ModelLoadError for missing weights or a misfit."""
         network = self.component.load(self.parent, device, dtype)
         mean, std = _statistics(model_folder, device)
         return LatentUpsampler(network, mean, std, read_config(model_folder, COMPONENT).number("scaling_factor", 1.0))
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of its weights in this dtype; reads json alone."""
+        """Return the bytes of its weights in this dtype; reads json alone."""
         return sum(each.num_numbers for each in self.component.tensors(self.parent)) * dtype.itemsize
 
 
 class LatentUpsampler:
-    """network: of raw latents. mean, std: of every channel, [channels], float32; scaling_factor: of normalised ones,
-    (raw - mean) / std * scaling_factor."""
+    """Upsampler of normalised latents. network: of raw latents. mean, std: of every channel, [channels], float32;
+    scaling_factor: of normalised ones, (raw - mean) / std * scaling_factor."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class LatentUpsampler:
     def __call__(
         self, latents: torch.Tensor, *, adain_factor: float = 0.0, tone_map_compression: float = 0.0
     ) -> torch.Tensor:
-        """Normalised latents [batch, channels, frames, height, width] at twice the height and width, float32. One
-        sample after the other: at full size the activations are what needs the most memory. adain_factor: see
+        """Return normalised latents [batch, channels, frames, height, width] at twice the height and width, float32.
+        One sample after the other: at full size the activations need the most memory. adain_factor: see
         with_statistics_of; tone_map_compression: see tone_mapped; 0 for none."""
         weight = next(self._network.parameters())
         samples = []
@@ -86,8 +86,8 @@ class LatentUpsampler:
 
 
 def with_statistics_of(reference: torch.Tensor, latents: torch.Tensor, factor: float) -> torch.Tensor:
-    """Raw latents [batch, channels, frames, height, width] on the way, by `factor` of 0 to 1, to those that have the
-    mean and deviation of each sample's channels in `reference` (adaptive instance normalisation, arXiv:1703.06868)."""
+    """Move raw latents [batch, channels, frames, height, width], by `factor` of 0 to 1, towards the mean and deviation
+    of each sample's channels in `reference` (adaptive instance normalisation, arXiv:1703.06868)."""
     axes = (2, 3, 4)
     own_deviation, own_mean = torch.std_mean(latents, axes, keepdim=True)
     deviation, mean = torch.std_mean(reference, axes, keepdim=True)
@@ -95,15 +95,15 @@ def with_statistics_of(reference: torch.Tensor, latents: torch.Tensor, factor: f
 
 
 def tone_mapped(latents: torch.Tensor, compression: float) -> torch.Tensor:
-    """Raw latents whose values beyond about 1 are scaled down, at `compression` 1 by up to 0.6, and by less the smaller
-    they are, as LTX-Video's authors do before a second stage."""
+    """Scale down values of raw latents beyond about 1, at `compression` 1 by up to 0.6 and by less the smaller they
+    are, as LTX-Video's authors do before a second stage."""
     strength = 0.75 * compression
     scales: torch.Tensor = 1.0 - 0.8 * strength * torch.sigmoid(4.0 * strength * (latents.abs() - 1.0))
     return latents * scales
 
 
 def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num_channels: int) -> UpsamplerFolder:
-    """The folder that RuntimeConfig.upsampler_path names: of the network itself, or one that has it in
+    """Open the folder that RuntimeConfig.upsampler_path names: of the network itself, or one that has it in
     `latent_upsampler`. num_channels: of the model's latents.
 
     Raises ConfigError for a model without a second stage and a folder that is none, and ModelLoadError for one of
@@ -125,7 +125,7 @@ def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num
 
 
 def upsampler_place(path: Path) -> Path:
-    """Where the network is: `path`, or the folder that a model's folder has it in."""
+    """Return the folder of the network: `path`, or the subfolder in which a model's folder has it."""
     return path / _FOLDER if (path / _FOLDER).is_dir() else path
 
 
@@ -145,7 +145,7 @@ def _check(file: ConfigFile, class_name: str, num_channels: int) -> None:
 
 
 def _statistics(folder: AnyFolder, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of the latents, which the autoencoder's weights hold. Raises ModelLoadError."""
+    """Read the mean and deviation of the latents from the autoencoder's weights. Raises ModelLoadError."""
     found = []
     with Checkpoint(folder / COMPONENT) as checkpoint:
         for name in ("latents_mean", "latents_std"):

@@ -1,6 +1,6 @@
 """Decoding of one sample's latents into frames, at once or in tiles that overlap and are blended.
 
-Tiles bound the memory of a decoder by their size. Neighbours overlap, and what both decoded is blended linearly along
+Tiles bound the memory of a decoder by their size. Neighbours overlap, and the shared part is blended linearly along
 each axis: in the order, and with the roundings, of diffusers' `tiled_decode`, so that the frames are the same. Several
 processes may share the tiles of a clip: each decodes some, and all receive them.
 """
@@ -20,9 +20,10 @@ from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 @dataclass(frozen=True, eq=False)
 class DecodeNext:
-    """What decodes a clip in pieces. decode, which a call is: the frames of its next latents, chunk after chunk, as
-    SampleDecoder.decode after what came before. fork: another clip with the same pieces so far, that goes on by itself;
-    what convolutions have read is copied. Behind the first piece, and between two whose frames have all been read."""
+    """Decoder of a clip in pieces. decode, which a call is: decode its next latents, chunk after chunk, as
+    SampleDecoder.decode after the pieces before. fork: another clip with the same pieces so far, which continues
+    independently; what the convolutions have read is copied. Call `fork` after the first piece, and between two whose
+    frames have all been read."""
 
     decode: Callable[[torch.Tensor], Iterator[torch.Tensor]]
     fork: Callable[[], DecodeNext]
@@ -43,7 +44,7 @@ class SampleDecoder(ABC):
 
     @abstractmethod
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """The frames chunk after chunk, [1, 3, frames, height, width], in [-1, 1].
+        """Yield the frames chunk after chunk, [1, 3, frames, height, width], in [-1, 1].
 
         raw: latents as the autoencoder takes them, [1, channels, frames, height, width], in its weights' dtype. ranks:
         processes that decode together; whether raw is then this one's band of rows or everything depends on the
@@ -51,20 +52,20 @@ class SampleDecoder(ABC):
         """
 
     def clip(self, ranks: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
-        """One clip whose latents come in pieces: the frames are those of the whole clip. The histories of the
-        convolutions end with the context. Of decoders that `keeps_history`."""
+        """Context manager: decode one clip whose latents come in pieces, to the frames of the whole clip. The histories
+        of the convolutions end with the context. For decoders that `keeps_history`."""
         raise NotImplementedError
 
 
 class WholeDecoder(SampleDecoder):
-    """Everything at once. network: of latents, as in SampleDecoder.decode."""
+    """Decoder of everything at once. network: of latents, as in SampleDecoder.decode."""
 
     def __init__(self, network: Callable[[torch.Tensor], torch.Tensor], frames_factor: int) -> None:
         self._network = network
         self.frames_factor = frames_factor
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode. It knows no way of sharing the work."""
+        """Decode everything at once; the work is never shared."""
         assert ranks is None
         yield self._network(raw)
 
@@ -73,9 +74,9 @@ class WholeDecoder(SampleDecoder):
 class Tiling:
     """size, stride: of tiles along height and width, in latents; pixels: of one latent, a side.
 
-    frames: latent frames of a tile and from one to the next, None for tiles of all frames. Behind the first, a tile
-    reads one latent frame more, whose frame is left out. keeps_ends: a tile that reaches the end is the last; without
-    it another one follows for what lies behind the stride, as in diffusers, however narrow that is.
+    frames: latent frames of a tile and from one to the next, None for tiles of all frames. After the first, a tile
+    reads one latent frame more, whose frame is left out. keeps_ends: a tile that reaches the end is the last; otherwise
+    another one follows for what lies beyond the stride, as in diffusers, however narrow that is.
     """
 
     size: int
@@ -85,24 +86,25 @@ class Tiling:
     keeps_ends: bool = False
 
     def starts(self, length: int, size: int, stride: int) -> list[int]:
-        """Where tiles of `size` begin along an axis."""
+        """Return where tiles of `size` begin along an axis."""
         starts = list(range(0, length, stride))
         ended = [start for start in starts if start + size >= length]
         return starts[: starts.index(ended[0]) + 1] if self.keeps_ends else starts
 
     def is_needed(self, raw: torch.Tensor) -> bool:
-        """Whether latents are larger than a tile."""
+        """Return whether latents are larger than a tile."""
         return max(raw.shape[-2:]) > self.size or (self.frames is not None and raw.shape[2] > self.frames[0])
 
     def largest(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Latent frames, height and width of the largest tile of latents of this size."""
+        """Return latent frames, height and width of the largest tile of latents of this size."""
         frames, height, width = shape
         length = frames if self.frames is None or frames <= self.frames[0] else self.frames[0] + 1
         return length, min(height, self.size), min(width, self.size)
 
 
 class TiledDecoder(SampleDecoder):
-    """Tile by tile, each by another decoder; chunks are what one tile along the frames becomes.
+    """Decoder that works tile by tile, each with another decoder; a chunk holds the frames of one tile along the
+    frames.
 
     With several processes every one is given everything, decodes its share of the tiles and gets all frames.
     """
@@ -113,7 +115,6 @@ class TiledDecoder(SampleDecoder):
         self.frames_factor = decoder.frames_factor
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode."""
         tiling, num_frames = self._tiling, raw.shape[2]
         if tiling.frames is None or num_frames <= tiling.frames[0]:
             if max(raw.shape[-2:]) <= tiling.size:
@@ -138,7 +139,7 @@ class TiledDecoder(SampleDecoder):
                 yield tile[:, :, :kept]
 
     def _in_space(self, raw: torch.Tensor, ranks: RankGroup | None) -> torch.Tensor:
-        """All of some latent frames."""
+        """Decode the full height and width of some latent frames."""
         size, stride, pixels = self._tiling.size, self._tiling.stride, self._tiling.pixels
         height, width = raw.shape[-2:]
         if max(height, width) <= size:
@@ -165,7 +166,7 @@ class TiledDecoder(SampleDecoder):
         return torch.cat(rows, dim=3)
 
     def _decoded(self, tiles: Sequence[torch.Tensor], ranks: RankGroup | None) -> Iterator[torch.Tensor]:
-        """The frames of all tiles, in their order."""
+        """Yield the frames of all tiles, in their order."""
         if ranks is None:
             yield from map(self._whole, tiles)
             return
@@ -183,7 +184,7 @@ class TiledDecoder(SampleDecoder):
             positions[rank] += count
 
     def _frames_shape(self, tile: torch.Tensor) -> tuple[int, ...]:
-        """What a tile is decoded to: three colours."""
+        """Return the shape of a decoded tile: three colours."""
         frames, height, width = tile.shape[2:]
         pixels = self._tiling.pixels
         return 1, 3, 1 + self.frames_factor * (frames - 1), height * pixels, width * pixels
@@ -194,13 +195,13 @@ class TiledDecoder(SampleDecoder):
 
 
 def _blend(before: torch.Tensor, tile: torch.Tensor, dim: int, overlap: int) -> None:
-    """The beginning of `tile` along `dim` becomes a linear mixture of the end of `before` and itself, in place."""
+    """Blend the beginning of `tile` along `dim` linearly with the end of `before`, in place."""
     overlap = min(before.shape[dim], tile.shape[dim], overlap)
     if overlap == 0:
         return
     share = torch.tensor([step / overlap for step in range(overlap)], dtype=torch.float64)
     shape = [-1 if axis == dim else 1 for axis in range(tile.dim())]
     end, start = before.narrow(dim, before.shape[dim] - overlap, overlap), tile.narrow(dim, 0, overlap)
-    # Products and sum round to the frames' dtype, as those of one row after the other with numbers of Python do.
+    # Products and sum round to the frames' dtype, as they do row after row with Python numbers.
     old, new = (weight.to(torch.float32).view(shape).to(tile.device) for weight in (1 - share, share))
     start.copy_((end * old).to(tile.dtype) + (start * new).to(tile.dtype))

@@ -1,5 +1,5 @@
-"""Decoding for several processes: each a band of rows, or some of the tiles, where that is exact, else the first one
-everything."""
+"""Decoding by several processes: each decodes a band of rows or some of the tiles where that is exact, else the first
+one everything."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 class SharedDecoder(LatentDecoder):
-    """decoder: loaded on the first process, and on all of them when it `splits_rows` or `splits_tiles`; None on the
-    others."""
+    """Decoder shared by several processes. decoder: loaded on the first process, and on all of them when it
+    `splits_rows` or `splits_tiles`; None on the others."""
 
     def __init__(self, decoder: LatentDecoder | None, world: World) -> None:
         self._decoder = decoder
@@ -34,13 +34,12 @@ class SharedDecoder(LatentDecoder):
         self.library, self.implementation = description
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
-        """See LatentDecoder.for_request."""
         other = copy.copy(self)
         other._decoder = None if self._decoder is None else self._decoder.for_request(request)
         return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode; the same frames on every process."""
+        """Decode to the same frames on every process."""
         if self._in_tiles:
             return torch.cat([torch.cat(list(self.stream(each).chunks), dim=1) for each in torch.split(latents, 1)])
         if not self._splits(latents):
@@ -52,7 +51,7 @@ class SharedDecoder(LatentDecoder):
         return gather_bands(frames, 2, group)
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        """See LatentDecoder.stream; the same chunks on every process, all of which must read them."""
+        """Stream the same chunks on every process, all of which must read them."""
         assert bands is None, "it cuts the bands itself"
         if self._in_tiles:
             assert self._decoder is not None
@@ -69,7 +68,7 @@ class SharedDecoder(LatentDecoder):
 
     @contextlib.contextmanager
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See LatentDecoder.clip; the same chunks on every process, all of which must read them."""
+        """Decode a clip in pieces: the same chunks on every process, all of which must read them."""
         assert bands is None, "it cuts the bands itself"
         if not self._in_bands:
             raise ConfigError(f"stream: several processes cannot decode together ({self.implementation})")
@@ -78,7 +77,7 @@ class SharedDecoder(LatentDecoder):
             yield self._clip(decode_next)
 
     def _clip(self, decode_next: DecodeNext) -> DecodeNext:
-        """decode_next: of this process's band."""
+        """Return the shared form of the function that decodes this process's band."""
         group = self._world.group
 
         def decode_band_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -107,7 +106,7 @@ class SharedDecoder(LatentDecoder):
         return self._world.broadcast(frames)
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:
-        """See LatentDecoder.decode_audio; made by the first process, and the same on every one."""
+        """Decode the sound on the first process, and return it on every one."""
         made: list[Audio | None] = []
 
         def decode() -> str:

@@ -1,9 +1,9 @@
 """Tiny video decoders for previews, in the file format of TAEHV (https://github.com/madebyollin/taehv).
 
-A TAEHV decoder is a chain of 2D convolutions over single frames; what a frame knows of earlier ones comes through
-memory blocks, which also read their own input of the frame before. Three levels each double the height and width, and
-some of them the frames. It takes latents as the transformer works on them, without mean and deviation, and gives frames
-in [0, 1]. Widths, factors and channels are read off the shapes of the tensors.
+A TAEHV decoder is a chain of 2D convolutions over single frames; a frame depends on earlier ones through memory blocks,
+which also read their own input of the frame before. Three levels each double the height and width, and some of them the
+frames. It takes latents as the transformer works on them, without mean and deviation, and gives frames in [0, 1].
+Widths, factors and channels are read off the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TINY = "tiny"
 SOURCE = "https://github.com/madebyollin/taehv/tree/main/safetensors"
 _PICKLES = (".pth", ".pt", ".ckpt", ".bin")
 _PREFIX = "decoder."
-# Places in the published chain: the first convolution, the memory blocks of each level, the layer that makes frames of
-# channels, the convolution behind it, and the last convolution.
+# Indices in the published chain: the first convolution, the memory blocks of each level, the layer that makes frames of
+# channels, the convolution after it, and the last convolution.
 _FIRST, _LAST = 1, 22
 _LEVELS = ((3, 4, 5), (9, 10, 11), (15, 16, 17))
 _GROW = (7, 13, 19)
@@ -61,7 +61,7 @@ class TinyLatents:
 
 
 class _MemoryBlock(nn.Module):
-    """Three convolutions over a frame beside the frame before, added to the frame."""
+    """Three convolutions over a frame and the frame before, added to the frame."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _MemoryBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """x: [frames, channels, height, width]; before: the frame before each."""
+        """Apply the block. x: [frames, channels, height, width]; before: the frame before each."""
         return F.relu(self.conv(torch.cat([x, before], dim=1)) + x)
 
 
@@ -98,7 +98,7 @@ class _SoftLimit(nn.Module):
 
 
 class TinyNetwork(nn.Module):
-    """The chain, with the names of the files. widths: of the first convolution and of those behind each level."""
+    """The chain, with the names of the files. widths: of the first convolution and of those after each level."""
 
     def __init__(self, latents: TinyLatents, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class TinyNetwork(nn.Module):
     def frames(
         self, latents: torch.Tensor, memories: dict[nn.Module, torch.Tensor] | None = None
     ) -> Iterator[torch.Tensor]:
-        """The frames of one latent frame after the other: [frames, 3, height, width] in [0, 1].
+        """Yield the frames of one latent frame after the other, [frames, 3, height, width] in [0, 1].
 
         latents: [frames, channels, height, width]. memories: what the memory blocks keep of the clip's latents before
         these; none before the first latent frame, which gives the last of its frames alone.
@@ -146,7 +146,6 @@ class TinyDecoder(LatentDecoder):
         self.implementation = f"tiny decoder {name}: a preview"
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode."""
         with torch.inference_mode():
             samples = [
                 torch.cat([part.float() for part in self._network.frames(sample.transpose(0, 1))])
@@ -156,12 +155,12 @@ class TinyDecoder(LatentDecoder):
 
     @contextmanager
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See LatentDecoder.clip."""
         assert bands is None, "it knows no bands"
         yield self._clip({})
 
     def _clip(self, memories: dict[nn.Module, torch.Tensor]) -> DecodeNext:
-        """memories: as of TinyNetwork.frames, which replaces them and writes to none."""
+        """Return the function that decodes the next latents. memories: as of TinyNetwork.frames, which replaces them
+        and writes to none."""
 
         def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
             with torch.inference_mode():
@@ -180,19 +179,19 @@ class TinyFile:
     network: TinyNetwork
 
     def load(self, device: torch.device, dtype: torch.dtype) -> TinyDecoder:
-        """The decoder on a device."""
+        """Load the decoder on a device."""
         return TinyDecoder(self.network.to(device, dtype), self.path.name)
 
 
 def is_published_choice(choice: str) -> bool:
-    """Whether a choice is `tiny`, or a file with the name of one that TAEHV publishes."""
+    """Return whether a choice is `tiny`, or a file with the name of one that TAEHV publishes."""
     return choice == TINY or Path(choice).stem in PUBLISHED
 
 
 def read_tiny_decoder(
     choice: str, folder: AnyFolder, family: str, geometry: LatentGeometry, published: Mapping[int, str]
 ) -> TinyFile:
-    """The file of a choice: a path, or `tiny`, the published one for the model's latents, in the model's folder.
+    """Read the file of a choice: a path, or `tiny`, the published one for the model's latents, in the model's folder.
 
     family: the name of the model's, for messages. published: number of latent channels -> the name of the published
     file, without its suffix. Raises ConfigError for a model without one, and for a file of other latents;
@@ -216,7 +215,7 @@ def read_tiny_decoder(
 
 
 def _network_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> TinyNetwork:
-    """Raises ModelLoadError for tensors that are not those of a TAEHV decoder."""
+    """Build the network that fits the tensors. Raises ModelLoadError for tensors of no TAEHV decoder."""
     wanted = {name: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
 
     def shape(place: int, part: str = "weight") -> torch.Size:
@@ -254,8 +253,8 @@ def _network_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> TinyNetwork:
 
 
 def _check_latents(path: Path, found: TinyLatents, family: str, geometry: LatentGeometry, expected: str) -> None:
-    """Raises ConfigError for a decoder of other latents. The published files for latents of one shape differ by name
-    alone, so a published name for another model is refused as well."""
+    """Check that the decoder is for the model's latents. The published files for latents of one shape differ by name
+    alone, so a published name for another model is refused as well. Raises ConfigError."""
     # An image has one frame, whatever the decoder would make of the next.
     temporal = found.temporal_factor if geometry.temporal_factor > 1 else 1
     wanted = (geometry.num_channels, geometry.spatial_factor, geometry.temporal_factor)
@@ -271,7 +270,7 @@ def _check_latents(path: Path, found: TinyLatents, family: str, geometry: Latent
         )
 
 
-# Every published name; files named otherwise are judged by their shapes.
+# Every published name; files with other names are judged by their shapes.
 PUBLISHED = frozenset(
     "taehv taehv1_5 taehv1_5_super taew2_1 taew2_2 taew2_2_super taecvx taeos1_3 taeltx_2 taeltx2_3".split()
 )

@@ -1,6 +1,6 @@
 """The decoder of a video autoencoder, or fused kernels on its weights; at once or in tiles.
 
-How latents are normalised, which kernels there are and how large tiles are is what sets models apart.
+Models differ in the normalisation of latents, in the kernels and in the size of tiles.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ logger = logging.getLogger("diffusion_runtime")
 
 # Normalised latents, float32, [batch, channels, frames, height, width] -> those that the autoencoder decodes.
 Restore = Callable[[torch.Tensor], torch.Tensor]
-# The fast mode lies 52 dB and more from diffusers' frames in bfloat16, as far as bfloat16 itself from float32 (random
-# weights); a wrong kernel lies below 20.
+# The fast mode is within 52 dB or better of diffusers' frames in bfloat16, as far as bfloat16 itself is from float32
+# (random weights); a wrong kernel is below 20.
 MIN_DECIBELS = 40.0
-# Latent frames that the first decode of a size is compared on: one without a history, one with.
+# Latent frames on which the first decode of a size is compared: one without a history, one with one.
 NUM_COMPARED = 2
 
 
 @dataclass(frozen=True)
 class FusedDecoder:
-    """A decoder on the same weights. min_decibels: what its frames must reach beside those without fused kernels,
+    """A decoder on the same weights. min_decibels: what its frames must reach against those without fused kernels,
     infinity for the same bits. description: for the report."""
 
     decoder: SampleDecoder
@@ -52,9 +52,8 @@ class FusedDecoder:
 
 @dataclass(frozen=True)
 class Decoders:
-    """What can decode for one autoencoder. module: diffusers' module, or an eager decoder with its bits. fused: by
-    preference; empty leaves everything to the module. make_fast: what the `fast` mode uses instead, made when it is
-    asked for."""
+    """Decoders of one autoencoder. module: diffusers' module, or an eager decoder with its bits. fused: by preference;
+    empty leaves everything to the module. make_fast: what the `fast` mode uses instead, built on first use."""
 
     module: SampleDecoder
     fused: Sequence[FusedDecoder]
@@ -62,10 +61,10 @@ class Decoders:
 
 
 class VideoDecoder(LatentDecoder):
-    """The first of the fused decoders that agrees with `Decoders.module` decodes; that itself where none does.
+    """Decoder that uses the first fused decoder that agrees with `Decoders.module`, or the module where none does.
 
     The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
-    again. `implementation` says which one runs. Computes in its weights' dtype.
+    again. `implementation` names the one that runs. Computes in its weights' dtype.
 
     is_tiled: whether it decodes in tiles unless told otherwise. takes_bands: whether its decoders go from latent frame
     to latent frame, and can be given a band of rows.
@@ -98,41 +97,35 @@ class VideoDecoder(LatentDecoder):
         self._set_tiled(is_tiled)
 
     def fast(self) -> LatentDecoder:
-        """See LatentDecoder.fast."""
         other = self._copy()
         other._fused = [self._make_fast()]
         other._describe()
         return other
 
     def in_tiles(self, is_wanted: bool) -> LatentDecoder:
-        """See LatentDecoder.in_tiles."""
         other = self._copy()
         other._set_tiled(is_wanted)
         return other
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
-        """See LatentDecoder.with_graphs."""
         other = self._copy()
         other._graphs = graphs
         return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode."""
         return torch.cat([_whole(self.stream(sample)) for sample in torch.split(latents, 1)])
 
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
-        """See LatentDecoder.decode_band."""
         return torch.cat([_whole(self.stream(sample, bands)) for sample in torch.split(latents, 1)])
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        """See LatentDecoder.stream. The normalisation is undone in float32, whatever the decoder computes in."""
+        """Stream; the normalisation is undone in float32, whatever dtype the decoder computes in."""
         raw, decoder = self._chosen(latents, bands)
         num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
         return FrameStream(num_frames, self._chunks(decoder.decode(raw, bands), latents))
 
     @contextlib.contextmanager
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
-        """See LatentDecoder.clip."""
         if self._is_tiled:
             raise ConfigError(
                 "stream: a decoder in tiles keeps nothing between two pieces of a clip; leave out --vae-tiling on"
@@ -142,7 +135,7 @@ class VideoDecoder(LatentDecoder):
         with contextlib.ExitStack() as stack:
 
             def begin(latents: torch.Tensor) -> tuple[torch.Tensor, DecodeNext]:
-                # By the first piece: which decoder it is depends on the size.
+                # With the first piece: the choice of decoder depends on the size.
                 raw, decoder = self._chosen(latents, bands)
                 return raw, stack.enter_context(decoder.clip(bands))
 
@@ -151,8 +144,8 @@ class VideoDecoder(LatentDecoder):
     def _clip(
         self, begin: Callable[[torch.Tensor], tuple[torch.Tensor, DecodeNext]], next_raw: DecodeNext | None = None
     ) -> DecodeNext:
-        """begin: of the first latents those as the autoencoder takes them, and what decodes them. next_raw: of a clip
-        that has begun."""
+        """Return the function that decodes the next latents. begin: first latents -> those as the autoencoder takes
+        them, and what decodes them. next_raw: of a clip that has begun."""
 
         def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
             nonlocal next_raw
@@ -170,7 +163,7 @@ class VideoDecoder(LatentDecoder):
         return DecodeNext(decode_next, fork)
 
     def _chosen(self, latents: torch.Tensor, bands: RankGroup | None) -> tuple[torch.Tensor, SampleDecoder]:
-        """The latents as the autoencoder takes them, and who decodes those of this size."""
+        """Return the latents as the autoencoder takes them, and the decoder for this size."""
         with self._decoding(latents):
             raw = self._raw(latents)
             if self._fused and tuple(raw.shape[-2:]) not in self._compared:
@@ -179,8 +172,8 @@ class VideoDecoder(LatentDecoder):
         return raw, self._as_tiled(chosen if self._graphs is None else GraphedDecoder(chosen, self._graphs))
 
     def _chunks(self, chunks: Iterator[torch.Tensor], latents: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Frames as LatentDecoder.decode gives them. The modes hold while a chunk is decoded, and not for its
-        reader."""
+        """Yield frames as LatentDecoder.decode gives them. Torch's modes are set only while a chunk is decoded, not for
+        its reader."""
         while True:
             with self._decoding(latents):
                 chunk = next(chunks, None)
@@ -200,11 +193,11 @@ class VideoDecoder(LatentDecoder):
             yield
 
     def _raw(self, latents: torch.Tensor) -> torch.Tensor:
-        """The latents as the autoencoder takes them."""
+        """Return the latents as the autoencoder takes them."""
         return self._restore(latents.to(self._device, torch.float32)).to(self._dtype)
 
     def _advice(self, latents: torch.Tensor) -> str:
-        """What needs less memory."""
+        """Return advice on what needs less memory."""
         frames, height, width = latents.shape[2:]
         # One latent frame after the other.
         frames = 1 if self._takes_bands else frames
@@ -214,9 +207,9 @@ class VideoDecoder(LatentDecoder):
         return TiledDecoder(decoder, self._tiling) if self._is_tiled else decoder
 
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
-        """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
-        # Frames that are not numbers without fused kernels as well are no error of a kernel.
-        # Tiles are decoded by every process for itself: one whose kernel fails would leave the others waiting.
+        """Drop fused decoders up to the first whose frames are as expected, on all processes alike."""
+        # Frames that are not finite without fused kernels either are no fault of a kernel. Tiles are decoded by every
+        # process for itself: one whose kernel fails would leave the others waiting.
         ranks = None if self._is_tiled else bands
         expected = torch.cat(list(self._as_tiled(self._module).decode(raw, ranks)), dim=2).nan_to_num()
         while self._fused:
@@ -236,16 +229,14 @@ class VideoDecoder(LatentDecoder):
     def _refusal(
         self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, ranks: RankGroup | None
     ) -> tuple[str, int] | None:
-        """Why a decoder is not to be used, by what it makes of a beginning, and the level that this is logged at; None
-        where it may be used. Which convolutions give the same bits differs from size to size (95.9 dB apart on an H200
-        at 256 x 256): that is worth no warning."""
+        """Return why a decoder must not be used, from its frames of a beginning, and the level that this is logged at;
+        None where it may be used. Which convolutions give the same bits differs from size to size (95.9 dB apart on an
+        H200 at 256 x 256): that does not deserve a warning."""
         try:
             found = torch.cat(list(self._as_tiled(fused.decoder).decode(raw, ranks)), dim=2).nan_to_num()
         except torch.OutOfMemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # any exception: a compiler of kernels may raise anything on a machine it does not know
+        except Exception as error:  # any exception: a kernel compiler may raise anything on a machine it does not know
             return raised_line(error), logging.WARNING
         reason = differs_by(expected, found, fused.min_decibels)
         if reason is None:
@@ -274,8 +265,8 @@ class VideoDecoder(LatentDecoder):
 
 
 def norm_fused(autoencoder: Any, network: Callable[[Any, torch.Tensor], torch.Tensor], frames_factor: int) -> Decoders:
-    """Diffusers' module, with norm and SiLU in one pass where the weights are on a CUDA GPU and Triton can be imported,
-    as far as that gives the same bits.
+    """Return diffusers' module, with norm and SiLU in one pass where the weights are on a CUDA GPU and Triton can be
+    imported, as far as that gives the same bits.
 
     network: an autoencoder's decoder without tiles: (autoencoder, raw latents) -> frames. frames_factor: see
     SampleDecoder.
@@ -295,12 +286,12 @@ def norm_fused(autoencoder: Any, network: Callable[[Any, torch.Tensor], torch.Te
 
 
 def has_kernels(autoencoder: Any) -> bool:
-    """Whether its weights are on a CUDA GPU and Triton can be imported."""
+    """Return whether its weights are on a CUDA GPU and Triton can be imported."""
     return next(autoencoder.parameters()).is_cuda and import_failure("triton") is None
 
 
 def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float, what: str = "frames") -> str | None:
-    """Why numbers, about in [-1, 1], are too far from what they should be; None where they are not."""
+    """Return why numbers, about in [-1, 1], are too far from the expected ones; None where they are not."""
     if torch.equal(found, expected):
         return None
     error = float(((expected.float() - found.float()) / 2).square().mean())
@@ -309,7 +300,7 @@ def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float,
 
 
 def _whole(stream: FrameStream) -> torch.Tensor:
-    """All chunks in one tensor; each is written where it belongs."""
+    """Return all chunks in one tensor; each is written to its place."""
     out, position = torch.empty(0), 0
     for frames in stream.chunks:
         if position == 0:
@@ -320,29 +311,30 @@ def _whole(stream: FrameStream) -> torch.Tensor:
 
 
 def to_unit_range(frames: torch.Tensor) -> torch.Tensor:
-    """[batch, 3, frames, height, width] in [-1, 1] as [batch, frames, height, width, 3], float32 in [0, 1]."""
+    """Convert [batch, 3, frames, height, width] in [-1, 1] to [batch, frames, height, width, 3], float32 in [0, 1]."""
     return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
 
 def by_factor(scaling_factor: float) -> Restore:
-    """Of latents that are raw ones times `scaling_factor`."""
+    """Return the map to raw latents from latents that are raw ones times `scaling_factor`."""
     return lambda latents: latents / scaling_factor
 
 
 def by_statistics(mean: torch.Tensor, std: torch.Tensor, scaling_factor: float = 1.0) -> Restore:
-    """Of latents that are (raw - mean) / std * scaling_factor. mean, std: [channels], on the decoder's device."""
+    """Return the map to raw latents from (raw - mean) / std * scaling_factor. mean, std: [channels], on the decoder's
+    device."""
     mean, std = (statistic.view(1, -1, 1, 1, 1) for statistic in (mean, std))
     return lambda latents: latents * std / scaling_factor + mean
 
 
 def read_statistics(folder: AnyFolder) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of the latents, of every channel. Raises ModelLoadError that names the file and the key."""
+    """Read every channel's latent mean and deviation. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, COMPONENT)
     num_channels = file.whole_number("z_dim", 16)
     return file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
 
 
 def restore_by_config(folder: AnyFolder, device: torch.device) -> Restore:
-    """`by_statistics` of vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read `by_statistics` from vae/config.json. Raises ModelLoadError that names the file and the key."""
     mean, std = (torch.tensor(statistic, device=device) for statistic in read_statistics(folder))
     return by_statistics(mean, std)

@@ -36,7 +36,7 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 # Held while modules are intercepted: several threads may attach to one model at once.
 _TAKING = threading.Lock()
 
-# How many modules a message lists before it counts the rest.
+# How many modules a message lists before it only counts the rest.
 _MAX_LISTED = 6
 
 
@@ -62,9 +62,9 @@ def attach(
     """Put our attention into a diffusers pipeline (its transformers or UNets), or into one model, until detached.
 
     config: any form of AttentionConfig.parse: a backend's name, per role, schedules; None leaves it to the environment
-    and the platform. override: the same one level higher, as a command line does. scheduler: of the pipeline that a
-    single model belongs to, for choices by step. device: where it will run, when it is moved there later. self_check:
-    whether third-party kernels are compared with the definition on an accelerator first, once per version.
+    and the platform. override: the same at the next higher level, such as a command line's. scheduler: of the pipeline
+    that a single model belongs to, for choices by step. device: where it will run, when it is moved there later.
+    self_check: whether third-party kernels are compared with the definition on an accelerator first, once per version.
 
     Nothing outside the model is changed, so other pipelines of the process keep their attention, attached or not. The
     handle is a context manager; `detach()` restores the model.
@@ -95,7 +95,7 @@ def plan_attachment(
     component: str | None = None,
     checker: SelfChecker | None = None,
 ) -> AttachedAttention:
-    """What `attach` would do, checked and not done: the handle of a model that is not changed yet.
+    """Check what `attach` would do without doing it: return the handle of a model that is not changed yet.
 
     dtype: the compute dtype, where the model's weights do not show it. component: the name of a single model in
     messages. checker: self-checks of the chosen backends. Raises what `attach` raises.
@@ -211,7 +211,7 @@ class AttachedAttention:
         return tuple(module for denoiser in self._denoisers for module in denoiser.modules)
 
     def report(self) -> AttentionReport:
-        """The attention report since attaching or the last `start_report`."""
+        """Return the attention report since attaching or the last `start_report`."""
         report = self._recorder.report()
         remarks = (self.reach, *self.remarks, *remarks_on(self.self_checks), self._calls.describe(), *report.notes)
         return dataclasses.replace(report, notes=tuple(filter(None, remarks)))
@@ -227,7 +227,7 @@ class AttachedAttention:
         self._follower.set_step(StepInfo(index=index, num_steps=num_steps, branch=branch))
 
     def check_request(self, num_steps: int) -> None:
-        """Raises ConfigError for options that do not fit a request with this number of steps."""
+        """Check options that depend on the number of steps. Raises ConfigError for those that do not fit."""
         for module in self.modules:
             module.check_request(num_steps)
 
@@ -247,7 +247,7 @@ class AttachedAttention:
         self.detach()
 
     def begin_pass(self, denoiser: AttachedModel, arguments: dict[str, Any]) -> ForwardPass:
-        """A forward pass of one of the models begins."""
+        """Begin a forward pass of one of the models."""
         num_steps = self._follower.begins_request()
         if num_steps is not None:
             self.check_request(num_steps)
@@ -280,7 +280,7 @@ class AttachedAttention:
         )
 
     def end_pass(self) -> None:
-        """A forward pass has ended without an exception: log calls that were not intercepted, the first time.
+        """End a forward pass that raised no exception: log calls that were not intercepted, the first time.
 
         Raises BackendUnavailableError when a choice serves no call of the models.
         """
@@ -302,7 +302,7 @@ def _check_free(modules: Iterable[FoundModule]) -> None:
 
 
 def listed(others: Sequence[UnreachedModule]) -> str:
-    """`transformer.blocks.0.attn1 (X computes attention by hand), ... and 12 more`."""
+    """Return `transformer.blocks.0.attn1 (X computes attention by hand), ... and 12 more`."""
     shown = [f"{other.component}.{other.path} ({other.reason})" for other in others[:_MAX_LISTED]]
     rest = len(others) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -32,12 +32,12 @@ class Attachment(Protocol):
     """The callbacks of an attached model."""
 
     def begin_pass(self, denoiser: AttachedModel, arguments: dict[str, Any]) -> ForwardPass:
-        """A forward pass of one of the models begins. arguments: of its forward, by name."""
+        """Begin a forward pass of one of the models. arguments: of its forward, by name."""
 
     def attend(
         self, module: ModuleAttention, now: ForwardPass, call: AttentionModuleCall, number: int, masks: Any
     ) -> torch.Tensor:
-        """The result of one call, [batch, heads, seq_q, head_dim]."""
+        """Return the result of one call, [batch, heads, seq_q, head_dim]."""
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
         """Record calls of a reached module that were not intercepted."""
@@ -46,12 +46,12 @@ class Attachment(Protocol):
         """Count a run of linear attention."""
 
     def end_pass(self) -> None:
-        """A forward pass has ended without an exception."""
+        """End a forward pass that raised no exception."""
 
 
 class AttachedModel:
-    """One attached model, and the forward pass that it is in. now: of the models attached together, by thread: the
-    pass that runs, which may call modules that another of them holds too."""
+    """One attached model, and the forward pass that it is in. now: of the models attached together, by thread: the pass
+    that runs, which may call modules that another of them shares."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class AttachedModel:
         self._name = name
         self._owner = owner
         self._now = now
-        # The pass, by thread, that the model's own is within.
+        # The pass, by thread, around the model's own pass.
         self._outer = threading.local()
         self._taken: dict[ModuleAttention, TakenModule] = {}
         # Modules that were reached at first and are left alone now, with the reason.
@@ -80,7 +80,7 @@ class AttachedModel:
         # What graphs have of it.
         self.handle = MODELS.handle_of(self)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
-        # No choice reaches them; they are counted, so that the report is of all that ran.
+        # No choice reaches them; they are counted, so that the report covers everything that ran.
         self._linear = [module for module in found if module.unreached and module.kind == "linear"]
         reached = {module.found.module for module in self.modules}
         breaking = {module for module in reached if not is_recordable(module)}
@@ -106,7 +106,7 @@ class AttachedModel:
         return tuple(remarks)
 
     def take(self, entries: DispatcherEntries) -> None:
-        """Intercept the modules. entries: what calls to diffusers' dispatcher look up."""
+        """Intercept the modules. entries: the values that calls to diffusers' dispatcher look up."""
         for module in self.modules:
             self._taken[module] = TakenModule(
                 module.found.module,
@@ -137,7 +137,7 @@ class AttachedModel:
         self._hooks, self._taken, self._left = [], {}, {}
 
     def _record(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`_begin` while torch.compile traces the model."""
+        """Record the begin of a pass, as `_begin` does, while torch.compile traces the model."""
         record_pass(self.handle, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
     @staticmethod
@@ -145,7 +145,7 @@ class AttachedModel:
         end_pass()
 
     def begin_recorded(self, arguments: dict[str, Any]) -> None:
-        """See RecordedModel. The pass ends where the next one begins: nothing of a graph says that it is over."""
+        """Begin a pass within a graph. It ends where the next one begins: a graph does not tell when it is over."""
         for module, taken in self._taken.items():
             if not taken.is_in_place():
                 self._add_unserved(module, "its processor was set after the model was compiled", 1)

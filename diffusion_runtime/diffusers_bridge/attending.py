@@ -64,14 +64,14 @@ class ModuleAttention:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the chosen backend depends on the step."""
+        """True if the chosen backend depends on the step."""
         if self._policy.cli.schedule or self._policy.config.schedule:
             return True
         served = [resolve_decision(each) for layer in self._layers.values() for _, each in layer.decisions]
         return any(each.backend.depends_on_step(each.options, self.found.layer) for each in served)
 
     def check_request(self, num_steps: int) -> None:
-        """Raises ConfigError for options made for another number of steps."""
+        """Check options that depend on the number of steps. Raises ConfigError for options made for another number."""
         for layer in self._layers.values():
             layer.check_request(num_steps)
 
@@ -83,12 +83,12 @@ class ModuleAttention:
         now: ForwardPass,
         recorder: AttentionRecorder,
     ) -> torch.Tensor:
-        """The result of one call, [batch, heads, seq_q, head_dim]. number, given: see AttendCall."""
+        """Return the result of one call, [batch, heads, seq_q, head_dim]. number, given: see AttendCall."""
         self._check(call, now)
         q, k, v = (x.transpose(1, 2) for x in (call.q_bhsd, call.k_bhsd, call.v_bhsd))
         if isinstance(call.mask, BlockMask):
             return self._attend_blocks(call, call.mask, q, k, v, now, recorder)
-        # Masks that diffusers' own processors build depend on the given masks and on nothing else.
+        # Masks that diffusers' own processors build depend only on the given masks.
         origin = (self._processor_class, number) if self._processor_class.__module__.startswith("diffusers.") else None
         seen = now.masks.read(call.mask, (q.shape[0], q.shape[1], k.shape[1]), given, origin)
         layer = self._layer(q.shape[2], q.shape[3], k.shape[2], call.scale, call.causal)
@@ -130,7 +130,7 @@ class ModuleAttention:
         seen: Visibility,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q."""
+        """Compute attention. q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q."""
         if seen is None:
             return run_layer(layer, q, k, v, context)
         if isinstance(seen, OtherMask):
@@ -151,7 +151,7 @@ class ModuleAttention:
         now: ForwardPass,
         recorder: AttentionRecorder,
     ) -> torch.Tensor:
-        """A call whose mask is a BlockMask: by the choice for its role, or by the module's own function."""
+        """Compute a call whose mask is a BlockMask, by the choice for its role or by the module's own function."""
         step, info = now.step or StepInfo(), self.found.layer
         if deciding_choice(self._levels(step), info.role) is None:
             out = call.run_own()

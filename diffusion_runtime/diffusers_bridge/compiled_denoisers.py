@@ -1,4 +1,4 @@
-"""Regional compilation (`--compile regional`) of diffusers' own models: the blocks that a class repeats."""
+"""Regional compilation (`--compile regional`) of diffusers' own models: of the blocks that a class repeats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
 
 def check_compilable(models: Mapping[str, nn.Module]) -> None:
-    """Of a pipeline's models, by component; the meta device is enough. Raises ConfigError, with what to type, where the
-    blocks of a denoising one are unknown or hold attention that no graph can."""
+    """Check that a pipeline's models, by component, can be compiled; the meta device is enough. Raises ConfigError,
+    with what to type, where the blocks of a denoising one are unknown or hold attention that no graph can."""
     for name, model in models.items():
         if denoises(name, type(uncompiled(model))):
             repeated_blocks(name, model)
@@ -28,7 +28,7 @@ def compile_denoisers(denoisers: Mapping[str, nn.Module], compiled: CompiledBloc
 
 
 def repeated_blocks(name: str, model: nn.Module) -> list[nn.Module]:
-    """The blocks of a component that its class names as repeated, else those of its lists that attend. Raises
+    """Return the blocks of a component that its class names as repeated, else those of its lists that attend. Raises
     ConfigError."""
     attending = {found.module for found in find_attention_modules(model)}
     blocks = _named_blocks(model) or _listed_blocks(model, attending)
@@ -42,7 +42,7 @@ def repeated_blocks(name: str, model: nn.Module) -> list[nn.Module]:
             f"{where}: no graph can hold the attention of {', '.join(breaking)}, which calls neither diffusers' "
             "dispatcher nor torch's scaled_dot_product_attention itself; leave out --compile"
         )
-    # One inside another is compiled with it.
+    # A block inside another one is compiled with it.
     nested = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in nested]
 

@@ -18,27 +18,27 @@ Returned = TypeVar("Returned")
 
 
 def outside_graphs(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """The function with a graph break around it (torch.compiler.disable)."""
+    """Return the function with a graph break around it (torch.compiler.disable)."""
     disable: Any = torch.compiler.disable
     eager: Callable[Parameters, Returned] = disable(function)
     return eager
 
 
 def uncompiled(part: Any) -> Any:
-    """The module behind the result of torch.compile; anything else as it is."""
+    """Return the module behind the result of torch.compile; anything else as it is."""
     return part._orig_mod if is_compiled_wrapper(part) else part
 
 
 def is_compiled_wrapper(part: object) -> bool:
-    """Whether an object is the result of torch.compile for a module."""
+    """Return whether an object is the result of torch.compile for a module."""
     return isinstance(part, torch._dynamo.OptimizedModule)
 
 
 class WholeGraphs:
     """The modules of a model, itself included, that contain `taken` ones and are compiled with fullgraph=True.
 
-    breaking: modules whose calls or hooks no graph can hold. `set_aside` runs uncompiled what contains one of them;
-    len() is how many. The others stay compiled.
+    breaking: modules whose calls or hooks no graph can hold. `set_aside` runs uncompiled the modules that contain one
+    of them; len() counts those. The others stay compiled.
     """
 
     def __init__(self, model: nn.Module, taken: Set[nn.Module], breaking: Set[nn.Module]) -> None:
@@ -53,7 +53,7 @@ class WholeGraphs:
         return len(self._modules)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a taken module is a part of a graph that stays as it is."""
+        """Return whether a taken module is a part of a graph that stays as it is."""
         return module in self._held
 
     def set_aside(self) -> None:
@@ -83,7 +83,7 @@ def _is_whole_graph(module: nn.Module) -> bool:
 
 
 def _held_by(function: Any) -> Iterator[object]:
-    # A compiled function holds its settings in its closure alone.
+    # A compiled function holds its settings only in its closure.
     yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
 
 
@@ -96,7 +96,7 @@ _DENOISER_PACKAGES = ("transformers", "unets", "controlnets")
 
 
 def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
-    """The denoising models, by component name, compiled ones as they are. Raises ConfigError."""
+    """Return the denoising models, by component name, compiled ones as they are. Raises ConfigError."""
     if isinstance(model_or_pipeline, nn.Module):
         return {type(uncompiled(model_or_pipeline)).__name__: model_or_pipeline}
     components = getattr(model_or_pipeline, "components", None)
@@ -115,8 +115,8 @@ def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
 
 
 def denoises(name: str, kind: type) -> bool:
-    """Whether a component of a pipeline denoises: by the class of its model, and by its name for a class that is not
-    diffusers'."""
+    """Return whether a component of a pipeline denoises: by the class of its model, and by its name for a class that is
+    not diffusers'."""
     package = kind.__module__.split(".")
     if package[:2] == ["diffusers", "models"]:
         return package[2] in _DENOISER_PACKAGES
@@ -124,7 +124,7 @@ def denoises(name: str, kind: type) -> bool:
 
 
 def device_of(model_or_pipeline: Any, model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """The device a model will run on. device: by the caller, if known."""
+    """Return the device a model will run on. device: by the caller, if known."""
     if device is not None:
         return resolve_device(str(device))
     # Offloaded models wait on the CPU and run elsewhere; the pipeline has the execution device.
@@ -135,7 +135,7 @@ def device_of(model_or_pipeline: Any, model: nn.Module, device: str | torch.devi
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The compute dtype. Quantised weights do not show it; bfloat16 is their usual one."""
+    """Return the compute dtype. Quantised weights do not show it; bfloat16 is their usual one."""
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     known = (*DTYPES, "float64")
     return next((dtype for dtype in dtypes if dtype_name(dtype) in known), torch.bfloat16)

@@ -21,7 +21,7 @@ class DenoisingObserver:
     """Context manager around one call of a pipeline. The text stage ends with the first forward pass of a denoising
     model, the decode stage begins after the last.
 
-    step: of the current or last pass. interruption: what on_progress raised, None for nothing.
+    step: of the current or last pass. interruption: the exception of on_progress, None for nothing.
     """
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
@@ -62,17 +62,17 @@ class DenoisingObserver:
 
     @property
     def has_denoised(self) -> bool:
-        """Whether a denoising model has been called."""
+        """True once a denoising model has been called."""
         return self._first > 0
 
     def finish(self) -> dict[str, float]:
-        """Call it when the pipeline has returned: seconds by stage."""
+        """End the observation when the pipeline has returned, and return seconds by stage."""
         self._wait()
         ended = time.perf_counter()
         if not self._first:
             return {"denoise": ended - self._started}
         if self._last_reported < self._num_steps:
-            # Whether the last step was the last one is known only now.
+            # Only now is it known whether the last step was the last one.
             self._report("denoise", self._num_steps, self._num_steps, self._first + ended - self._last)
         self._report("decode", 1, 1, self._last)
         return {

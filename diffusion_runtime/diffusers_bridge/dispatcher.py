@@ -2,8 +2,8 @@
 
 `set_attention_backend` changes the whole process: the backend stays active for every other pipeline from then on. Here
 only the copied processors (interception.py) get a name. A call that arrives at an entry is served by the interception,
-like one of torch's scaled_dot_product_attention; the module's own function is then a backend of diffusers': the chosen
-one, with calls that it would compute wrong refused, else the one the processor asked for.
+like one of torch's scaled_dot_product_attention. The module's own function is then a backend of diffusers': the chosen
+one, with calls refused that it would compute wrong, or else the one the processor requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_BLOCK_MASKS = "it takes no BlockMask, which is how this model hides pairs; f
 class RegistryEntries:
     """Entries in the dispatcher's registry, removed by `close`.
 
-    name: the diffusers backend that computes the calls in the end, None for the one that each processor asks for.
+    name: the diffusers backend that computes the calls in the end, None for the one that each processor requests.
     Raises BackendUnavailableError when diffusers does not have it or cannot run it here; so do calls with a mask that
     it would compute wrong.
     """
@@ -47,8 +47,8 @@ class RegistryEntries:
         self._entries: dict[str | None, Any] = {}
 
     def entry_for(self, processor: Any) -> object:
-        """The value for `_attention_backend` of a processor. It compares equal to the present name, as some processors
-        compare it."""
+        """Return the value for `_attention_backend` of a processor. It compares equal to the present name, as some
+        processors compare it."""
         asked = processor._attention_backend
         wanted = self._name or (None if asked is None else str.__str__(asked))
         if wanted not in self._entries:
@@ -118,7 +118,8 @@ class RegistryEntries:
 
 @functools.cache
 def _entry_type(names: Any) -> Any:
-    """The class of entries: members of diffusers' enum that it does not list, so that no other code can ask for one.
+    """Return the class of entries: members of diffusers' enum that it does not list, so that no other code can request
+    one.
 
     An entry equals the name of a backend, which processors compare, but is a different dictionary key.
     """
@@ -126,7 +127,7 @@ def _entry_type(names: Any) -> Any:
 
 
 def _call_of(arguments: dict[str, Any], own: str, run_own: Callable[[], torch.Tensor]) -> AttentionModuleCall:
-    """arguments: of dispatch_attention_fn, with query, key and value [batch, seq, heads, head_dim]."""
+    """Return the call of dispatch_attention_fn's `arguments`; query, key, value: [batch, seq, heads, head_dim]."""
     if arguments.get("return_lse"):
         raise ConfigError("this module asks diffusers' dispatcher for the log-sum-exp; it cannot be attached")
     query, key, value = (arguments[name].transpose(1, 2) for name in ("query", "key", "value"))
@@ -148,7 +149,7 @@ def _call_of(arguments: dict[str, Any], own: str, run_own: Callable[[], torch.Te
 
 
 def check_dispatcher_backend(name: str) -> None:
-    """Raises BackendUnavailableError when diffusers' backend `name` cannot run here."""
+    """Check that diffusers' backend `name` can run here. Raises BackendUnavailableError."""
     _usable(name)
 
 
@@ -168,7 +169,7 @@ def _usable(name: str) -> Any:
 
 
 def checked_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of diffusers' backend `name`, with masks refused that it would compute wrong."""
+    """Return the function of diffusers' backend `name`, with masks refused that it would compute wrong."""
 
     def run(**arguments: Any) -> Any:
         query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
@@ -182,7 +183,7 @@ def checked_function(name: str, function: Callable[..., Any]) -> Callable[..., A
 
 
 def _allowed(name: str, mask: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor | None:
-    """The mask, None when it hides nothing. Raises BackendUnavailableError when the backend would compute it wrong."""
+    """Return the mask, None if it hides nothing. Raises BackendUnavailableError if the backend misapplies it."""
     batch, _, seq_k = shape
     is_short = mask.dim() == 2 and mask.shape == (batch, seq_k)
     seen = read_mask(mask[:, None, None] if is_short else mask, shape)

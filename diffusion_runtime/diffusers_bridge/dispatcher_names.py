@@ -35,6 +35,6 @@ DISPATCHER_NAMES = (
 
 
 def dispatcher_name(choice: object) -> str | None:
-    """The diffusers backend that a choice names, in diffusers' spelling; None unless the choice is that one name
+    """Return the diffusers backend that a choice names, in diffusers' spelling; None unless the choice is that one name
     alone."""
     return choice if isinstance(choice, str) and choice in DISPATCHER_NAMES else None

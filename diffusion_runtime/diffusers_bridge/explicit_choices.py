@@ -14,7 +14,7 @@ from diffusion_runtime.errors import BackendUnavailableError
 
 
 def deciding_choice(levels: Levels, role: str) -> Choice | None:
-    """The choice that decides for a role; None without a choice, or when no choice applies to the role."""
+    """Return the choice that decides for a role; None without a choice, or when no choice applies to the role."""
     for choice in levels.choices(role):
         if any(choice.by_name or _is_made_for(name, role) for name in choice.spec.candidates):
             return choice
@@ -22,12 +22,12 @@ def deciding_choice(levels: Levels, role: str) -> Choice | None:
 
 
 def is_chosen(policy: AttentionPolicy) -> bool:
-    """Whether any level names a backend, for any role."""
+    """Return whether any level names a backend, for any role."""
     return bool(list(_named(policy)))
 
 
 def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]]) -> None:
-    """Raises BackendUnavailableError for choices that can serve no attention module.
+    """Check that each choice can serve an attention module. Raises BackendUnavailableError.
 
     models: the policy of each, and its reached modules. For a module without known heads, only the role is checked.
     """
@@ -56,7 +56,7 @@ def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]
 
 
 def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[Choice]:
-    """The choices that decide for a module, at any step."""
+    """Yield the choices that decide for a module, at any step."""
     for rules in dict.fromkeys(policy.held_rules(module.layer)):
         choice = deciding_choice(policy.levels(rules), module.layer.role)
         if choice is not None:
@@ -64,7 +64,7 @@ def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[Choice]:
 
 
 def _named(policy: AttentionPolicy) -> Iterator[AttentionSpec]:
-    """Every choice that names a backend."""
+    """Yield every choice that names a backend."""
     specs = [choice.spec for choice in policy.forced if choice.role != TEXT_ENCODER]
     for level in (policy.cli, policy.config):
         specs += [rule.spec for rule in level.schedule]
@@ -82,6 +82,6 @@ def _is_made_for(name: str, role: str) -> bool:
 
 
 def needs_grid(name: str) -> bool:
-    """Whether a backend needs the positions of tokens in the grid."""
+    """Return whether a backend needs the positions of tokens in the grid."""
     backend = find_backend(name)
     return backend is not None and backend.capability.needs_grid

@@ -17,7 +17,7 @@ PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
 
 
 def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
-    """uint8 [num_frames, height, width, 3], of the first sample.
+    """Return uint8 [num_frames, height, width, 3], of the first sample.
 
     Raises DiffusionRuntimeError when the pipeline made neither images nor a video, or numbers that are not finite.
     """
@@ -43,7 +43,7 @@ def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.ui
 
 
 def _sample(frames: Any) -> Any:
-    """The first video: a list of lists, or one dimension more than a video has."""
+    """Return the first video: a list of lists, or one dimension more than a video has."""
     if isinstance(frames, list | tuple) and frames and isinstance(frames[0], list | tuple | numpy.ndarray):
         return frames[0]
     return frames
@@ -66,7 +66,7 @@ def _picture(picture: Any) -> numpy.typing.NDArray[Any]:
 
 
 def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
-    """Frames in [0, 1] or uint8, as uint8."""
+    """Convert frames in [0, 1] or uint8 to uint8."""
     if array.dtype == numpy.uint8:
         return numpy.ascontiguousarray(array)
     if not numpy.isfinite(array).all():
@@ -78,7 +78,7 @@ def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typin
 
 
 def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
-    """The sound of the first sample, None when there is none or it cannot be written, and remarks about that.
+    """Return the sound of the first sample, None when there is none or it cannot be written, and remarks about that.
 
     Pipelines return samples alone; the sample rate is known where a vocoder has one.
     """

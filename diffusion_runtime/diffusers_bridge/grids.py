@@ -1,7 +1,7 @@
 """Token grids and text positions of diffusers models, read from the arguments of their forward.
 
-Keys are class names of diffusers. A model that is not listed runs as well; only choices that need a grid are refused
-for it.
+Keys are class names of diffusers. A model that is not listed runs too; only choices that need a grid are refused for
+it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ReadGrid: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Grid | No
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """read_grid: from the arguments of one call of the model. text: where text, or other tokens beside the grid, stand
-    in its self-attention, if it has any."""
+    """Positions of a model's tokens. read_grid: reads the grid from the arguments of one call of the model. text:
+    position of text, or other tokens in addition to the grid, in its self-attention, if it has any."""
 
     read_grid: ReadGrid
     text: Literal["none", "before", "after"]
 
     def layout(self, grid: Grid | None, num_queries: int, num_keys: int) -> TokenLayout | None:
-        """The layout of a self-attention; None when it does not fit the grid."""
+        """Return the layout of a self-attention; None when it does not fit the grid."""
         if grid is None or num_queries != num_keys:
             return None
         num_text_tokens = num_keys - TokenLayout(grid).num_tokens
@@ -41,12 +41,12 @@ class TokenOrder:
 
 
 def _latents_with_frames_third(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
-    """hidden_states: [batch, channels, frames, height, width]."""
+    """Read the grid of hidden_states: [batch, channels, frames, height, width]."""
     return _patched(arguments, config, axis=2)
 
 
 def _latents_with_frames_second(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
-    """hidden_states: [batch, frames, channels, height, width]."""
+    """Read the grid of hidden_states: [batch, frames, channels, height, width]."""
     return _patched(arguments, config, axis=1)
 
 
@@ -63,7 +63,7 @@ def _patched(arguments: Mapping[str, Any], config: Mapping[str, Any], axis: int)
 
 
 def _named_sizes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Grid | None:
-    """num_frames, height, width: of the tokens."""
+    """Read the grid from num_frames, height, width: of the tokens."""
     sizes = (arguments.get("num_frames"), arguments.get("height"), arguments.get("width"))
     frames, height, width = sizes
     if isinstance(frames, int) and isinstance(height, int) and isinstance(width, int):
@@ -72,8 +72,8 @@ def _named_sizes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Gr
 
 
 def _named_sizes_or_coordinates(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
-    """video_coords: [batch, 3, tokens], time, height and width of every token, where the sizes are not given. Tokens of
-    conditions come before the grid, which begins at the first frame again."""
+    """Read the grid from the sizes, or from video_coords where they are not given: [batch, 3, tokens], time, height and
+    width of every token. Tokens of conditions come before the grid, which begins at the first frame again."""
     named = _named_sizes(arguments, config)
     coordinates = arguments.get("video_coords")
     if named is not None or not isinstance(coordinates, torch.Tensor) or coordinates.dim() != 3:
@@ -89,7 +89,7 @@ _GRIDS_OF_COORDINATES: MutableMapping[torch.Tensor, Grid | None] = WeakTensorKey
 
 
 def _grid_at_the_end(coordinates: torch.Tensor) -> Grid | None:
-    """coordinates: [3, tokens]. The grid in raster order that ends with the last token."""
+    """Return the grid in raster order that ends with the last token. coordinates: [3, tokens]."""
     time, height, _ = coordinates.cpu()
     num_tokens = time.numel()
     per_frame = _run_length(time)
@@ -97,7 +97,7 @@ def _grid_at_the_end(coordinates: torch.Tensor) -> Grid | None:
     if per_frame % width:
         return None
     frames = 1
-    # Frame by frame towards the front, as long as each is earlier than the one behind it.
+    # Frame by frame towards the front, as long as each is earlier than the one after it.
     while (frames + 1) * per_frame <= num_tokens:
         earlier = time[num_tokens - (frames + 1) * per_frame : num_tokens - frames * per_frame]
         if not bool((earlier < time[num_tokens - frames * per_frame]).all()) or earlier.min() != earlier.max():
@@ -107,13 +107,13 @@ def _grid_at_the_end(coordinates: torch.Tensor) -> Grid | None:
 
 
 def _run_length(values: torch.Tensor) -> int:
-    """How many values at the end are equal."""
+    """Return how many values at the end are equal."""
     others = (values != values[-1]).nonzero()
     return values.numel() if others.numel() == 0 else values.numel() - 1 - int(others[-1])
 
 
 def _image_shapes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Grid | None:
-    """img_shapes: for each sample the grids of its images; known when there is one image and all samples agree."""
+    """Read the grid from img_shapes, each sample's grids: known for one image that is equal in all samples."""
     shapes = arguments.get("img_shapes")
     if not isinstance(shapes, list) or not shapes:
         return None
@@ -145,5 +145,5 @@ TOKEN_ORDERS: Mapping[str, TokenOrder] = {
 
 
 def token_order(model: nn.Module) -> TokenOrder | None:
-    """The token order of a model; None when it is unknown."""
+    """Return the token order of a model; None when it is unknown."""
     return TOKEN_ORDERS.get(type(model).__name__)

@@ -34,14 +34,15 @@ class DispatcherEntries(Protocol):
     """Supplies the values that processors pass to diffusers' dispatcher; see dispatcher.py."""
 
     def entry_for(self, processor: Any) -> object:
-        """The value for a processor's `_attention_backend`, if it has one."""
+        """Return the value for a processor's `_attention_backend`, if it has one."""
 
 
 class TakenModule:
     """A module whose attention calls go to `attend` until `give_back`.
 
-    entries: what its calls to diffusers' dispatcher look up, None to leave that unchanged. is_in_whole_graph: whether
-    it is a part of a graph that must not break. A copy of the module, by deepcopy or pickle, has its own attention.
+    entries: the values that its calls to diffusers' dispatcher look up, None to leave that unchanged.
+    is_in_whole_graph: whether it is a part of a graph that must not break. A copy of the module, by deepcopy or pickle,
+    has its own attention.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TakenModule:
         self._on_run = on_run
         self._entries = entries
         self._active = True
-        # What compiled blocks have of it.
+        # What compiled blocks hold of it.
         self.handle = MODULES.handle_of(self)
         self._is_in_whole_graph = is_in_whole_graph
         # The last intercepted processor, and its twin.
@@ -79,7 +80,7 @@ class TakenModule:
             self._place_twin(processor)
 
     def is_in_place(self) -> bool:
-        """Whether the module's calls come here, and no processor was set in the meantime."""
+        """Return whether the module's calls come here, and no processor was set in the meantime."""
         processor = processor_of(self.module)
         return processor is None or _taking_of(processor) is not None
 
@@ -118,7 +119,6 @@ class TakenModule:
     def run_call(
         self, call: Callable[[object], torch.Tensor], number: int, masks: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """See RecordedModule."""
         taken = self._taken
         if not self._active or taken is None:
             processor = processor_of(self.module) if taken is None else taken[0]
@@ -135,7 +135,7 @@ class TakenModule:
         self.module.processor = self._taken[1]
 
     def _twin(self, processor: Any) -> Any:
-        """A copy of a processor with a class of its own: same name, same signature, same state."""
+        """Return a copy of a processor with a class of its own: same name, same signature, same state."""
         twin = copy.copy(processor)
         kind: Any = getattr(type(processor), "_class_before", type(processor))
         taking = _Taking(self, processor, twin)
@@ -161,14 +161,14 @@ class _Taking:
 
 
 def _taking_of(processor: Any) -> _Taking | None:
-    # An object built from the class of a twin, or a copy of its state, is not one itself.
+    # An object built from the class of a twin, or a copy of its state, is not a twin itself.
     taking: _Taking | None = getattr(processor, "_taking", None)
     return None if taking is None or taking.twin is not processor else taking
 
 
 @functools.lru_cache(maxsize=64)
 def _twin_class(kind: Any) -> Any:
-    """The class of twins of processors of class `kind`, shared by all of them: dynamo compiles once per class."""
+    """Return the class of twins of `kind` processors, one for all of them: dynamo compiles once per class."""
     masks = mask_arguments(kind.__call__)
     function = _recorded_of(kind)
 
@@ -198,7 +198,7 @@ def _twin_class(kind: Any) -> Any:
         taking = _taking_of(self)
         return kind.__reduce_ex__(self, protocol) if taking is None else (_itself, (taking.before,))
 
-    # No slots beside those of `kind`: Python can change an object's class only to one of the same layout.
+    # No slots in addition to those of `kind`: Python can change an object's class only to one of the same layout.
     body = {
         "__call__": call,
         "__reduce_ex__": reduce,
@@ -212,14 +212,14 @@ def _twin_class(kind: Any) -> Any:
 
 
 def is_recordable(module: nn.Module) -> bool:
-    """Whether torch.compile can record a module's attention calls as operators of a graph, without a graph break."""
+    """Return whether torch.compile can record a module's attention calls as operators without a graph break."""
     processor = processor_of(module)
     kind: Any = getattr(type(processor), "_class_before", type(processor))
     return processor is not None and _recorded_of(kind) is not None
 
 
 def _recorded_of(kind: Any) -> Callable[..., Any] | None:
-    # An object without a __dict__ has nowhere to keep a handle.
+    # An object without a __dict__ has no room for a handle.
     return recorded(kind.__call__) if kind.__dictoffset__ else None
 
 
@@ -268,7 +268,7 @@ class PassHook:
 
 
 def take_again_before_each_pass(model: nn.Module, taken: Sequence[TakenModule]) -> RemovableHandle:
-    """Before each run of the model, intercept processors that were set in the meantime. Returns the hook."""
+    """Install and return a hook that intercepts processors set meanwhile, before each run of the model."""
 
     def take_again(*_: Any) -> None:
         for module in taken:
@@ -278,12 +278,12 @@ def take_again_before_each_pass(model: nn.Module, taken: Sequence[TakenModule]) 
 
 
 def asks_dispatcher(processor: Any) -> bool:
-    """Whether a processor has an attribute for the backend of diffusers' dispatcher."""
+    """Return whether a processor has an attribute for the backend of diffusers' dispatcher."""
     return getattr(processor, "_attention_backend", _ABSENT) is not _ABSENT
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Whether the attention of a module is already intercepted."""
+    """Return whether the attention of a module is already intercepted."""
     processor = processor_of(module)
     if processor is None:
         return isinstance(module.__dict__.get("forward"), _TakenForward)

@@ -1,4 +1,4 @@
-"""How pipelines of diffusers for long video work that keep no keys: what is theirs, for reports and for refusals."""
+"""Diffusers pipelines for long video that keep no keys: their own methods, for reports and for refusals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LongVideoWay:
-    """note: what the report says of every generation. instead_of_streaming: why frames do not come one by one, and
-    what to do."""
+    """A pipeline's method for long video. note: sentence in the report of every generation. instead_of_streaming: why
+    frames do not come one by one, and what to do."""
 
     note: str
     instead_of_streaming: str
@@ -31,5 +31,5 @@ _WAYS = {"SanaVideo": _LINEAR, "SkyReelsV2DiffusionForcing": _DIFFUSION_FORCING}
 
 
 def long_video_way(pipeline_class: str) -> LongVideoWay | None:
-    """Of a pipeline's class, by name; None for one that says nothing of it."""
+    """Return the method of a pipeline's class, by name; None for a class without one."""
     return next((way for name, way in _WAYS.items() if pipeline_class.startswith(name)), None)

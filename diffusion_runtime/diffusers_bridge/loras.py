@@ -1,6 +1,6 @@
-"""LoRA files of a diffusers pipeline, by diffusers' own loader: adapters beside the weights, every key accounted for.
+"""LoRA files of a diffusers pipeline, by diffusers' own loader: adapters next to the weights, every key accounted for.
 
-diffusers converts the names of many trainers and drops some keys on the way. What it drops is found by following the
+diffusers converts the names of many trainers and drops some keys on the way. Dropped keys are found by following the
 tensors of a file through its conversion, and reported with every generation; a key that no module takes is an error.
 """
 
@@ -26,7 +26,7 @@ from diffusion_runtime.weights.weight_files import DAMAGED, listed
 
 _SECOND = "transformer_2"
 _DENOISERS = ("transformer", "unet")
-# Where the name of a module ends in a key of diffusers' or peft's.
+# Where the module name ends in a key of diffusers or peft.
 _ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.alpha$|\.processor\.(?=to_)).*")
 _DOWN = re.compile(r"\.lora_(?:A|down)\.")
 _TEXT_LEVEL = "text_model"
@@ -37,9 +37,8 @@ _TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "
 
 @dataclass(frozen=True)
 class PlannedLora:
-    """A file that the conversion of a pipeline's class takes. modules: by component, what it changes there. dropped:
-    keys that the conversion leaves out. destinations: the transformers it goes into: whether it is the second, for
-    each."""
+    """A file that the conversion of a pipeline's class takes. modules: by component, those it changes there. dropped:
+    keys that the conversion leaves out. destinations: whether each transformer it goes into is the second."""
 
     config: LoraConfig
     path: Path
@@ -63,9 +62,9 @@ def plan_loras(
     """Read and convert the files, before any weight of the pipeline is read. models: of the pipeline, with or without
     weights.
 
-    Raises ConfigError for a pipeline that loads none, and where a file does not say which of two transformers it is
-    for; ModelLoadError for files that are missing, damaged or without
-    numbers, or that diffusers cannot convert for this pipeline.
+    Raises ConfigError for a pipeline that loads none, and for a file that does not name which of two transformers it is
+    for; ModelLoadError for files that are missing, damaged or without numbers, or that diffusers cannot convert for
+    this pipeline.
     """
     if configs and not callable(getattr(pipeline_class, "load_lora_weights", None)):
         raise ConfigError(
@@ -77,7 +76,7 @@ def plan_loras(
 
 
 def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:
-    """These files instead of all before them.
+    """Load these files in place of all earlier ones.
 
     Raises ModelLoadError for keys that match no module of the pipeline.
     """
@@ -98,7 +97,7 @@ def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:
 
 
 def remarks_of(loras: Sequence[PlannedLora]) -> tuple[str, ...]:
-    """What of the files was not applied."""
+    """Return the parts of the files that were not applied."""
     return tuple(remark for lora in loras for remark in lora.remarks)
 
 
@@ -114,7 +113,7 @@ def _plan(pipeline_class: Any, config: LoraConfig, models: Mapping[str, torch.nn
     try:
         traced = {key: _Traced.of(tensor, key, used) for key, tensor in tensors.items()}
         converted = pipeline_class.lora_state_dict(traced)
-    except Exception as error:  # whatever a conversion meets in keys that it was not written for
+    except Exception as error:  # any error a conversion raises for keys that it was not written for
         raise ModelLoadError(
             f"{path}: diffusers cannot convert this LoRA for {pipeline_class.__name__}: {first_line(error)}. Use a "
             "file that was made for this model"
@@ -139,8 +138,8 @@ def _plan(pipeline_class: Any, config: LoraConfig, models: Mapping[str, torch.nn
 def _refuse_unread_settings(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, in_folder: bool
 ) -> None:
-    """diffusers reads alphas out of keys and of METADATA_KEY alone. Raises ModelLoadError for a file whose strength it
-    would change by that."""
+    """Check that a file has no strength that diffusers would ignore: it reads alphas only from keys and METADATA_KEY.
+    Raises ModelLoadError."""
     if METADATA_KEY in metadata:
         return
     settings = read_settings(path, metadata, in_folder=in_folder).of("")
@@ -216,8 +215,8 @@ def _refuse_missing(
     into_second: bool,
     components: Sequence[str] = (),
 ) -> None:
-    """Raises ModelLoadError for modules of a file that are not `there`. components: those that are looked at, where
-    they are known; empty for all."""
+    """Check that a file's modules are `there`. Raises ModelLoadError for those that are not. components: those to
+    check, where they are known; empty for all."""
     missing = []
     for component, wanted in modules.items():
         place = _SECOND if into_second and component == "transformer" else component
@@ -231,7 +230,7 @@ def _refuse_missing(
 
 
 def models_of(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """The components of a pipeline that have weights, by name."""
+    """Return the components of a pipeline that have weights, by name."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
 
 
@@ -240,7 +239,7 @@ def _adapters(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _changed(model: torch.nn.Module, name: str) -> frozenset[str]:
-    """The modules that an adapter of peft's changes."""
+    """Return the modules that an adapter of peft's changes."""
     from peft import get_peft_model_state_dict
 
     if name not in _adapters(model):
@@ -249,7 +248,7 @@ def _changed(model: torch.nn.Module, name: str) -> frozenset[str]:
 
 
 def _module(key: str) -> str:
-    """The module of a key, in peft's names and in those of diffusers' older files."""
+    """Return the module of a key, in peft's names and in those of diffusers' older files."""
     old = re.search(r"\.(?:processor\.)?(to_\w+?)_lora\.", key)
     if old is None:
         return _ADAPTER_PART.sub("", key)
@@ -258,8 +257,8 @@ def _module(key: str) -> str:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows from which keys of a file it was made. used: keys whose number was taken out, as an alpha
-    is."""
+    """A tensor that knows the keys of a file that it was made from. used: keys whose number was taken out, such as an
+    alpha."""
 
     origins: set[str]
     used: set[str]

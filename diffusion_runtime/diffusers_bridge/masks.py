@@ -39,7 +39,7 @@ _MAX_GROUPS = 4
 
 @dataclass(frozen=True, eq=False)
 class KeyPadding:
-    """Each sample sees some keys and not the others.
+    """Mask that hides whole keys: each sample sees some keys and not the others.
 
     keys: [batch, seq_k] on the CPU. rows: [batch, seq_q] on the CPU, False for queries that see nothing; None when
     every query sees the keys.
@@ -55,21 +55,21 @@ class KeyPadding:
 
     @cached_property
     def is_on_the_right(self) -> bool:
-        """Whether each sample sees its first keys and no others."""
+        """True if each sample sees its first keys and no others."""
         return bool((numpy.sort(self.keys, axis=1)[:, ::-1] == self.keys).all())
 
     @cached_property
     def visible_first(self) -> torch.Tensor:
-        """[batch, seq_k] on the device: a permutation of the keys with the visible ones first, in their own order."""
+        """Permutation [batch, seq_k] of the keys on the device, with the visible ones first, in their own order."""
         return torch.from_numpy(numpy.argsort(~self.keys, axis=1, kind="stable")).to(self.device)
 
     @cached_property
     def hidden_rows(self) -> torch.Tensor | None:
-        """[batch, seq_q, 1, 1] on the device, True for queries that see nothing."""
+        """Queries that see nothing: [batch, seq_q, 1, 1] on the device, True for those."""
         return None if self.rows is None else torch.from_numpy(~self.rows).to(self.device)[:, :, None, None]
 
     def part(self, start: int, stop: int) -> KeyPadding:
-        """The same mask for keys [start, stop)."""
+        """Return the same mask for keys [start, stop)."""
         return KeyPadding(self.keys[:, start:stop], None, self.device)
 
 
@@ -100,10 +100,10 @@ class MaskReader:
     def read(
         self, mask: torch.Tensor | None, shape: tuple[int, int, int], given: Sequence[torch.Tensor], origin: Hashable
     ) -> Visibility:
-        """What `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing.
+        """Read what `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing.
 
         given, origin: the masks that the module was given, and which code builds `mask` from them; equal ones build
-        equal masks, so that a mask which every block builds anew is read once. None as origin: unknown.
+        equal masks, so that a mask that every block rebuilds is read once. None as origin: unknown.
         """
         if mask is None:
             return None
@@ -118,7 +118,7 @@ class MaskReader:
 
 
 def is_block_mask(mask: object) -> bool:
-    """Whether a mask is a BlockMask of torch's FlexAttention, which lists blocks of pairs and is no tensor."""
+    """Return whether a mask is a BlockMask of torch's FlexAttention, which lists blocks of pairs and is no tensor."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return isinstance(mask, BlockMask)
@@ -129,7 +129,7 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def read_mask(mask: torch.Tensor, shape: tuple[int, int, int]) -> Visibility:
-    """What `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing."""
+    """Read what `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing."""
     batch, seq_q, seq_k = shape
     full = mask
     while full.dim() < 4:
@@ -149,7 +149,7 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, int, int]) -> Visibility:
 
 
 def _additive_as_boolean(mask: torch.Tensor) -> torch.Tensor | None:
-    """An additive mask as a boolean one; None when it does more than hide.
+    """Return an additive mask as a boolean one; None when it does more than hide.
 
     A row that hides every key with a finite number hides none of them: softmax is invariant to a constant.
     """
@@ -167,7 +167,7 @@ def _same_along(seen: torch.Tensor, dim: int) -> bool:
 def _groups(
     seen: torch.Tensor, device: torch.device
 ) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...] | None:
-    """Queries with equal keys together, sample by sample; None when there are many different rows."""
+    """Group queries with equal keys, sample by sample; None when there are many different rows."""
     samples = []
     for pairs in _on_cpu(seen):
         kinds, kind_of = numpy.unique(pairs, axis=0, return_inverse=True)
@@ -199,7 +199,7 @@ def run_layer(
     mask: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
 ) -> torch.Tensor:
-    """out: [batch, seq_q, heads, head_dim]"""
+    """Run the layer on a call. out: [batch, seq_q, heads, head_dim]."""
     out: torch.Tensor = layer(q, k, v, context, mask=mask, block_mask=block_mask)
     return out
 
@@ -212,7 +212,7 @@ def attend_padded(
     seen: KeyPadding,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """Attention to the keys that each sample sees. Attention does not depend on the order of keys, so they may be
+    """Attend to the keys that each sample sees. Attention does not depend on the order of keys, so they may be
     permuted."""
     layout = context.layout
     if layout is not None and layout.num_text_tokens:
@@ -240,7 +240,7 @@ def _attend_padded_text(
     start: int,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """As attend_padded, where only text beside a grid is padded: tokens of the grid are not moved."""
+    """Attend like attend_padded, where only the text after a grid is padded: tokens of the grid are not moved."""
     assert context.layout is not None
     padded = context.with_layout(dataclasses.replace(context.layout, valid_lengths=text.lengths))
     if text.is_on_the_right:
@@ -260,7 +260,7 @@ def attend_groups(
     seen: QueryGroups,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """One call per group of queries of each sample, with the keys that it sees and no others."""
+    """Make one call per group of queries of each sample, with only the keys that it sees."""
     out = torch.zeros_like(q)
     plain = context.with_layout(None)
     for sample, groups in enumerate(seen.groups):

@@ -2,7 +2,7 @@
 read.
 
 Some facts need an instance: which attention layers a model has, and which sizes the pipeline's own checks refuse. Parts
-that cannot be built so are checked when the weights are loaded.
+that cannot be built this way are checked when the weights are loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
 
-# Settings of schedulers that say how long their tables are, and the longest that is made; published ones have 1000.
+# Settings of schedulers that give the length of their tables, and the longest that is made; published ones have 1000.
 _TABLE_LENGTHS = ("num_train_timesteps", "solver_order")
 _MAX_TABLE_LENGTH = 100_000
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 def meta_model(folder: ModelFolder, component: str, entry: Any) -> Any:
-    """A model of diffusers on the meta device, from its config alone; None when it cannot be built there.
+    """Build a model of diffusers on the meta device, from its config alone; None when it cannot be built there.
 
     entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
     """
@@ -48,7 +48,7 @@ def meta_model(folder: ModelFolder, component: str, entry: Any) -> Any:
 def meta_pipeline(
     pipeline_class: Any, folder: ModelFolder, index: Mapping[str, Any], models: Mapping[str, Any]
 ) -> Any | None:
-    """A pipeline built by its class from `models` and the scheduler, with None for every other component; None where
+    """Build a pipeline with its class from `models` and the scheduler, with None for every other component; None where
     the class needs those, or a model is missing: classes would use default factors in its place.
 
     index: model_index.json. models: on the meta device, by component.
@@ -77,7 +77,7 @@ def meta_pipeline(
 
 
 def _scheduler(folder: ModelFolder, component: str, entry: list[Any]) -> Any | None:
-    """A scheduler from its config; None for every other kind of component, and for one that cannot be made."""
+    """Build a scheduler from its config; None for every other kind of component, and for one that cannot be built."""
     kind = _class_of(entry, "SchedulerMixin")
     config = folder / component / "scheduler_config.json"
     if kind is None or not config.is_file():
@@ -91,13 +91,13 @@ def _scheduler(folder: ModelFolder, component: str, entry: list[Any]) -> Any | N
     try:
         with _quiet_diffusers():
             return kind.from_config(values)
-    except Exception as error:  # loading says what is wrong with it
+    except Exception as error:  # loading reports what is wrong with it
         _logger.debug("%s: %s", config, error)
         return None
 
 
 def _class_of(entry: Any, base: str) -> Any | None:
-    """The class of diffusers that an entry of model_index.json names; None where it is not one of `base`."""
+    """Return the class of diffusers that an entry of model_index.json names; None where it is not one of `base`."""
     import diffusers
 
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
@@ -108,7 +108,7 @@ def _class_of(entry: Any, base: str) -> Any | None:
 
 @contextlib.contextmanager
 def _quiet_diffusers() -> Iterator[None]:
-    """diffusers' warnings about configs are shown when the weights are loaded."""
+    """Context manager: silence diffusers' warnings about configs, which are shown when the weights are loaded."""
     from diffusers.utils import logging as diffusers_logging
 
     before = diffusers_logging.get_verbosity()

@@ -1,7 +1,7 @@
 """One run of an attention module: a torch function mode intercepts every attention call that it makes.
 
-The mode is of this thread and sees torch's scaled_dot_product_attention; calls to diffusers' dispatcher arrive by an
-entry in its registry (dispatcher.py).
+The mode belongs to this thread and sees torch's scaled_dot_product_attention; calls to diffusers' dispatcher arrive by
+an entry in its registry (dispatcher.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# torch's own function, whatever replaces it in torch.nn.functional.
+# torch's own function, even if torch.nn.functional has a replacement.
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
 
@@ -29,8 +29,8 @@ class AttentionModuleCall:
     """One attention call of a module, with the arguments of torch.nn.functional.scaled_dot_product_attention under its
     own names; q_bhsd, k_bhsd, v_bhsd: [batch, heads, seq, head_dim].
 
-    own: what computes it without interception, a backend of diffusers' dispatcher or torch's function; run_own: the
-    result of that, [batch, heads, seq_q, head_dim].
+    own: name of the function that computes it without interception, a backend of diffusers' dispatcher or torch's
+    function; run_own: returns its result, [batch, heads, seq_q, head_dim].
     """
 
     q_bhsd: torch.Tensor
@@ -73,7 +73,7 @@ class ModuleRun(TorchFunctionMode):
         return self.serve(_bind(functools.partial(func, *args, **named), *args, **named))
 
     def serve(self, call: AttentionModuleCall) -> torch.Tensor:
-        """[batch, heads, seq_q, head_dim]"""
+        """Compute one call, [batch, heads, seq_q, head_dim]."""
         self.num_calls += 1
         # Computing it may call torch's function again, which is not intercepted.
         self._is_serving = True
@@ -89,7 +89,7 @@ _run_now: ContextVar[ModuleRun | None] = ContextVar("attention_module_run", defa
 
 @contextlib.contextmanager
 def entered(run: ModuleRun) -> Iterator[None]:
-    """While the block runs, this thread's calls are those of `run`."""
+    """Context manager: this thread's calls belong to `run`."""
     token = _run_now.set(run)
     try:
         with run:
@@ -99,7 +99,7 @@ def entered(run: ModuleRun) -> Iterator[None]:
 
 
 def current_run() -> ModuleRun | None:
-    """The run of an intercepted module that this thread is in."""
+    """Return the run of an intercepted module that this thread is in."""
     return _run_now.get()
 
 
@@ -120,7 +120,7 @@ def _bind(
 
 
 def other_mode() -> str | None:
-    """Another torch function mode of this thread that may replace torch's calls; None for no such mode.
+    """Return another torch function mode of this thread that may replace torch's calls; None for no such mode.
 
     diffusers' hooks for guidance without attention scores have one; torch's own modes, such as that of a default
     device, are not counted.
@@ -134,7 +134,7 @@ def other_mode() -> str | None:
 
 
 def replaced_sdpa() -> str | None:
-    """What replaces torch's scaled_dot_product_attention, None for torch's own function."""
+    """Return what replaces torch's scaled_dot_product_attention, None for torch's own function."""
     placed = F.scaled_dot_product_attention
     if placed is _SDPA:
         return None

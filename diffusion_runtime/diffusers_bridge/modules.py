@@ -18,8 +18,8 @@ from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.diffusers_bridge.denoisers import is_compiled_wrapper
 
-# Attention among text alone, before it meets the picture, and sound alone. There is no grid, so they are of category
-# cross: a choice that is made for grids does not apply to them.
+# Roles of attention among text alone, before it meets the picture, and among sound alone. There is no grid, so they are
+# of category cross: a choice made for grids does not apply to them.
 TEXT_ROLE = "diffusers.text"
 _AUDIO_ROLE = "diffusers.audio"
 _TEXT_PLACES = ("context_embedder", "token_refiner", "context_refiner", "text_embedder", "caption", "time_embed")
@@ -33,7 +33,7 @@ _ROLES_OF_NAMES = {
 }
 
 _ATTENTION_CALLS = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
-# Attribute names for the number of heads and the size of one, or of all together.
+# Attribute names for the number of heads, and for the size of one head or of all together.
 _HEADS = ("heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
 _INNER_SIZES = ("inner_dim",)
@@ -70,7 +70,7 @@ class FoundModule:
 
 
 def find_attention_modules(model: nn.Module) -> list[FoundModule]:
-    """Every attention module of a model, in the order in which the model holds them."""
+    """Return every attention module of a model, in the order in which the model holds them."""
     named = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
     found = [(path, module, _role(path, module)) for path, module in named if _is_attention(module)]
     counts: dict[str, int] = {}
@@ -88,8 +88,8 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
 
 
 def find_in_models(models: Mapping[str, nn.Module]) -> dict[str, list[FoundModule]]:
-    """Those of several models, by their names. A module that two of them hold, such as the refiners that a ControlNet
-    of Z-Image has from the transformer, is the first one's."""
+    """Return the attention modules of several models, by the models' names. A module that two of them hold, such as the
+    refiners that a ControlNet of Z-Image shares with the transformer, is the first one's."""
     found: dict[str, list[FoundModule]] = {}
     seen: set[nn.Module] = set()
     for name, model in models.items():
@@ -99,12 +99,12 @@ def find_in_models(models: Mapping[str, nn.Module]) -> dict[str, list[FoundModul
 
 
 def processor_of(module: nn.Module) -> Any:
-    """The processor of a module; None when its own forward computes attention."""
+    """Return the processor of a module; None when its own forward computes attention."""
     return getattr(module, "processor", None)
 
 
 def head_shape(module: nn.Module) -> tuple[int, int, int] | None:
-    """(heads, head_dim, kv_heads) from a module's attributes; None without them."""
+    """Read (heads, head_dim, kv_heads) from a module's attributes; None without them."""
     heads = _number(module, _HEADS)
     if heads is None:
         return None
@@ -153,25 +153,25 @@ def _role(path: str, module: nn.Module) -> str:
 
 
 def is_shared_by_diffusers(module: nn.Module) -> bool:
-    """Whether diffusers' own context parallelism cuts the sequence of a module."""
+    """Return whether diffusers' own context parallelism cuts the sequence of a module."""
     return getattr(processor_of(module), "_parallel_config", None) is not None
 
 
 def computer_of(module: nn.Module) -> type:
-    """The class that computes the attention of a module."""
+    """Return the class that computes the attention of a module."""
     processor = processor_of(module)
     return type(module) if processor is None else type(processor)
 
 
 def kind_of(module: nn.Module) -> str:
-    """`linear` or `softmax`. Linear attention is a property of the architecture; diffusers has it in the names of the
-    classes that compute it."""
+    """Return `linear` or `softmax`. Linear attention is a property of the architecture; diffusers has it in the names
+    of the classes that compute it."""
     name = computer_of(module).__name__
     return "linear" if "LinearAtt" in name else "softmax"
 
 
 def unreached_reason(module: nn.Module) -> str:
-    """Why the calls of a module cannot be intercepted; empty when they can."""
+    """Return why the calls of a module cannot be intercepted; empty when they can."""
     processor = processor_of(module)
     if processor is None:
         function = type(module).forward
@@ -184,7 +184,7 @@ def unreached_reason(module: nn.Module) -> str:
 
 
 def _calls_attention(function: object, depth: int = 1) -> bool:
-    """Whether a Python function names one of the attention calls, itself or in functions of its own library."""
+    """Return whether a Python function names one of the attention calls, itself or in functions of its own library."""
     plain = inspect.unwrap(function) if callable(function) else None
     if not isinstance(plain, FunctionType):
         return False
@@ -201,7 +201,7 @@ def _calls_attention(function: object, depth: int = 1) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Every global and attribute that a function's code names, inner functions included."""
+    """Yield every global and attribute that a function's code names, inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -209,6 +209,6 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def mask_arguments(function: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the parameters that carry masks, `self` not counted."""
+    """Return (position, name) of the parameters that carry masks, `self` not counted."""
     names = list(inspect.signature(function).parameters)[1:]
     return tuple((position, name) for position, name in enumerate(names) if "mask" in name)

@@ -33,7 +33,7 @@ _NO_DISPATCHER = "its processor does not ask diffusers' dispatcher"
 
 
 class ObservedAttention:
-    """The attention modules of a pipeline. name: the diffusers backend they are to use, None for their own.
+    """Attention modules of a pipeline, counted. name: the diffusers backend they are to use, None for their own.
 
     source: the level that chose it. others: modules that the name does not reach. Raises BackendUnavailableError for a
     name that cannot run here, or that reaches no module.
@@ -73,7 +73,7 @@ class ObservedAttention:
 
     @contextlib.contextmanager
     def counting(self, step: Callable[[], StepInfo]) -> Iterator[None]:
-        """Counts calls while the pipeline runs. step: returns the current step."""
+        """Context manager: count calls while the pipeline runs. step: returns the current step."""
         with contextlib.ExitStack() as stack:
             entries = stack.enter_context(RegistryEntries(self._name))
             taken: dict[str, list[TakenModule]] = {}
@@ -94,7 +94,7 @@ class ObservedAttention:
                 )
 
     def start_report(self, *, counts_density: bool = False) -> None:
-        """Begin a new report. counts_density: for nothing, as diffusers does not say what it keeps."""
+        """Begin a new report. counts_density: unused, as diffusers does not tell what it keeps."""
         self._recorder = AttentionRecorder(counts_density=counts_density)
         self._calls = CallCount()
 
@@ -137,5 +137,5 @@ class ObservedAttention:
         )
 
     def _is_planned(self, component: str, module: FoundModule) -> bool:
-        """Whether the named backend is to compute this module."""
+        """Return whether the named backend is to compute this module."""
         return self._name is not None and (component, module.path) not in self._beyond

@@ -51,8 +51,8 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 class DiffusersPipeline:
-    """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time: a
-    second call meanwhile is an error.
+    """A loaded diffusers pipeline, as returned by `load_pipeline(..., backend="diffusers")`. One generation at a time:
+    a second call meanwhile is an error.
 
     pipeline: diffusers' own. defaults, presets: values of request fields. recipe: the part of every generation's recipe
     about the model and its attention. compiled: the blocks of its denoising models, None where they are not compiled.
@@ -82,32 +82,30 @@ class DiffusersPipeline:
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
         self._load_timings: dict[str, float] = {}
-        # A choice that reaches nothing fails now, and not at the first request.
+        # A choice that reaches nothing fails now, not at the first request.
         self._planned_attention(self._choice.ours)
 
     def _own_notes(self) -> tuple[str, ...]:
-        """What is the pipeline's own of how it makes long video."""
+        """Return notes on how this pipeline handles long videos."""
         way = long_video_way(self.rules.pipeline_class)
         return () if way is None else (way.note,)
 
     def note_load(self, timings: Mapping[str, float]) -> None:
-        """As GenerationPipeline says."""
         for name, seconds in timings.items():
             self._load_timings[name] = self._load_timings.get(name, 0.0) + seconds
 
     @property
     def load_timings(self) -> dict[str, float]:
-        """As GenerationPipeline says."""
         return dict(self._load_timings)
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """`PassthroughRules.resolve` of this pipeline."""
+        """Resolve a request with `PassthroughRules.resolve` of this pipeline."""
         return self.rules.resolve(request, preset)
 
     def __call__(
         self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
     ) -> GeneratedMedia:
-        """One video or image. Raises what `generate` raises."""
+        """Generate one video or image. Raises what `generate` raises."""
         return self.generate([request], on_progress=on_progress, open_sink=open_sink)[0]
 
     def generate(
@@ -117,15 +115,15 @@ class DiffusersPipeline:
         on_progress: OnProgress | None = None,
         open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
-        """Each request by itself, one after the other: pipelines differ too much in what they batch.
+        """Generate each request by itself, one after the other: pipelines differ too much in what they batch.
 
-        on_progress: called as steps begin and end; what it raises ends the generation. A Cancelled that names requests
-        ends those alone: the result leaves them out. open_sink: gets all frames of a clip at once.
+        on_progress: called as steps begin and end; an exception it raises ends the generation. A Cancelled that names
+        requests ends those alone: the result leaves them out. open_sink: gets all frames of a clip at once.
 
-        Raises RequestError for no request and for values that the pipeline does not take, before any work;
-        PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
-        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for
-        exceptions of the pipeline itself, and DiffusionRuntimeError when the result is not a picture.
+        Raises RequestError for an empty list and for values that the pipeline does not take, before any work;
+        PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError for a call
+        that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for exceptions
+        of the pipeline itself, and DiffusionRuntimeError when the result is not a picture.
         """
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
@@ -143,10 +141,10 @@ class DiffusersPipeline:
             return made
 
     def set_loras(self, loras: Sequence[Any]) -> None:
-        """Other LoRA files for the generations from here on, instead of those before; none for the model alone.
+        """Replace the LoRA files for later generations; none for the model alone.
 
-        loras: each in any form that LoraConfig.parse takes; diffusers' own loader puts them beside the weights. Raises
-        ConfigError and ModelLoadError for files that cannot be used, and leaves everything as it was;
+        loras: each in any form that LoraConfig.parse takes; diffusers' own loader adds them to the weights as adapters.
+        Raises ConfigError and ModelLoadError for files that cannot be used, and leaves everything unchanged;
         PipelineBusyError while a generation runs.
         """
         configs = RuntimeConfig(lora=loras).lora
@@ -167,11 +165,10 @@ class DiffusersPipeline:
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
-        """As GenerationPipeline says."""
         return ("diffusers' own pipeline runs: stages and steps have names, guidance branches and attention none",)
 
     def close(self) -> None:
-        """Give the memory of the model back. A later generation raises PipelineClosedError.
+        """Free the model's memory. A later generation raises PipelineClosedError.
 
         Raises PipelineBusyError while a generation runs, and PipelineClosedError the second time.
         """
@@ -232,8 +229,8 @@ class DiffusersPipeline:
 
     @contextlib.contextmanager
     def _attention(self, observer: DenoisingObserver) -> Iterator[AttachedAttention | ObservedAttention]:
-        """The chosen attention, for one run."""
-        # A force context around this call is a choice as well.
+        """Context manager: the chosen attention, for one run."""
+        # A force context around this call is a choice too.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
         planned.start_report(counts_density=self.hooks.counts_density)
         if isinstance(planned, AttachedAttention):
@@ -249,7 +246,7 @@ class DiffusersPipeline:
             yield planned
 
     def _planned_attention(self, ours: bool) -> AttachedAttention | ObservedAttention:
-        """The attention of the models in each run. Raises what `attach` raises."""
+        """Return the attention of the models in each run. Raises what `attach` raises."""
         if ours in self._planned:
             return self._planned[ours]
         choice = self._choice
@@ -272,7 +269,7 @@ class DiffusersPipeline:
         return planned
 
     def _other_sizes(self, request: GenerationRequest, shape: tuple[int, ...]) -> list[str]:
-        """Remarks about sizes that the pipeline rounded."""
+        """Return remarks about sizes that the pipeline rounded."""
         return [
             f"{self.rules.pipeline_class} made {field} {made} where {asked} was asked for"
             for field, made in _sizes(shape).items()
@@ -280,14 +277,14 @@ class DiffusersPipeline:
         ]
 
     def _made(self, request: GenerationRequest, shape: tuple[int, ...]) -> GenerationRequest:
-        """The request with the sizes that the pipeline chose."""
+        """Return the request with the sizes that the pipeline chose."""
         sizes = _sizes(shape)
         taken = {name: size for name, size in sizes.items() if self.rules.interface.parameter(name) is not None}
         return request.with_defaults(taken)
 
 
 def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
-    """Request fields of frames [num_frames, height, width, channels]."""
+    """Return the request fields of frames [num_frames, height, width, channels]."""
     return dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
 
 
@@ -299,9 +296,9 @@ def load_passthrough(
     recipe: Mapping[str, Any],
     compiled: CompiledBlocks | None = None,
 ) -> DiffusersPipeline:
-    """Load diffusers' own pipeline: safetensors alone, no code from the folder. compiled: what compiles its blocks.
+    """Load diffusers' own pipeline: safetensors alone, no code from the folder. compiled: compiles its blocks.
 
-    Raises ModelLoadError for what diffusers cannot load, BackendUnavailableError for an attention choice that reaches
+    Raises ModelLoadError when diffusers cannot load it, BackendUnavailableError for an attention choice that reaches
     nothing in it, and DeviceMemoryError when it does not fit.
     """
     variant = check_weights(folder)
@@ -353,7 +350,7 @@ def _decode_in_tiles(pipeline: Any) -> None:
 
 
 def _quantised_advice(folder: ModelFolder) -> str:
-    """What to do where a component's weights are quantised, for the end of a message; empty where none are."""
+    """Return what to do where a component's weights are quantised, for the end of a message; empty where none are."""
     methods = {}
     for path in sorted(Path(folder.path).glob("*/config.json")):
         settings = read_json(path).get("quantization_config")
@@ -366,7 +363,7 @@ def _quantised_advice(folder: ModelFolder) -> str:
 
 
 def _check_complete(folder: ModelFolder, pipeline: Any) -> None:
-    """Raises ModelLoadError for weights that are in no file: diffusers only warns, and leaves them uninitialised."""
+    """Check that files hold every weight: diffusers only warns of uninitialised ones. Raises ModelLoadError."""
     for component, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             missing = [name for name, parameter in part.named_parameters() if parameter.is_meta]
@@ -379,7 +376,7 @@ def _check_complete(folder: ModelFolder, pipeline: Any) -> None:
 
 
 def _check_numbers(folder: ModelFolder, pipeline: Any) -> None:
-    """Raises ModelLoadError for weights that hold NaN or infinity."""
+    """Check that no weight holds NaN or infinity. Raises ModelLoadError."""
     for component, part in pipeline.components.items():
         found = first_unusable(part) if isinstance(part, torch.nn.Module) else None
         if found is not None:
@@ -389,7 +386,7 @@ def _check_numbers(folder: ModelFolder, pipeline: Any) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Without diffusers' own progress bars, which would mix with ours."""
+    """Context manager: hide diffusers' own progress bars, which would mix with ours."""
     from diffusers.utils import logging
 
     had_progress_bars = logging.is_progress_bar_enabled()

@@ -66,13 +66,14 @@ class AttentionChoice:
 
     @classmethod
     def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
-        """diffusers' names count when they are the whole of a level. Raises ConfigError."""
+        """Read the choice from a config and the environment. diffusers' names count when they are the whole of a level.
+        Raises ConfigError."""
         for source, choice in (("cli", config.attention_override), ("config", config.attention)):
             name = dispatcher_name(choice)
             if name is not None:
                 return cls(None, None, False, name, source, config.self_check)
             if _is_choice(choice):
-                # Below a choice of ours, a name that both have is one of ours.
+                # Below a choice of ours, a name that both have means one of ours.
                 break
         levels = (config.attention_override, config.attention)
         for level in levels:
@@ -80,7 +81,7 @@ class AttentionChoice:
                 AttentionConfig.parse(level).check_phases(f"{shown(config.model_path)} (diffusers' own pipeline)")
         forced = any(choice.role != TEXT_ENCODER for choice in current_force())
         ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or forced
-        # Those of text encoders are made when they are loaded.
+        # Choices for text encoders are applied when they are loaded.
         stated, override = (
             None if level is None else AttentionConfig.parse(level).of_layers()
             for level in (config.attention, config.attention_override)
@@ -90,12 +91,12 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class PassthroughPlan:
-    """The plan for a folder.
+    """Everything decided about a folder before its weights are read.
 
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when they are unknown
     before the weights are loaded. libraries: components whose attention is their library's own. self_checks: of the
-    backends that those layers chose. loras: the LoRA files, read. text_attention: what was chosen for the text
-    encoders, None for transformers' own choice.
+    backends that those layers chose. loras: the LoRA files, read. text_attention: the choice for the text encoders,
+    None for transformers' own.
     """
 
     pipeline_class: Any
@@ -177,7 +178,7 @@ def plan_passthrough(
 def _text_attention(
     index: Mapping[str, Any], config: RuntimeConfig, device: torch.device, dtype: torch.dtype
 ) -> EncoderAttention | None:
-    """What the choices say about the text encoders. Raises BackendUnavailableError."""
+    """Choose the attention of the text encoders. Raises BackendUnavailableError."""
     levels = [
         AttentionConfig() if dispatcher_name(level) is not None else AttentionConfig.parse(level)
         for level in (config.attention_override, config.attention)
@@ -192,7 +193,7 @@ def _text_attention(
 
 
 def check_weights(folder: ModelFolder) -> str | None:
-    """Whether every component has its weights, as complete safetensors. Returns the variant to load, such as `fp16`,
+    """Check that every component has its weights, as complete safetensors. Returns the variant to load, such as `fp16`,
     where a component has no files without one.
 
     Raises ModelLoadError for a component that is missing, and for files that are missing, pickled, cut off, or
@@ -218,7 +219,7 @@ def check_weights(folder: ModelFolder) -> str | None:
 
 
 def library_attention(index: Mapping[str, Any], text_attention: EncoderAttention | None) -> list[LibraryAttention]:
-    """Text encoders and autoencoders, which none of our attention is attached to."""
+    """Return text encoders and autoencoders, to which none of our attention is attached."""
     rows = []
     for name, entry in _components(index):
         if entry[0] not in _LIBRARIES or not name.startswith(("text_encoder", "vae", "image_encoder")):
@@ -234,7 +235,7 @@ def library_attention(index: Mapping[str, Any], text_attention: EncoderAttention
 
 
 def _left_out(named: PublishedModel, rules: PassthroughRules) -> str:
-    """The documented request values and presets of a published model that its pipeline does not have by itself."""
+    """Return a published model's documented request values and presets that its pipeline lacks."""
     values = [
         f"{field} {shown(value)}" + (f" (the pipeline's own: {shown(own)})" if own is not None else "")
         for field, value in named.request.items()
@@ -245,13 +246,13 @@ def _left_out(named: PublishedModel, rules: PassthroughRules) -> str:
 
 
 def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """(name, [library, class]) of every component that a pipeline has; optional ones that it lacks are left out."""
+    """Return (name, [library, class]) of every component; optional ones that a pipeline lacks are left out."""
     pairs = [(name, entry) for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2]
     return [(name, entry) for name, entry in pairs if all(isinstance(part, str) for part in entry)]
 
 
 def _is_choice(choice: Any) -> bool:
-    """Whether a level chooses anything; `auto` alone is no choice."""
+    """Return whether a level chooses anything; `auto` alone is no choice."""
     config = AttentionConfig.parse(choice).of_layers()
     default = [] if config.default is None else [config.default]
     specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
@@ -259,7 +260,7 @@ def _is_choice(choice: Any) -> bool:
 
 
 def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
-    """The class of diffusers that model_index.json names. Raises ModelLoadError."""
+    """Return the class of diffusers that model_index.json names. Raises ModelLoadError."""
     import diffusers
 
     where = folder / INDEX_FILE
@@ -304,7 +305,7 @@ def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
 
 
 def _check_can_run(folder: ModelFolder, interface: PipelineInterface) -> None:
-    """Raises ModelLoadError for a pipeline that no request can run, or whose result is neither picture nor video."""
+    """Check that some request can run the pipeline and that its result is a picture or video. Raises ModelLoadError."""
     reasons = interface.refusals()
     if reasons:
         raise ModelLoadError(
@@ -320,8 +321,8 @@ def _planned(
     dtype: torch.dtype,
     checker: SelfChecker,
 ) -> list[AttachedAttention]:
-    """Our attention in the denoisers among `models`, which have no weights; those that could not be built are planned
-    when they are loaded.
+    """Plan our attention in the denoisers among `models`, which have no weights; those that could not be built are
+    planned when they are loaded.
 
     Raises what `attach` raises.
     """

@@ -23,8 +23,9 @@ _MAX_MESSAGE = 400
 
 @contextlib.contextmanager
 def translated_errors(interface: PipelineInterface, observer: DenoisingObserver) -> Iterator[None]:
-    """Around the call of a pipeline: an exception becomes RequestError where the pipeline refuses the request before it
-    denoises, and ThirdPartyError everywhere else. Our own exceptions and those of `on_progress` pass unchanged."""
+    """Context manager around the call of a pipeline: an exception becomes RequestError where the pipeline refuses the
+    request before it denoises, and ThirdPartyError everywhere else. Our own exceptions and those of `on_progress` pass
+    unchanged."""
     try:
         yield
     except (DiffusionRuntimeError, Cancelled):
@@ -51,7 +52,7 @@ def _within(module: str, package: str) -> bool:
 
 
 def _place(error: Exception) -> str:
-    """`, in WanTransformer3DModel.forward`: the innermost call inside diffusers or transformers."""
+    """Return `, in WanTransformer3DModel.forward`: the innermost call inside diffusers or transformers."""
     names = [
         (str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -69,7 +70,7 @@ def _message(error: Exception) -> str:
 
 
 def _inputs(interface: PipelineInterface, observer: DenoisingObserver) -> str:
-    """Inputs that may be missing, where a call fails before it denoises."""
+    """Return inputs that may be missing, where a call fails before it denoises."""
     others = [] if observer.has_denoised else list(interface.other_inputs())
     if not others:
         return ""

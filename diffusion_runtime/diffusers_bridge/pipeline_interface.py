@@ -19,23 +19,23 @@ PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
     name: declared.pipeline_parameters for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
-# Of them, those for files, which a class may need although they have a default.
+# Parameters for files, which a class may need although they have a default.
 _FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES.get(field, ()))
-# Of those, lists of frames.
+# Parameters for files that are lists of frames.
 OF_FRAMES = ("video", "control_video", "conditioning_frames", "mask", "mask_video")
-# Arguments of every call, beside the request's.
+# Arguments of every call, in addition to the request's.
 _ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
-# What a ControlNet computes from: a pipeline that has one as a component cannot run without it, whatever its signature
-# says. Of 31 such classes in diffusers 0.42.1, nine call it optional.
+# Inputs of a ControlNet: a pipeline that has one as a component cannot run without them, whatever its signature
+# declares. Of 31 such classes in diffusers 0.42.1, nine call it optional.
 _CONTROL_INPUTS = ("control_image", "conditioning_frames")
 
 # Inputs that a pipeline cannot run without although its signature and its documentation call them optional, because
 # another input may replace them (of several alternatives, the one that a request can fill is listed), or because it
 # fails later, without a check. By class name, because nothing else tells them apart: their siblings of other families
-# have the same parameters and components, and run without. A test takes out entries that the class itself says.
+# have the same parameters and components, and run without. A test rejects entries that the class itself declares.
 ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
-    # Which frames of the video its control images are; its default is the first alone.
+    # Indices of the frames that its control images are for; its default is the first alone.
     "AnimateDiffSparseControlNetPipeline": ("controlnet_frame_indices",),
     "BriaFiboEditPipeline": ("image",),
     "CogVideoXFunControlPipeline": ("control_video",),
@@ -60,7 +60,7 @@ ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
 class PipelineInterface:
     """The interface of a pipeline class. name: of the class.
 
-    parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: those without which a call
+    parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: the ones without which a call
     fails. output: the fields of its result; None when the class does not declare them. tensors: inputs that are a
     tensor of pictures, where others take a list of them.
     """
@@ -91,7 +91,7 @@ class PipelineInterface:
         )
 
     def parameter(self, field: str) -> str | None:
-        """The parameter that a request field fills; None when the pipeline has none."""
+        """Return the parameter that a request field fills; None when the pipeline has none."""
         return next((name for name in PARAMETER_NAMES.get(field, ()) if name in self.parameters), None)
 
     @property
@@ -101,19 +101,19 @@ class PipelineInterface:
 
     @property
     def makes_video(self) -> bool:
-        """Whether the result is a video, by its field or by a parameter for the number of frames."""
+        """True if the result is a video, by its field or by a parameter for the number of frames."""
         return self.parameter("num_frames") is not None or bool({*VIDEO_FIELDS} & {*(self.output or ())})
 
     def takes_frames(self, field: str) -> bool:
-        """Whether the parameter that a request field fills is a list of frames."""
+        """Return whether the parameter that a request field fills is a list of frames."""
         return self.parameter(field) in OF_FRAMES
 
     def needs(self, field: str) -> bool:
-        """Whether a call fails without the parameter that a request field fills."""
+        """Return whether a call fails without the parameter that a request field fills."""
         return self.parameter(field) in self.needed
 
     def refusals(self) -> list[str]:
-        """Why no request can run it; empty when one can."""
+        """Return why no request can run it; empty when one can."""
         reasons = []
         if self.parameter("prompt") is None:
             reasons.append("it takes no prompt, which every request has")
@@ -125,7 +125,7 @@ class PipelineInterface:
         return reasons
 
     def other_inputs(self) -> tuple[str, ...]:
-        """Image, video and mask inputs that a call may take and no request fills: listed when a call fails."""
+        """Return image, video and mask inputs that a call may take and no request fills: listed when a call fails."""
         return tuple(
             name
             for name, default in self.parameters.items()
@@ -142,13 +142,14 @@ _SCALARS = (int, float, str, bool)
 
 
 def _plain_call(pipeline_class: type) -> Any:
-    """`__call__` without its decorators."""
+    """Return `__call__` without its decorators."""
     return inspect.unwrap(pipeline_class.__call__)
 
 
 def _is_needed(parameter: inspect.Parameter, notes: str) -> bool:
-    """A parameter without a default; or with None for one, where neither the annotation nor the docstring allows it:
-    diffusers writes `image: PipelineImageInput = None` for inputs that its checks then require."""
+    """Return whether a call needs a parameter: one without a default; or one with None, where neither the annotation
+    nor the docstring allows it: diffusers writes `image: PipelineImageInput = None` for inputs that its checks then
+    require."""
     if parameter.default is inspect.Parameter.empty:
         return True
     if parameter.default is not None or parameter.name in _FILLED - _FILES or parameter.name.endswith("latents"):
@@ -167,19 +168,19 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def _is_tensor(annotation: Any) -> bool:
-    """Whether an annotation is a tensor, or a tensor or None, and nothing else."""
+    """Return whether an annotation is a tensor, or a tensor or None, and nothing else."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return text.removesuffix(" | None").rsplit(".", 1)[-1] in ("Tensor", "FloatTensor")
 
 
 def _is_optional(name: str, notes: str) -> bool:
-    """Whether a docstring has `name (..., *optional*, ...)`."""
+    """Return whether a docstring has `name (..., *optional*, ...)`."""
     entry = re.search(rf"^\s*{re.escape(name)} ?\(([^\n]*)", notes, re.MULTILINE)
     return entry is not None and "optional" in entry[1]
 
 
 def _output_fields(call: Any) -> tuple[str, ...] | None:
-    """The fields of the output classes that a call names, in its return annotation or in its code."""
+    """Return the fields of the output classes that a call names, in its return annotation or in its code."""
     named = [*_in_annotation(call), *_in_code(call)]
     return tuple(dict.fromkeys(field.name for kind in named for field in dataclasses.fields(kind))) or None
 

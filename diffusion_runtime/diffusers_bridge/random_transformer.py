@@ -1,4 +1,4 @@
-"""diffusers' own transformers with random weights, the same as ours of the same shapes; their torch.compile."""
+"""diffusers' own transformers with random weights, equal to ours of the same shapes; their torch.compile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 from diffusion_runtime.models.random_weights import draw_weight
 
-# Keys of configs that say how many layers of a kind there are.
+# Keys of configs that give the number of layers of a kind.
 LAYER_COUNTS = ("num_layers", "num_single_layers", "num_refiner_layers", "n_layers", "n_refiner_layers")
 
 
-# Classes whose forward is no step of a whole clip, and why.
+# Classes whose forward is not a step of a whole clip, and why.
 _IN_PARTS = {"AnyFlowFARTransformer3DModel": "generates chunk by chunk over a cache of its own"}
 
 
 def class_in_diffusers(transformer_class: str, config: Mapping[str, Any]) -> str:
-    """What diffusers calls a class, where it has it. config: of its config.json."""
+    """Return diffusers' name for a class, where it has it. config: of its config.json."""
     if transformer_class != "FAR_Wan_Transformer3DModel":
         return transformer_class
     # AnyFlow's authors have one class for both kinds of checkpoints.
@@ -28,7 +28,7 @@ def class_in_diffusers(transformer_class: str, config: Mapping[str, Any]) -> str
 
 
 def why_no_twin(transformer_class: str) -> str:
-    """Why diffusers has no forward of a whole clip to compare with; empty where it has one."""
+    """Return why diffusers has no forward of a whole clip to compare with; empty where it has one."""
     import diffusers
 
     if not hasattr(diffusers, transformer_class):
@@ -40,7 +40,7 @@ def why_no_twin(transformer_class: str) -> str:
 def random_transformer(
     transformer_class: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """A model as `from_pretrained` would load it: in eval mode, without gradients. config: of its config.json."""
+    """Build a model as `from_pretrained` would load it: in eval mode, without gradients. config: of its config.json."""
     import diffusers
 
     model_class = getattr(diffusers, transformer_class)
@@ -75,7 +75,7 @@ def _one_layer_of_each(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refill_tables(model: nn.Module, small: nn.Module, device: torch.device) -> None:
-    """Tables that a constructor computes hold nothing on the meta device: take those of a model of one layer."""
+    """Fill the tables that a constructor computes, which are empty on the meta device, from a model of one layer."""
     modules = dict(model.named_modules())
     for name, module in small.named_modules():
         if name not in modules:

@@ -1,9 +1,9 @@
 """Attention calls of diffusers' processors as operators of a graph: what torch.compile traces of an attached module.
 
 A processor is traced with two of its globals replaced: diffusers' dispatcher and torch's scaled_dot_product_attention
-are functions here that record one operator. When the graph runs, the operator makes the same call within a run of the
-module, where it is intercepted as in an eager model. So a block compiles with fullgraph=True, and one graph serves all
-layers: the module reaches the operator as a handle.
+are replaced by functions here that record one operator. When the graph runs, the operator makes the same call within a
+run of the module, where it is intercepted as in an eager model. So a block compiles with fullgraph=True, and one graph
+serves all layers: the module reaches the operator as a handle.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RecordedModule(Protocol):
     def run_call(
         self, call: Callable[[object], torch.Tensor], number: int, masks: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The result of one attention call, intercepted. call: makes it, with a value for the `backend` of diffusers'
-        dispatcher; number: within one run of the module; masks: that the module was given."""
+        """Return the result of one attention call, intercepted. call: makes it, with a value for the `backend` of
+        diffusers' dispatcher; number: within one run of the module; masks: that the module was given."""
 
 
 # The modules that compiled blocks contain.
@@ -58,9 +58,9 @@ def module_attention(
     module: torch.Tensor,
     forward_pass: torch.Tensor,
 ) -> torch.Tensor:
-    """One attention call of a module, contiguous. q, k, v: [batch, seq, heads, head_dim] of a call to the dispatcher
-    (is_dispatched), [batch, heads, seq, head_dim] of one to torch. module: its handle. forward_pass: what `begun_pass`
-    returned in this graph, so that it runs before; 0 where the pass began outside."""
+    """Compute one attention call of a module, contiguous. q, k, v: [batch, seq, heads, head_dim] of a call to the
+    dispatcher (is_dispatched), [batch, heads, seq, head_dim] of one to torch. module: its handle. forward_pass: from
+    `begun_pass` in this graph, so that it runs before; 0 where the pass began outside."""
 
     def call(backend: Any) -> torch.Tensor:
         out: torch.Tensor
@@ -99,7 +99,7 @@ class RecordedModel(Protocol):
     """A model whose forward passes are recorded."""
 
     def begin_recorded(self, arguments: dict[str, Any]) -> None:
-        """A forward pass begins. arguments: of the model's forward, by name."""
+        """Begin a forward pass. arguments: of the model's forward, by name."""
 
 
 # The models that are attached to.
@@ -108,8 +108,8 @@ MODELS: HandleTable[RecordedModel] = HandleTable()
 
 @torch.library.custom_op("diffusion_runtime::begun_pass", mutates_args=())
 def begun_pass(tensors: Sequence[torch.Tensor], numbers: Sequence[int], text: str, model: torch.Tensor) -> torch.Tensor:
-    """The begin of a model's forward pass within a graph. tensors, numbers, text: its arguments, as `record_pass`
-    writes them; model: a handle. Returns what the pass's attention calls take, so that they run after it."""
+    """Begin a model's forward pass within a graph. tensors, numbers, text: its arguments, as `record_pass` writes them;
+    model: a handle. Returns an input of the pass's attention calls, so that they run after it."""
     MODELS.find(model).begin_recorded(_read(ast.literal_eval(text), {_TENSOR: tensors, _NUMBER: numbers}))
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
@@ -129,7 +129,7 @@ _TENSOR, _NUMBER = "<tensor>", "<number>"
 
 
 def record_pass(model: torch.Tensor, arguments: dict[str, Any]) -> None:
-    """While torch.compile traces: the operator for the begin of a forward pass, whose attention calls follow."""
+    """Record the begin of a forward pass while torch.compile traces; its attention calls follow."""
     tensors: list[torch.Tensor] = []
     numbers: list[int] = []
     text = literal(_written(arguments, tensors, numbers))
@@ -137,7 +137,7 @@ def record_pass(model: torch.Tensor, arguments: dict[str, Any]) -> None:
 
 
 def end_pass() -> None:
-    """While torch.compile traces: the forward pass has ended."""
+    """End the forward pass while torch.compile traces."""
     _NOW.forward_pass = _OUTSIDE
 
 
@@ -170,14 +170,13 @@ _OUTSIDE = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 class _Trace:
-    """The module that is traced now, from its call to its return: how the recording functions learn whose call it is.
+    """The module that is being traced, from its call to its return: it tells the recording functions whose call it is.
 
-    torch.compile takes what is written here into account while it traces, and leaves it as it was; a graph reads
-    nothing of it.
+    torch.compile tracks writes to it while it traces, and restores them; a graph reads none of it.
     """
 
     def __init__(self) -> None:
-        # Of the object from the start: a graph is guarded by what its attributes are before it runs.
+        # An attribute from the start: a graph is guarded by the attributes that exist before it runs.
         self.module: torch.Tensor | None = None
         self.masks: tuple[torch.Tensor, ...] = ()
         self.num_calls = 0
@@ -188,7 +187,7 @@ _NOW = _Trace()
 
 
 def recorded(function: object) -> Callable[..., Any] | None:
-    """The `__call__` of a processor with its attention calls recorded; None where it makes none itself."""
+    """Return the `__call__` of a processor with its attention calls recorded; None where it makes none itself."""
     if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
         return None
     names, known = set(function.__code__.co_names), function.__globals__
@@ -200,7 +199,7 @@ def recorded(function: object) -> Callable[..., Any] | None:
     if not replaced:
         return None
     scope = {**known, **replaced}
-    # By its name torch.compile would take the globals of the module itself, and guard those.
+    # Under its real name torch.compile would take the globals of the module itself, and guard those.
     scope.pop("__name__", None)
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -209,7 +208,7 @@ def recorded(function: object) -> Callable[..., Any] | None:
 
 @functools.cache
 def _functional() -> types.ModuleType:
-    """torch.nn.functional with one function replaced."""
+    """Return torch.nn.functional with one function replaced."""
     module = types.ModuleType(F.__name__)
     module.__dict__.update({**vars(F), _SDPA: _record_sdpa})
     return module
@@ -223,7 +222,7 @@ def call_recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """While torch.compile traces: `function`, of `recorded`, for a module by its handle. masks: that it is given."""
+    """Call `function`, of `recorded`, for a module by its handle under torch.compile. masks: its own."""
     before = _NOW.module, _NOW.masks, _NOW.num_calls
     _NOW.module, _NOW.masks, _NOW.num_calls = module, masks, 0
     result = function(processor, *args, **kwargs)
@@ -277,7 +276,7 @@ def _record_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention."""
+    """Record torch.nn.functional.scaled_dot_product_attention."""
     return _record(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False)
 
 
@@ -295,7 +294,7 @@ def _record_dispatched(
     backend: Any = None,  # noqa: ARG001 - the module's own
     parallel_config: Any = None,
 ) -> torch.Tensor:
-    """diffusers' dispatch_attention_fn."""
+    """Record diffusers' dispatch_attention_fn."""
     if attention_kwargs or parallel_config is not None:
         raise ConfigError("attach: a compiled module calls diffusers' dispatcher with options that no operator takes")
     return _record(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)

@@ -19,25 +19,25 @@ from diffusion_runtime.rules.step_cache_rules import step_cache_values
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
 _OURS = ("fps", "seed", "step_cache")
-# What a pipeline does that needs an image.
+# Tasks of a pipeline that needs an image.
 _DOES = {
     "image_path": "starts from an image",
     "last_image_path": "ends with an image",
     "mask_path": "repaints what a mask says",
     "video_path": "starts from a video",
 }
-# Caches that need no more of a model than its input and output.
+# Caches that need only a model's input and output.
 STEP_CACHES = ("easycache",)
 DEFAULT_FPS = 16
-# Of a video for a pipeline that takes no number of frames.
+# Values of a video for a pipeline that takes no number of frames.
 MAX_FRAMES = 1000
 
 
 @dataclass(frozen=True)
 class PassthroughRules:
-    """The request rules of one pipeline. interface: of its class. sizes: those it makes. defaults, presets: values of
+    """Request rules of one pipeline. interface: of its class. sizes: those it makes. defaults, presets: values of
     request fields. check_steps: raises ConfigError for attention options that are made for another number of steps.
-    lora_remarks: what of its LoRA files was not applied."""
+    lora_remarks: parts of its LoRA files that were not applied."""
 
     interface: PipelineInterface
     sizes: SizeRules
@@ -55,11 +55,11 @@ class PassthroughRules:
         return self.interface.name
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """The request with every None filled for which the preset or the pipeline has a value; the pipeline itself
-        chooses the others.
+        """Return the request with every None filled for which the preset or the pipeline has a value; the pipeline
+        itself chooses the others.
 
-        Raises RequestError for an unknown preset, for a value that the pipeline does not take and for a size that it
-        does not make; it names the value.
+        Raises RequestError, which names the value, for an unknown preset, for a value that the pipeline does not take
+        and for a size that it does not make.
         """
         if preset is not None:
             if preset not in self.presets:
@@ -89,24 +89,24 @@ class PassthroughRules:
         return dataclasses.replace(request, **step_cache_values(request))
 
     def is_guided(self, _request: GenerationRequest) -> bool:
-        """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""
+        """Return whether a resolved request runs two guidance branches; they never run on separate processes."""
         return False
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What of the LoRA files and of the images was not applied; of the request everything else is used, as far as a
-        signature says."""
+        """Return the parts of the LoRA files and of the images that were not applied; everything else of the request is
+        used, as far as a signature shows."""
         return (*self.lora_remarks, *image_remarks(request, but=filter(self.interface.takes_frames, IMAGE_FIELDS)))
 
     def sampling_note(self, _request: GenerationRequest) -> str | None:
-        """None: a diffusers pipeline has its own schedule."""
+        """Return None: a diffusers pipeline has its own schedule."""
         return None
 
     def batch_key(self, _request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
-        """The same for every request: each is made for itself, so any may be given to one `generate`."""
+        """Return the same key for every request: each is made by itself, so any may be given to one `generate`."""
         return ()
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
-        """A resolved request as keyword arguments of the pipeline's call; without images and generator."""
+        """Return a resolved request as keyword arguments of the pipeline's call; without images and generator."""
         fields = {field: value for field, value in request.to_dict().items() if field not in INPUT_FIELDS}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
@@ -123,7 +123,7 @@ class PassthroughRules:
             raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
     def images(self, request: GenerationRequest) -> dict[str, Any]:
-        """The images and videos of a request, read, as keyword arguments of the pipeline's call."""
+        """Read the images and videos of a request, as keyword arguments of the pipeline's call."""
         fields = [field for field in IMAGE_FIELDS if not self.interface.takes_frames(field)]
         read = {field: [open_picture(path, field) for path in image_paths(request, field)] for field in fields}
         return {
@@ -133,7 +133,7 @@ class PassthroughRules:
         } | self._videos(request)
 
     def _videos(self, request: GenerationRequest) -> dict[str, Any]:
-        """Lists of frames; a mask of one frame stands for every frame of the video."""
+        """Return lists of frames; a mask of one frame is repeated for every frame of the video."""
         most = request.num_frames if self.interface.parameter("num_frames") is not None else None
         read = {
             field: read_pictures(path, field, most or MAX_FRAMES)
@@ -152,7 +152,7 @@ class PassthroughRules:
 
 
 def _tensor_of(frames: Sequence[Any]) -> Any:
-    """Pictures of one size as a tensor [1, channels, frames, height, width], 0 to 1."""
+    """Convert pictures of one size to a tensor [1, channels, frames, height, width], 0 to 1."""
     import numpy as np
     import torch
 
@@ -161,7 +161,7 @@ def _tensor_of(frames: Sequence[Any]) -> Any:
 
 
 def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
-    """The numeric defaults of a pipeline's call, by request field; one frame where it makes images."""
+    """Return the numeric defaults of a pipeline's call, by request field; one frame where it makes images."""
     defaults: dict[str, Any] = {} if interface.makes_video else {"num_frames": 1}
     for field in PARAMETER_NAMES:
         value = interface.parameters.get(interface.parameter(field) or "")
@@ -171,5 +171,5 @@ def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
 
 
 def accepted(values: Mapping[str, Any], interface: PipelineInterface) -> dict[str, Any]:
-    """The request values that a pipeline has a parameter for, or that need none."""
+    """Return the request values that a pipeline has a parameter for, or that need none."""
     return {field: value for field, value in values.items() if field in _OURS or interface.parameter(field) is not None}

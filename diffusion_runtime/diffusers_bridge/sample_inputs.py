@@ -1,7 +1,7 @@
 """Random inputs of one denoising step at any size: for our transformer, and the same for diffusers' own.
 
-Keys are class names of diffusers. Text is as long as an ordinary prompt where a model takes its tokens as they are, and
-fills what the model's pipeline fills.
+Keys are class names of diffusers. Text has the length of an ordinary prompt where a model takes its tokens unpadded,
+and else the length that the model's pipeline pads to.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
 _TIMESTEP, _GUIDANCE = 500.0, 4.0
 _LATENT_PATCH = (1, 2, 2)
-# Of CLIP at 224 x 224: 256 patches and the class.
+# Tokens of CLIP at 224 x 224: 256 patches and the class.
 _NUM_IMAGE_TOKENS = 257
-# Of the 576 tokens of the image that HunyuanVideo's language model sees: those that the transformer gets, by how the
-# video starts from the image.
+# Tokens that the transformer gets of the 576 of the image that HunyuanVideo's language model sees, by how the video
+# starts from the image.
 _NUM_SEEN_TOKENS = {"latent_concat": 288, "token_replace": 144}
-# Tokens of a prompt of a few sentences and of a negative prompt, by turns over a batch.
+# Tokens of a prompt of a few sentences and of a negative prompt, alternating over a batch.
 _PROMPT_LENGTHS = (120, 6)
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """ours: latents, timestep and inputs of DiffusionTransformer.forward. theirs: keyword arguments of diffusers'
-    forward for the same step. theirs_to_velocity: their output as a velocity of ours, in the shape of our latents.
-    with_prefix: of a model that computes the prompt's keys and values once per request: computes them by diffusers'
-    model, and returns the further keyword arguments of its steps; None for any other."""
+    """Inputs of one step. ours: latents, timestep and inputs of DiffusionTransformer.forward. theirs: keyword arguments
+    of diffusers' forward for the same step. theirs_to_velocity: their output as a velocity of ours, in the shape of our
+    latents. with_prefix: of a model that computes the prompt's keys and values once per request: computes them by
+    diffusers' model, and returns the further keyword arguments of its steps; None for any other."""
 
     ours: tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
     theirs: Mapping[str, Any]
@@ -47,7 +47,7 @@ class StepInputs:
     with_prefix: Callable[[nn.Module], Mapping[str, Any]] | None = None
 
     def forward_of_theirs(self, model: nn.Module) -> Callable[[], torch.Tensor]:
-        """Steps of diffusers' model in the middle of a request, as velocities of ours."""
+        """Return a function that runs steps of diffusers' model in the middle of a request, as velocities of ours."""
         prefix: dict[str, Any] = {}
 
         def run() -> torch.Tensor:
@@ -60,9 +60,9 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepSample:
-    """What inputs are drawn for. config: of the transformer, as its config.json says it; geometry, size: of the clip.
-    batch: samples; text_tokens: room for text, None for the model's usual. num_images: of that size, which
-    are edited."""
+    """Settings that inputs are drawn for. config: of the transformer, from its config.json; geometry, size: of the
+    clip. batch: samples; text_tokens: room for text, None for the model's usual. num_images: of that size, which are
+    edited."""
 
     config: Mapping[str, Any]
     geometry: LatentGeometry
@@ -78,37 +78,37 @@ class StepSample:
         return torch.randn(self.batch, *shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def latents(self) -> torch.Tensor:
-        """[batch, *geometry.sample_shape]"""
+        """Return random latents [batch, *geometry.sample_shape]."""
         return self.random(*self.geometry.sample_shape(self.size))
 
     def references(self) -> tuple[torch.Tensor, ...]:
-        """The latents of the images to edit."""
+        """Return the latents of the images to edit."""
         return tuple(self.latents() for _ in range(self.num_images))
 
     def grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
         return self.geometry.grid(tuple(latents.shape))
 
     def full(self, value: float) -> torch.Tensor:
-        """[batch], float32."""
+        """Return a tensor of `value`, [batch], float32."""
         return torch.full((self.batch,), value, device=self.device)
 
     def lengths(self, *lengths: int, room: int) -> tuple[int, ...]:
-        """Of each sample's text: these by turns, within the room."""
+        """Return the length of each sample's text: the given ones alternating, within the room."""
         return tuple(min(room, lengths[index % len(lengths)]) for index in range(self.batch))
 
     def is_real(self, room: int, lengths: tuple[int, ...]) -> torch.Tensor:
-        """[batch, room], bool."""
+        """Return the mask of real tokens, [batch, room], bool."""
         bounds = torch.tensor(lengths, device=self.device)
         return torch.arange(room, device=self.device)[None] < bounds[:, None]
 
     def padded(self, room: int, dim: int, lengths: tuple[int, ...]) -> torch.Tensor:
-        """[batch, room, dim], zero past each length."""
+        """Return random text [batch, room, dim], zero past each length."""
         return self.random(room, dim) * self.is_real(room, lengths)[..., None]
 
 
 def step_inputs(transformer_class: str, sample: StepSample) -> StepInputs:
-    """Inputs of one step of a diffusers class. Raises ConfigError for a class that none are known for, and RequestError
-    for a size that the model does not make."""
+    """Return inputs of one step of a diffusers class. Raises ConfigError for a class without known inputs, and
+    RequestError for a size that the model does not make."""
     if transformer_class not in _MAKERS:
         known = ", ".join(sorted(_MAKERS))
         raise ConfigError(f"no sample inputs are known for {shown(transformer_class)}; expected one of {known}")
@@ -133,7 +133,7 @@ def _video_cross(sample: StepSample) -> StepInputs:
 
 
 def _video_flow_map(sample: StepSample) -> StepInputs:
-    """With the timesteps of every frame, and frames second."""
+    """Return inputs with the timesteps of every frame, and frames second."""
     made = _video_cross(sample)
     latents, timestep, _ = made.ours
     times = timestep[:, None].repeat(1, latents.shape[2])
@@ -143,7 +143,7 @@ def _video_flow_map(sample: StepSample) -> StepInputs:
 
 
 def _video_controlled(sample: StepSample) -> StepInputs:
-    """A control video without reference images."""
+    """Return inputs with a control video and no reference images."""
     latents = sample.latents()
     control = sample.random(sample.config["vace_in_channels"], *latents.shape[2:])
     text = sample.random(sample.text_tokens or 512, sample.config["text_dim"])
@@ -160,7 +160,8 @@ def _video_controlled(sample: StepSample) -> StepInputs:
 
 
 def _image_tokens(sample: StepSample) -> torch.Tensor | None:
-    """Of the image encoder of a Wan model that has one: of one image, or of two where tokens have learned positions."""
+    """Return the tokens of a Wan model's image encoder, None for a model without one: of one image, or of two where
+    tokens have learned positions."""
     width = sample.config.get("image_dim")
     return None if width is None else sample.random(sample.config.get("pos_embed_seq_len") or _NUM_IMAGE_TOKENS, width)
 
@@ -204,7 +205,7 @@ def _image_joint(sample: StepSample) -> StepInputs:
 
 
 def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
-    """All text tokens are attended, padding too."""
+    """Return inputs whose text tokens are all attended, padding too."""
     latents, num_tokens = sample.latents(), sample.text_tokens or 512
     text = sample.random(num_tokens, sample.config["joint_attention_dim"])
     timestep, grid, references = sample.full(_TIMESTEP), sample.grid(latents), sample.references()
@@ -227,7 +228,7 @@ def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
 
 def _image_text_first(sample: StepSample) -> StepInputs:
     latents = sample.latents()
-    # Of the pictures that a language model sees with the prompt, 28 x 28 pixels each.
+    # For the pictures that a language model sees with the prompt, 28 x 28 pixels each.
     seen = sample.num_images * (sample.size.height * sample.size.width // 28**2)
     wanted = [seen + length for length in _PROMPT_LENGTHS]
     lengths = sample.lengths(*wanted, room=sample.text_tokens or max(wanted))
@@ -251,7 +252,7 @@ def _image_text_first(sample: StepSample) -> StepInputs:
 
 
 def _image_after_prefix(sample: StepSample) -> StepInputs:
-    """Texts of one length: in diffusers the grid of every sample begins behind the longest text."""
+    """Return inputs with texts of one length: in diffusers the grid of every sample begins after the longest text."""
     latents = sample.latents()
     text = sample.random(sample.text_tokens or _PROMPT_LENGTHS[0], sample.config["context_in_dim"])
     timestep, (frames, rows, columns) = sample.full(_TIMESTEP), sample.grid(latents)
@@ -292,7 +293,7 @@ def _image_lists(sample: StepSample) -> StepInputs:
 
 
 def _video_joint(sample: StepSample) -> StepInputs:
-    """diffusers fills the text up to 256 tokens, beside those of an image, and masks them."""
+    """Return inputs whose text diffusers pads to 256 tokens, in addition to those of an image, and masks."""
     latents, kind = sample.latents(), sample.config.get("image_condition_type")
     seen = 0 if kind is None else _NUM_SEEN_TOKENS[kind]
     room = seen + (sample.text_tokens or 256)
@@ -318,13 +319,13 @@ def _video_joint(sample: StepSample) -> StepInputs:
 
 
 def _video_joint_two_encoders(sample: StepSample) -> StepInputs:
-    """diffusers fills both texts and, without an image, 729 tokens of one, and masks all of them."""
+    """Return inputs whose texts diffusers pads, together with 729 tokens of an image where there is none, and masks."""
     config, latents = sample.config, sample.latents()
     room, glyph_room, num_image_tokens = sample.text_tokens or 1000, 256, 729
     lengths, glyphs = sample.lengths(*_PROMPT_LENGTHS, room=room), sample.lengths(20, 1, room=glyph_room)
     text = sample.padded(room, config["text_embed_dim"], lengths)
     glyph_text = sample.padded(glyph_room, config["text_embed_2_dim"], glyphs)
-    # One that bfloat16 holds: diffusers' pipeline rounds it.
+    # A value that bfloat16 holds: diffusers' pipeline rounds it.
     timestep, image = sample.full(704.0), None
     embeddings = torch.zeros(
         sample.batch, num_image_tokens, config["image_embed_dim"], device=sample.device, dtype=sample.dtype
@@ -351,7 +352,7 @@ def _video_joint_two_encoders(sample: StepSample) -> StepInputs:
 
 
 def _video_with_sound(sample: StepSample) -> StepInputs:
-    """Text as the connectors of the pipeline leave it, which is nothing to mask."""
+    """Return inputs with the text that the pipeline's connectors produce, of which nothing is masked."""
     latents, num_tokens = sample.latents(), sample.text_tokens or 1024
     parts = sample.geometry.parts(latents, sample.size)
     video, audio = parts.video, parts.audio
@@ -392,7 +393,7 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
 
 
 def _video_by_coordinates(sample: StepSample) -> StepInputs:
-    """Text as long as the prompts, which the pipeline masks to."""
+    """Return inputs with text as long as the prompts, which the pipeline masks to."""
     geometry = sample.geometry
     assert isinstance(geometry, LTXVideoGeometry)
     latents, num_tokens = sample.latents(), sample.text_tokens or 128
@@ -420,7 +421,7 @@ def _condition(references: tuple[torch.Tensor, ...]) -> ImageCondition | None:
 
 
 def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[tokens, axes]: where each token is on every axis."""
+    """Return each token's position on every axis, [tokens, axes]."""
     return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
 
 

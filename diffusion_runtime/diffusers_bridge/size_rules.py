@@ -17,9 +17,9 @@ from diffusion_runtime.errors import RequestError
 
 @dataclass(frozen=True)
 class AutoencoderTraits:
-    """tiled_only: it raises NotImplementedError when it decodes without tiling, and tiling is off by default. causal:
-    the first latent frame is one frame of the video; else every latent frame stands for as many frames as the temporal
-    factor."""
+    """Traits of an autoencoder class. tiled_only: it raises NotImplementedError when it decodes without tiling, and
+    tiling is off by default. causal: the first latent frame is one frame of the video; else every latent frame becomes
+    as many frames as the temporal factor."""
 
     tiled_only: bool = False
     causal: bool = True
@@ -31,7 +31,7 @@ _KNOWN: Mapping[str, AutoencoderTraits] = {
 
 
 def traits_of(autoencoder: object) -> AutoencoderTraits:
-    """Traits of an autoencoder; the defaults for a class that is not listed."""
+    """Return the traits of an autoencoder; the defaults for a class that is not listed."""
     return _KNOWN.get(type(autoencoder).__name__, AutoencoderTraits())
 
 
@@ -48,8 +48,8 @@ _EMPTY = inspect.Parameter.empty
 class SizeRules:
     """Size rules of one pipeline. pipeline: without weights, None where nothing is known before they are loaded.
 
-    multiple: of pixels, for height and width; frame_step: a video has `first_frames` plus a multiple of it frames;
-    resolutions: the only (width, height) pairs. None where that is unknown.
+    multiple: of pixels, for height and width; frame_step: a video has `first_frames` plus a multiple of it as its
+    number of frames; resolutions: the only (width, height) pairs. None where that is unknown.
     """
 
     interface: PipelineInterface
@@ -61,7 +61,7 @@ class SizeRules:
 
     @classmethod
     def of(cls, interface: PipelineInterface, pipeline: Any | None) -> SizeRules:
-        """pipeline: as `meta_pipeline` makes it."""
+        """Read the rules of a pipeline. pipeline: as built by `meta_pipeline`."""
         if pipeline is None:
             return cls(interface)
         first = 1 if traits_of(getattr(pipeline, "vae", None)).causal else 0
@@ -69,7 +69,7 @@ class SizeRules:
         return cls(interface, pipeline, _multiple(pipeline), step, _resolutions(pipeline), first)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """arguments: of the pipeline's call. Raises RequestError that names the value."""
+        """Check the arguments of the pipeline's call. Raises RequestError that names the value."""
         self._check_inputs(arguments)
         width, height = arguments.get("width"), arguments.get("height")
         if self.resolutions is not None and width and height and (width, height) not in self.resolutions:
@@ -89,8 +89,8 @@ class SizeRules:
         return f"{self.interface.name} makes {rule} {step}"
 
     def _check_inputs(self, arguments: Mapping[str, Any]) -> None:
-        """The pipeline's own checks. A refusal counts when it disappears with the request's sizes: any other may come
-        from components that are not loaded yet, and is left for the call."""
+        """Run the pipeline's own checks. A refusal counts when it disappears with the request's sizes: any other may
+        come from components that are not loaded yet, and is left for the call."""
         refusal = self._refusal(arguments)
         without = {name: value for name, value in arguments.items() if name not in _SIZES}
         if refusal is not None and refusal != self._refusal(without):
@@ -115,7 +115,7 @@ class SizeRules:
 
 
 def _multiple(pipeline: Any) -> int | None:
-    """The multiple to which the pipeline's image or video processor rounds sizes, patches of the transformer
+    """Return the multiple to which the pipeline's image or video processor rounds sizes, patches of the transformer
     included."""
     for name in _IMAGE_PROCESSORS:
         config = getattr(getattr(pipeline, name, None), "config", None)
@@ -126,13 +126,13 @@ def _multiple(pipeline: Any) -> int | None:
 
 
 def _resolutions(pipeline: Any) -> tuple[tuple[int, int], ...] | None:
-    """The (width, height) that a pipeline rounds every other size to, where it lists them."""
+    """Return the (width, height) that a pipeline rounds every other size to, where it lists them."""
     listed = getattr(pipeline, "resolutions", None)
     return tuple((width, height) for width, height in listed) if isinstance(listed, list) and listed else None
 
 
 def _frame_step(interface: PipelineInterface, pipeline: Any, first: int) -> int | None:
-    """The temporal factor; None where the class's own number of frames is not `first` plus a multiple of it."""
+    """Return the temporal factor; None where the class's own number of frames is not `first` plus a multiple of it."""
     count = interface.parameters.get(interface.parameter("num_frames") or "", first)
     steps = (getattr(pipeline, name, None) for name in _TEMPORAL_FACTORS)
     step = next((step for step in steps if type(step) is int and step > 1), None)
@@ -140,6 +140,6 @@ def _frame_step(interface: PipelineInterface, pipeline: Any, first: int) -> int 
 
 
 def _either(size: int, step: int, first: int = 0) -> str:
-    """`use 32 or 48`: the nearest on either side."""
+    """Return `use 32 or 48`: the nearest on either side."""
     below = (size - first) // step * step + first
     return f"use {below} or {below + step}" if below > 0 else f"use {below + step}"

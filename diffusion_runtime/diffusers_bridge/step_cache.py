@@ -1,4 +1,4 @@
-"""EasyCache around the denoising models of a diffusers pipeline: a forward pass that is reused is not made."""
+"""EasyCache around the denoising models of a diffusers pipeline: a reused forward pass is skipped."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CachedDenoisers:
         return ReuseDecision(self._settings.options)
 
     def _next_pass(self, index: int, timestep: object, latents: torch.Tensor) -> StepInfo:
-        """The step of a pass that begins now; decides whether the step is reused, where this is its first pass."""
+        """Return the step of a pass that begins now; its first pass decides whether the step is reused."""
         starts = self._follower.begins_request() is not None
         step = self._follower.next_pass(index, timestep)
         if step is None:
@@ -128,14 +128,14 @@ class CachedDenoisers:
 
 @dataclass(frozen=True)
 class _Whole:
-    """The one tensor of a model's output, and how an output of that form is made of another."""
+    """The one tensor of a model's output, and the function that builds an output of that form from another tensor."""
 
     tensor: torch.Tensor
     rebuild: Callable[[torch.Tensor], Any]
 
 
 def _whole(output: Any) -> _Whole | None:
-    """None for an output of several tensors or none."""
+    """Return the one tensor of an output; None for an output of several tensors or none."""
     if isinstance(output, torch.Tensor):
         return _Whole(output, lambda tensor: tensor)
     if isinstance(output, tuple) and len(output) == 1 and isinstance(output[0], torch.Tensor):
@@ -150,7 +150,7 @@ def _whole(output: Any) -> _Whole | None:
 
 
 def _fits(latents: torch.Tensor, velocity: torch.Tensor) -> bool:
-    """Whether the velocity is of the latents, or of their first channels where an image's come behind them."""
+    """Return whether the velocity has the latents' shape, or that of their channels before an image's."""
     if latents.ndim != velocity.ndim:
         return False
     differing = [pair for pair in zip(latents.shape, velocity.shape, strict=True) if pair[0] != pair[1]]

@@ -14,7 +14,7 @@ _BRANCHES = ("cond", "uncond")
 
 
 class StepFollower:
-    """Follows the steps of one pipeline.
+    """Follower of the steps of one pipeline.
 
     scheduler: of diffusers; None when unknown: steps are then unknown until `set_step` sets one, and the state of
     backends lives for one forward pass.
@@ -37,7 +37,7 @@ class StepFollower:
         self._stated = step
 
     def begins_request(self) -> int | None:
-        """The number of steps when the next forward pass is the first of a request, else None."""
+        """Return the number of steps when the next forward pass is the first of a request, else None."""
         timesteps = None if self._scheduler is None else getattr(self._scheduler, "timesteps", None)
         if not isinstance(timesteps, torch.Tensor) or timesteps is self._timesteps:
             return None
@@ -49,9 +49,9 @@ class StepFollower:
         return max(1, len(self._values) - self._first_index())
 
     def next_pass(self, expert: int, timestep: object) -> StepInfo | None:
-        """The step of a forward pass that begins now; None when unknown.
+        """Return the step of a forward pass that begins now; None when unknown.
 
-        expert: which of the pipeline's models. timestep: the model's argument.
+        expert: index of the model in the pipeline. timestep: the model's argument.
         """
         if self._stated is not None:
             return self._stated
@@ -77,14 +77,14 @@ class StepFollower:
         )
 
     def _first_index(self) -> int:
-        """The index at which the request began: requests that start from an image skip the first timesteps."""
+        """Return the index at which the request began: requests that start from an image skip the first timesteps."""
         if getattr(type(self._scheduler), "begin_index", None) is None:
             return self._first_seen or 0
         first = self._scheduler.begin_index
         return first if isinstance(first, int) else 0
 
     def _position(self, timestep: object) -> int | None:
-        """The index of the pass in the scheduler's timesteps."""
+        """Return the index of the pass in the scheduler's timesteps."""
         timesteps = self._timesteps
         assert timesteps is not None
         if isinstance(timestep, torch.Tensor) and timestep.numel() and _shares_memory(timestep, timesteps):

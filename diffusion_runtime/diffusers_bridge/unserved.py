@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusion_runtime.diffusers_bridge.module_run import replaced_sdpa
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, unreached_reason
 
-# How many modules a message lists before it counts the rest.
+# How many modules a message lists before it only counts the rest.
 _MAX_LISTED = 6
 
 
@@ -22,15 +22,15 @@ class CallCount:
 
     @property
     def places(self) -> frozenset[tuple[str, str]]:
-        """(module, reason) of all calls that were not intercepted."""
+        """Module and reason of every call that was not intercepted."""
         return frozenset(self._unserved)
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
-        """module: component and path."""
+        """Record calls that were not intercepted. module: component and path."""
         self._unserved[module, reason] = self._unserved.get((module, reason), 0) + max(1, num_calls)
 
     def describe(self) -> str:
-        """`attention calls reached: 4 of 6; 2 not intercepted: blocks.0.attn1 x 2 (why)`; empty for none."""
+        """Return `attention calls reached: 4 of 6; 2 not intercepted: blocks.0.attn1 x 2 (why)`; empty for none."""
         if not self._unserved:
             return ""
         shown = [
@@ -44,7 +44,7 @@ class CallCount:
 
 
 def unserved_reason(found: FoundModule) -> str:
-    """Why no call of a module's run was intercepted."""
+    """Return why no call of a module's run was intercepted."""
     module = found.module
     processor = computer_of(module).__name__
     since = "" if processor == found.processor else f"{processor} was set in the meantime: "

@@ -18,9 +18,10 @@ def cache_bytes(
     num_samples: int,
     dtype: torch.dtype,
 ) -> int:
-    """Keys and values of all cached layers of all experts on one process, before a sequence is shared.
+    """Return the bytes of the keys and values of all cached layers of all experts on one process, before a sequence is
+    shared.
 
-    Where they are stored in 8 bits or in pages, also those of one layer as it reads them. request: resolved.
+    Where they are stored in 8 bits or in pages, those of one layer as it reads them are added. request: resolved.
     num_tokens: of a sample that there is room for, in the stores of all guidance branches together (cached_tokens).
     """
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]

@@ -1,4 +1,4 @@
-"""A ControlNet from a folder of its own (`--controlnet-path`), as a component of the model's folder."""
+"""ControlNet from a folder of its own (`--controlnet-path`), as a component of the model's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY, _FLAG = "controlnet_path", "--controlnet-path"
 
 
 def with_controlnet(folder: ModelFolder, path: str | None, expected: str | None, family: str) -> ModelFolder:
-    """The same folder with a ControlNet from elsewhere; path None for the folder's own, or none.
+    """Return the folder with a ControlNet from elsewhere; path None for the folder's own, or none.
 
     expected: the class of ControlNets for this family, None where it takes none. Raises ConfigError for a family
     without ControlNets and for a path that is none; ModelLoadError for a folder without config.json, and for a
@@ -50,6 +50,6 @@ def with_controlnet(folder: ModelFolder, path: str | None, expected: str | None,
 
 
 def has_controlnet(folder: AnyFolder, pipeline: str) -> bool:
-    """Whether a model has one: by the class of its pipeline, or from elsewhere."""
+    """Return whether a model has a ControlNet: by the class of its pipeline, or from elsewhere."""
     is_given = isinstance(folder, ModelFolder) and COMPONENT in folder.parts
     return is_given or read_index(folder).get("_class_name") == pipeline

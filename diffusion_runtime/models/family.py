@@ -58,21 +58,22 @@ C = TypeVar("C")
 G = TypeVar("G", bound=LatentGeometry)
 
 
-# (component, its module): makes the tensors that its weights lie in; None for the model's device.
+# (component, its module): allocates the tensors for its weights; None for the model's device.
 RoomFor: TypeAlias = Callable[[str, nn.Module], MakeEmpty | None]
 
 
 def no_room(_: str, __: nn.Module) -> None:
-    """Of a model whose weights lie on its device."""
+    """Return None: the weights lie on the model's device."""
 
 
 @dataclass(frozen=True)
 class TextShapes:
-    """What a transformer is given of one prompt. streams: (tokens, dim) of each encoder's tokens at their longest, the
-    first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's embeddings.
-    condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone. num_layers:
-    how many layers of the first encoder are loaded, None for all. tokens_per_image: further ones of the first encoder
-    for each image to edit. sees: whether the first encoder is loaded with the half of it that reads pictures."""
+    """Shapes of a transformer's conditions for one prompt. streams: (tokens, dim) of each encoder's tokens at their
+    longest, the first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's
+    embeddings. condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone.
+    num_layers: how many layers of the first encoder are loaded, None for all. tokens_per_image: further ones of the
+    first encoder for each image to edit. sees: whether the first encoder is loaded with the half of it that reads
+    pictures."""
 
     streams: tuple[tuple[int, int], ...]
     pooled_dim: int | None = None
@@ -97,11 +98,11 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
     decodes_with_noise: the decoder takes noise and its level (decode_noise_scale, decode_timestep). caches_prefix: it
     computes keys and values of tokens that every step attends to once a request (PrefixCache).
 
-    The functions raise ModelLoadError for files that are missing, damaged or not this model's.
-    make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
-    checkpoint's tensors say; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights.
-    transformer_files: weights that are read from elsewhere than the folder; known_names: the modules of all families.
-    tensor: the processes that share the weights, None for one alone.
+    The functions raise ModelLoadError for files that are missing, damaged or not this model's. make_transformer: see
+    build_transformer. prepare: adds the parts to a component's module that only the names of its checkpoint's tensors
+    show; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights. transformer_files: weights
+    that are read from elsewhere than the folder; known_names: the modules of all families. tensor: the processes that
+    share the weights, None for one alone.
     """
 
     family: ModelFamily[C, G]
@@ -132,7 +133,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
     joined_components: tuple[str, ...] = ()
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
-        """The transformer without weights, on the meta device; this process's part of it where several share it.
+        """Build the transformer without weights, on the meta device; this process's part of it where several share it.
 
         Raises BackendUnavailableError and ConfigError for an attention choice that cannot run.
         """
@@ -143,8 +144,8 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         return transformer
 
     def shared_by(self, group: RankGroup) -> Model[C, G]:
-        """The same where processes share the weights; policies that transformers are built with have a mesh with this
-        group. Raises ConfigError for what they cannot share."""
+        """Return the model with its weights shared by processes; policies that transformers are built with have a mesh
+        with this group. Raises ConfigError for weights that they cannot share."""
         if group.size == 1:
             return self
         blocks = [file.path for file in self.transformer_files if file.place.suffix.lower() == GGUF]
@@ -165,16 +166,17 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
             self.tensor.apply(module)
 
     def _make_room(self, module: nn.Module, names: Collection[str]) -> None:
-        """`prepare`; what it adds is shared as the rest is."""
+        """Call `prepare`, and share what it adds like the rest."""
         self.prepare(module, names)
         self._share_layers(module)
 
     def with_transformer_files(
         self, files: Sequence[TransformerFile], known: Callable[[], Sequence[LoraNames]]
     ) -> Model[C, G]:
-        """The same with weights from elsewhere. known: the names of all families.
+        """Return the model with weights from elsewhere. known: the names of all families.
 
-        Raises ConfigError for a component that the model does not have, and what opening the files raises."""
+        Raises ConfigError for a component that the model does not have, and what opening the files raises.
+        """
         for file in files:
             if file.component not in self.transformer_components:
                 raise ConfigError(
@@ -188,8 +190,8 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         return model
 
     def make_room(self, transformer: DiffusionTransformer) -> bool:
-        """Give an empty transformer the parts that only the names of the files' tensors tell of, such as gates; nothing
-        where there are no files yet, or none that can be read. Returns whether all of them could be."""
+        """Give an empty transformer the parts that only the names of the files' tensors show, such as gates; nothing
+        where there are no files yet, or none that can be read. Returns whether all of them could be read."""
         reads_files = True
         for component, module in self.modules(transformer).items():
             try:
@@ -206,9 +208,9 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         changes: Sequence[WeightChange] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Make an empty transformer what loading makes of it, but for the numbers, so that its bytes count: with the
-        parts, the quantised layers and the dtypes that the heads of its files tell of; by its config alone where there
-        are no files yet, or none that can be read. The arguments are load_transformer's."""
+        """Make an empty transformer what loading makes of it, except for the numbers, so that its bytes count: with the
+        parts, the quantised layers and the dtypes in the heads of its files; by its config alone where there are no
+        files yet, or none that can be read. The arguments are load_transformer's."""
         for component, module in self.modules(transformer).items():
             try:
                 with self._checkpoint(component, changes) as checkpoint:
@@ -217,9 +219,9 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
                 self.set_loaded_dtypes(module, dtype)
 
     def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
-        """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights
-        are looked at, None for all. Reads the heads of files; raises ModelLoadError for those that cannot be read or do
-        not fit."""
+        """Return whether weights of the transformer from `build_transformer` are quantised in their files. components:
+        those to check, None for all. Reads the heads of files; raises ModelLoadError for those that cannot be read or
+        do not fit."""
         found = False
         for component, module in self.modules(transformer).items():
             if components is not None and component not in components:
@@ -250,7 +252,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         )
 
     def expected(self, component: str) -> Expected:
-        """The tensors that a file of a transformer is to have."""
+        """Return the tensors that a file of a transformer must have."""
         shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
         beside = tuple(f"{name}." for name in self.joined_components)
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(beside)}
@@ -265,11 +267,11 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         quantization: Quantization | None = None,
         room_for: RoomFor = no_room,
     ) -> DiffusionTransformer:
-        """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
+        """Read the weights into the transformer from `build_transformer`: in eval mode, without gradients.
 
         changes: made to the checkpoint's tensors as they are read, such as a LoRA. quantization: keeps the layers that
-        are quantised in the files as they are; None dequantises them. room_for: where the weights of a component's
-        module lie, whose parameters have the dtypes of loaded ones then; None for `device`.
+        are quantised in the files as they are; None dequantises them. room_for: allocates the weights of a component's
+        module, whose parameters then have the dtypes of loaded ones; None for `device`.
 
         Raises ModelLoadError for files that are missing, damaged or not this model's, and for changes made for another
         model.
@@ -311,7 +313,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         changes: Sequence[WeightChange] = (),
         quantization: Quantization | None = None,
     ) -> dict[str, StoredWeights]:
-        """As load_transformer, but the weights stay in their files; where each component's wait, by its name."""
+        """Leave the weights in their files, otherwise like load_transformer; return them by component."""
         kept = {}
         for component in self.modules(transformer):
             with self._checkpoint(component, changes) as checkpoint:
@@ -331,8 +333,9 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
     def keep_text_in_files(
         self, encoder: TextEncoder, device: torch.device, dtype: torch.dtype
     ) -> dict[nn.Module, StoredWeights]:
-        """Where the weights of each module of a text encoder wait that was loaded for the meta device. Raises
-        ModelLoadError where its parameters cannot be told from each other in the files, or are not there."""
+        """Leave the weights of a text encoder in their files, which was loaded for the meta device; return where those
+        of each module wait. Raises ModelLoadError where its parameters cannot be told from each other in the files, or
+        are not there."""
         return keep_text_in_files(encoder, self.folder, self._text_parts, device, dtype)
 
     def _ready_module(
@@ -343,8 +346,8 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         dtype: torch.dtype,
         quantization: Quantization | None,
     ) -> tuple[nn.Module, Mapping[str, tuple[Piece, ...]]]:
-        """The empty module that a component's tensors are for, as its files and quantisation make it, and what of them
-        fills its parameters here."""
+        """Return the empty module for a component's tensors, as its files and quantisation define it, and the pieces
+        that fill its parameters here."""
         module = self.modules(transformer)[component]
         self._make_room(module, source.shapes)
         pieces = shared_pieces(module, self.pieces(component))
@@ -363,7 +366,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
                 parameter.data = parameter.data.to(torch.float32 if self.family.stays_float32(name) else dtype)
 
     def lora_target(self, known: Callable[[], Sequence[LoraNames]]) -> LoraTarget:
-        """This model as LoRA files meet it, from its json alone. known: the names of all families."""
+        """Return this model as LoRA files meet it, from its json alone. known: the names of all families."""
         pieces = {component: self.pieces(component) for component in self.transformer_components}
         shapes = {
             component: {piece.name: piece.shape for several in of.values() for piece in several}
@@ -377,7 +380,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
 
     @property
     def _text_parts(self) -> list[DiffusersComponent]:
-        """The components of diffusers' between text encoder and transformer."""
+        """Components of diffusers between text encoder and transformer."""
         return [component for component in self.family.diffusers_components if component.name == CONNECTORS]
 
     def rewrite_transformer(
@@ -388,7 +391,7 @@ class Model(Sampling, ImageInputs, Generic[C, G]):
         kept: Mapping[str, dict[str, torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        """Give a loaded transformer other changes: afterwards it is what `load_transformer` makes of them.
+        """Give a loaded transformer other changes: the result equals what `load_transformer` makes of them.
 
         changed: by component, the checkpoint's tensors that earlier changes or these concern; all others stay. kept: by
         component, the checkpoint's tensors that need not be read again; those that are read are added. dtype: of the
@@ -415,28 +418,29 @@ class ModelFamily(Generic[C, G]):
     """One architecture: what its folders hold and how its parts are built. Its functions raise ModelLoadError that
     names the file and the key.
 
-    name: for messages. transformer_classes: the class names in model_index.json that it loads. pipeline_classes: those
-    whose work it does; index_keys: what model_index.json may say beside components. diffusers_components: what classes
-    of diffusers compute; check_parts: reads what else a folder says of them. roles: (role, category) of its attention
-    layers. defaults: request values where neither the request nor the folder's generation.json says any.
+    name: for messages. transformer_classes: the class names in model_index.json that it loads. pipeline_classes: the
+    pipelines that it replaces; index_keys: keys that model_index.json may have in addition to components.
+    diffusers_components: those that classes of diffusers compute; check_parts: reads the folder's other settings of
+    them. roles: (role, category) of its attention layers. defaults: request values that neither the request nor the
+    folder's generation.json sets.
 
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
-    that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
-    call its modules. shared_heads: see Model.num_shared_heads. text_shapes: what memory is planned for.
+    that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: names of its
+    modules in LoRA files. shared_heads: see Model.num_shared_heads. text_shapes: conditions that memory is planned for.
     shares_decoding: whether several processes decode together, so that every one needs a decoder. decodes_fast: whether
-    that has a `fast` mode; has_tiles: whether it can decode in tiles; decodes_in_tiles: whether it does unless told
-    otherwise. text_library: whose attention the text encoder runs, for the report.
-    tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
-    request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
-    loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
-    guidance_scale to make it the factor of uncond + factor * (cond - uncond).
+    the decoder has a `fast` mode; has_tiles: whether it can decode in tiles; decodes_in_tiles: whether it does unless
+    told otherwise. text_library: library whose attention the text encoder runs, for the report. tiny_decoders: number
+    of latent channels -> the name of the decoder for previews that TAEHV publishes for them. request_fields: those that
+    not every model uses (RequestField.refusal) and this family does, in addition to the ones that loading reads off the
+    folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: is added to guidance_scale to make it the
+    factor of uncond + factor * (cond - uncond).
 
     controlnet_class: of diffusers, whose ControlNets its models take; None where they take none.
 
-    second_stage: what refines upsampled latents, in families with an upsampler.
+    second_stage: refines upsampled latents, in families with an upsampler.
 
     schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
-    refused without it. adapt: what depends on the folder, put into the model that follows from the declaration.
+    refused without it. adapt: applies the folder's settings to the model that follows from the declaration.
     """
 
     name: str
@@ -473,18 +477,18 @@ class ModelFamily(Generic[C, G]):
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
 
     def open(self, folder: AnyFolder) -> Model[C, G]:
-        """The model in this folder, from its json alone, after `check`."""
+        """Open the model in this folder, from its json alone, after `check`."""
         self.check(folder)
         return self.describe(folder)
 
     def decoding_library(self, folder: AnyFolder) -> str:
-        """Whose attention the decoder runs, for the report: "diffusers", or "torch" for a module of ours."""
+        """Return the library whose attention the decoder runs: "diffusers", or "torch" for a module of ours."""
         found = [each.decoding_library(folder) for each in self.diffusers_components if each.name == COMPONENT]
         return found[0] if found else "diffusers"
 
     def check(self, folder: AnyFolder) -> None:
-        """Whether everything that the folder's json asks for beside the transformer can be honoured. Imports diffusers
-        for components that no module of ours computes."""
+        """Check that everything in the folder's json besides the transformer is supported. Imports diffusers for
+        components that no module of ours computes."""
         refuse_other_pipelines(folder, self.pipeline_classes)
         refuse_unknown_index_keys(folder, self.index_keys)
         for component in self.diffusers_components:
@@ -492,7 +496,7 @@ class ModelFamily(Generic[C, G]):
         self.check_parts(folder)
 
     def check_decode_mode(self, mode: str) -> None:
-        """Raises ConfigError for RuntimeConfig.vae_decode where the decoder has no such mode."""
+        """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""
         if mode == "fast" and not self.decodes_fast:
             raise ConfigError(
                 f"vae_decode: fast: the decoder of {self.name} models has one mode, exact; leave out --vae-decode "
@@ -500,7 +504,7 @@ class ModelFamily(Generic[C, G]):
             )
 
     def check_tiling(self, choice: str) -> None:
-        """Raises ConfigError for RuntimeConfig.vae_tiling where the decoder has no tiles."""
+        """Check RuntimeConfig.vae_tiling. Raises ConfigError where the decoder has no tiles."""
         if choice == "on" and not self.has_tiles:
             raise ConfigError(
                 f"vae_tiling: on: the decoder of {self.name} models has no tiles; leave out --vae-tiling (on is for "
@@ -508,7 +512,7 @@ class ModelFamily(Generic[C, G]):
             )
 
     def describe(self, folder: AnyFolder) -> Model[C, G]:
-        """`open` without `check`."""
+        """Return `open` without `check`."""
         scheduler, generation = read_scheduler_config(folder), generation_settings(folder)
         config, geometry = self.read_config(folder), self.read_geometry(folder)
 

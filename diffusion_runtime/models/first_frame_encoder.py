@@ -13,7 +13,8 @@ from diffusion_runtime.report.attention_report import LibraryAttention
 
 
 class FirstFrameConditioner(FrameConditioner):
-    """The most likely latents of an image, (raw - latents_mean) / latents_std * scaling_factor, in float32.
+    """Image conditioner that returns the most likely latents of an image, (raw - latents_mean) / latents_std *
+    scaling_factor, in float32.
 
     autoencoder: diffusers' module, whose `latents_mean` and `latents_std` are of every channel; 0 and 1 without any.
     """
@@ -26,7 +27,6 @@ class FirstFrameConditioner(FrameConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         implementation = f"{type(self._autoencoder).__name__}'s encoder"
         return (LibraryAttention("vae encoder", self.library, implementation),)
 
@@ -36,7 +36,6 @@ class FirstFrameConditioner(FrameConditioner):
         size: ClipSize,  # noqa: ARG002
         last_image: torch.Tensor | None = None,  # noqa: ARG002
     ) -> ImageCondition:
-        """See FrameConditioner.encode."""
         weight = next(self._autoencoder.parameters())
         pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
         with torch.inference_mode(), OneDnnConvolutions():

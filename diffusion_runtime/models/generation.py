@@ -1,5 +1,5 @@
-"""generation.json of a model folder: the request values it was made for, named presets of them, and the length of the
-texts it was trained on."""
+"""generation.json of a model folder: the request values the model was made for, named presets of them, and the length
+of the texts it was trained on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _KEYS = ("defaults", "presets", "max_text_tokens")
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Request values by field name. defaults: where a request says nothing; presets: by preset name. max_text_tokens:
-    what prompts are filled up to where the transformer reads padding; None for as many as published models have."""
+    """Request values by field name. defaults: where a request sets none; presets: by preset name. max_text_tokens:
+    length that prompts are padded to where the transformer reads padding; None for as many as published models have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -26,8 +26,8 @@ class GenerationSettings:
 
 
 def generation_settings(folder: AnyFolder) -> GenerationSettings:
-    """What generation.json says: {"defaults": {...}, "presets": {"draft": {...}}, "max_text_tokens": 64}; nothing when
-    there is no such file.
+    """Read generation.json: {"defaults": {...}, "presets": {"draft": {...}}, "max_text_tokens": 64}; empty when there
+    is no such file.
 
     Raises ModelLoadError that names the file and the key for one that is not a request value.
     """

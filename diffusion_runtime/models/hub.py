@@ -1,7 +1,8 @@
-"""Hugging Face hub: which files of a repository are downloaded, download and resume, revisions and commits, its cache.
+"""Hugging Face hub: the files of a repository that are downloaded, download and resume, revisions and commits, its
+cache.
 
 Everything is huggingface_hub's own: its cache, its endpoint (HF_ENDPOINT), its tokens. Only files that a load reads are
-taken: never a pickle, and of weights that are there in several variants one.
+taken: never a pickle, and one variant of weights that exist in several.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _JSON_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
 _WEIGHT_FILES = ("*/*.safetensors",)
 # A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
-# components, which nobody reads.
+# components, which nothing reads.
 _COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 # COMPONENT/STEM[.VARIANT][-00001-of-00002].safetensors, and indexes of shards.
 _WEIGHTS = re.compile(r"([^/]+)/(?:model|diffusion_pytorch_model)(?:\.([a-zA-Z0-9_]+))?(?:-\d+-of-\d+)?\.safetensors")
@@ -50,7 +51,7 @@ class HubFile:
 class CachedModel:
     """A revision of a model in the hub's cache. refs: branches and tags that mean this commit. pipeline: the class that
     its model_index.json names, None for a repository that is no diffusers folder. is_native: whether one of our
-    transformers loads it. lacks: what a load would miss, None where all is there."""
+    transformers loads it. lacks: files that a load would miss, None where all are there."""
 
     hub_id: str
     commit: str
@@ -65,10 +66,9 @@ class CachedModel:
 def needed_files(
     names: Iterable[str], *, weights: bool = True, elsewhere: Sequence[str] = (), variant: str | None = None
 ) -> list[str]:
-    """Which files of a repository a load reads. weights: False for the json alone. elsewhere: components whose weights
-    come from other files. variant: which weights where a component has several, such as `fp16`; without it, or where a
-    component lacks it, those without a variant, else the first of VARIANTS.
-    """
+    """Return the files of a repository that a load reads. weights: False for the json alone. elsewhere: components
+    whose weights come from other files. variant: of a component's weights where it has several, such as `fp16`; without
+    it, or where a component lacks it, those without a variant, else the first of VARIANTS."""
     wanted = [*_JSON_FILES, *(_WEIGHT_FILES if weights else ())]
     left_out = [*_COPIES, *(f"{glob.escape(component)}/*.safetensors" for component in elsewhere)]
     found = [name for name in names if _matches(name, wanted) and not _matches(name, left_out)]
@@ -94,7 +94,7 @@ def _chosen(variants: set[str], wanted: str | None) -> str:
 
 
 def list_files(hub_id: str, revision: str | None = None) -> tuple[str, list[HubFile]]:
-    """The commit that a revision is now, and every file of it. Asks the hub; raises ModelLoadError."""
+    """Ask the hub for the commit that a revision is now, and every file of it. Raises ModelLoadError."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
 
@@ -124,9 +124,10 @@ def download(
     elsewhere: Sequence[str] = (),
     variant: str | None = None,
 ) -> Path:
-    """The folder in the hub's cache with what a load reads, brought up to date when there is a network.
+    """Download the files that a load reads into the hub's cache, updating it when there is a network; return the
+    folder.
 
-    offline: from the cache alone. Other arguments are needed_files'. Raises ModelLoadError that says what to type.
+    offline: from the cache alone. Other arguments are needed_files'. Raises ModelLoadError with what to type.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -143,11 +144,11 @@ def download(
     if revision is None and (offline or is_offline()):
         revision = _only_commit(hub_id)
     try:
-        # The json says nothing of single files and of variants; the hub's list does.
+        # The json does not list single files and variants; the hub's list does.
         folder = fetch(_JSON_FILES, local=offline)
         if weights:
             names = select(_names(hub_id, folder, offline=offline))
-            # Without a network the list is what is here.
+            # Without a network the list is what the cache holds.
             patterns = list(map(glob.escape, names)) if any(map(_WEIGHTS.fullmatch, names)) else _WEIGHT_FILES
             folder = fetch(patterns, local=offline)
     except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
@@ -157,7 +158,7 @@ def download(
 
 
 def download_file(hub_id: str, name: str, commit: str) -> None:
-    """Download one file into the hub's cache; an interrupted download goes on where it stopped. Raises
+    """Download one file into the hub's cache; an interrupted download resumes where it stopped. Raises
     ModelLoadError."""
     from huggingface_hub import hf_hub_download
 
@@ -168,20 +169,20 @@ def download_file(hub_id: str, name: str, commit: str) -> None:
 
 
 def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
-    """The files of the commit that `folder` holds: by the hub's list, or, without a network, those that are here."""
+    """Return the files of `folder`'s commit: by the hub's list, or those that are here without a network."""
     commit = commit_of(folder)
     if not offline and commit is not None:
         from huggingface_hub import HfApi
 
-        # Asked once. The list of a tree, which has sizes too, is asked again for 20 s where there is no network.
+        # Asked once. The list of a tree, which has sizes too, is retried for 20 s where there is no network.
         with contextlib.suppress(Exception):  # whatever the hub's transport raises
             return [file.rfilename for file in HfApi().model_info(hub_id, revision=commit).siblings or ()]
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the hub's cache, whole or not; None without one. Asks no network."""
-    # snapshot_download says the same, and imports the hub's whole interface: 0.3 of the 3.4 s of `explain`.
+    """Return the folder of a model in the hub's cache, complete or not; None without one. Uses no network."""
+    # snapshot_download does the same, and imports the hub's whole interface: 0.3 of the 3.4 s of `explain`.
     from huggingface_hub.file_download import try_to_load_from_cache
 
     try:
@@ -214,26 +215,26 @@ def snapshot_in(folder: Path, revision: str | None = None) -> Path | None:
 
 
 def _only_commit(hub_id: str) -> str | None:
-    """The one commit of a model in the hub's cache that has no refs/main, such as a copy; None for any other model."""
+    """Return the one commit of a cached model that has no refs/main, such as a copy; None for any other model."""
     folder = cache_path() / f"models--{hub_id.replace('/', '--')}"
     found = commits_in(folder)
     return found[0] if len(found) == 1 and read_ref(folder, "main") is None else None
 
 
 def cache_path() -> Path:
-    """Where the hub's cache is."""
+    """Return the path of the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def is_offline() -> bool:
-    """Whether the environment says that the hub is not to be asked."""
+    """Return whether the environment forbids access to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def cached_models() -> tuple[list[CachedModel], list[str]]:
-    """Every revision of every model in the hub's cache, and what is damaged in it. Asks no network."""
+    """Return every revision of every model in the hub's cache, and what is damaged in it. Uses no network."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -268,7 +269,7 @@ def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
 
 
 def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, offline: bool = False) -> ModelLoadError:
-    """An error of the hub's library as one that says what to type."""
+    """Convert an error of the hub's library to one that tells what to type."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,

@@ -23,7 +23,7 @@ from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions
 
-# Of inputs that no pipeline made: a transformer run on its own.
+# For inputs that no pipeline made: a transformer run on its own.
 _PLAIN_REQUEST = GenerationRequest("(no request)")
 
 
@@ -31,18 +31,18 @@ _PLAIN_REQUEST = GenerationRequest("(no request)")
 class ImageCondition:
     """The images that a video starts from, and may end with, as a transformer takes them.
 
-    latents: the first latent frame, [batch, channels, 1, height, width], normalised; of models that take a condition of
-    every frame beside the latents or in control blocks, [batch, condition channels, frames, height, width].
+    latents: the first latent frame, [batch, channels, 1, height, width], normalised; in models that take a condition of
+    every frame next to the latents or in control blocks, [batch, condition channels, frames, height, width].
     embeddings: [batch, tokens, dim] of an image encoder, None for models without one.
 
-    sound: of models that make pictures and sound, the normalised latents of a given one, [batch, channels, length,
-    bins]; latents has 0 frames where there is no image beside it.
+    sound: in models that make pictures and sound, the normalised latents of a given one, [batch, channels, length,
+    bins]; latents has 0 frames where there is no image with it.
 
-    Of models that take images at any frame, latents are the one at the first, with its strength in first_strength, and
+    In models that take images at any frame, latents are the one at the first, with its strength in first_strength, and
     further those at others, [batch, channels, 1, height, width], with each one's frame of the video and its strength in
     places, those of strength 1 first. Strength 1 keeps an image as it is; 0 leaves its place to the noise.
 
-    Of models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
+    In models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
     """
 
@@ -54,7 +54,7 @@ class ImageCondition:
     first_strength: float = 1.0
 
     def repeat(self, times: int) -> ImageCondition:
-        """The same images once more for every guidance branch of a batch."""
+        """Return the images repeated for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
         sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
@@ -62,18 +62,19 @@ class ImageCondition:
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:
-        """The latents of every reference image, in their order."""
+        """Latents of every reference image, in their order."""
         return (self.latents, *self.further)
 
 
 @dataclass(frozen=True)
 class DenoiserInputs:
-    """What a prediction is conditioned on, the same at every step of a request.
+    """Conditions of a prediction, the same at every step of a request.
 
     text: the prompts, on the model's device and in its dtype. size: of the clip. guidance: the scale that a model
-    distilled from guidance takes as an input, None for others. image: what the video starts from, if anything.
-    request: the values that the requests of the batch share, resolved; its prompt, negative prompt and seed are those
-    of the first one. prompt: the conditional branch's text in every branch, of models whose ControlNet reads it there.
+    distilled from guidance takes as an input, None for others. image: the images or sound that the video starts from,
+    if any. request: the values that the requests of the batch share, resolved; its prompt, negative prompt and seed are
+    those of the first one. prompt: the conditional branch's text in every branch, in models whose ControlNet reads it
+    there.
     """
 
     text: Conditions
@@ -93,28 +94,27 @@ class DiffusionTransformer(nn.Module, ABC):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """Velocity (noise minus data), in the shape and dtype of `latents`.
+        """Return the velocity (noise minus data), in the shape and dtype of `latents`.
 
         latents: [batch, channels, frames, height, width], or [batch, *geometry.sample_shape] where that is another
-        shape. timestep: [batch], in [0, 1000].
-        inputs: what the prediction is conditioned on. The same value comes at every step of a request.
-        context: step, state and recorder of this forward pass; layouts are made here, from the latents, in the order
-        of `in_token_order`. Blocks run through `context.run_blocks`, so that a step cache can leave some out, with the
-        ModulatedInput of the first.
+        shape. timestep: [batch], in [0, 1000]. inputs: conditions of the prediction. The same value comes at every step
+        of a request. context: step, state and recorder of this forward pass; layouts are made here, from the latents,
+        in the order of `in_token_order`. Blocks run through `context.run_blocks`, so that a step cache can skip some,
+        with the ModulatedInput of the first.
         """
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """How many blocks a forward pass gives to `context.run_blocks`."""
+        """Number of blocks that a forward pass gives to `context.run_blocks`."""
 
     def attention_layers(self) -> Iterator[AttentionLayer]:
-        """Every attention layer in the order in which they run, for reports and dry runs."""
+        """Yield every attention layer in the order in which they run, for reports and dry runs."""
         return (module for module in self.modules() if isinstance(module, AttentionLayer))
 
     def in_token_order(self, context: AttentionContext, grid: Extent, device: torch.device) -> AttentionContext:
-        """The forward pass as all blocks see it, made before the grid's tokens are: where all attention layers compute
-        in one order, `context.sharding` brings tokens into it and back, and says which for their layout."""
+        """Return the context as all blocks see it, made before the grid's tokens are: where all attention layers
+        compute in one order, `context.sharding` brings tokens into it and back, and names it for their layout."""
         return in_shared_order(context, self.attention_layers(), grid, device)
 
     def with_positions(
@@ -124,74 +124,74 @@ class DiffusionTransformer(nn.Module, ABC):
         sharding: SequenceSharding,
         expert: int = 0,
     ) -> FrameCache:
-        """The cache of a forward pass with the rotary positions of its frames, made before the pass, as a CUDA graph
-        reads them; of models that make videos chunk by chunk. shape: of the latents of the pass."""
+        """Return the cache of a forward pass with the rotary positions of its frames, made before the pass, as a CUDA
+        graph reads them; in models that make videos chunk by chunk. shape: of the latents of the pass."""
         return cache
 
     def expert_at(self, timestep: float) -> int:
-        """Which of its experts predicts at a timestep in [0, 1000]; 0 in models that have one."""
+        """Return the expert that predicts at a timestep in [0, 1000]; 0 in models that have one."""
         return 0
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
-        """The inputs without what no forward pass reads: passes whose others are equal, but for the numbers in their
-        tensors, can be replayed from one CUDA graph."""
+        """Return the inputs without the values that no forward pass reads: passes whose other inputs are equal, except
+        for the numbers in their tensors, can be replayed from one CUDA graph."""
         text = dataclasses.replace(inputs.text, unknown_words=(), num_cut_tokens=(), encoder=None, further_cuts=())
-        # Of a request, transformers read what not every model uses; of an image, its latents.
+        # Of a request, transformers read the fields that not every model uses; of an image, its latents.
         own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - set(INPUT_FIELDS)
         values = {name: getattr(inputs.request, name) for name in own}
         request = dataclasses.replace(_PLAIN_REQUEST, **values)
         return dataclasses.replace(inputs, text=text, request=request)
 
     def replay_refusal(self) -> str | None:
-        """Why its forward passes cannot be replayed from a CUDA graph; None where they can: those that read nothing of
-        a step but its timestep tensor, branch and expert, and what attention reads."""
+        """Return why its forward passes cannot be replayed from a CUDA graph; None where they can: those that read
+        nothing of a step but its timestep tensor, branch and expert, and what attention reads."""
         return None
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-        """The guided velocity, float32, out of the two branches', as the model's authors combine them."""
+        """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""
         return extrapolate(cond, uncond, scale)
 
     def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """What sampling starts from; models that were trained with a trace of the image in the noise mix it in here."""
+        """Return the initial latents; models trained with a trace of the image in the noise mix it in here."""
         return noise
 
     def hold(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float, inputs: DenoiserInputs) -> torch.Tensor:
-        """The guided velocity, [batch, *sample_shape] as the latents; models that are held to an image by its strength
-        mix its direction in here."""
+        """Return the guided velocity, [batch, *sample_shape] as the latents; models that are held to an image by its
+        strength mix its direction in here."""
         return velocity
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """The clean latents after the last step; models that keep a part of them from an image put it back here."""
+        """Return the clean latents after the last step; models that keep parts of an image restore them here."""
         return latents
 
     def complete(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """The latents as guidance of clean predictions measures them, flat: with the images that are given in full put
-        back, and those at frames of their own behind the clip, for which `forward` then predicts as well."""
+        """Return the latents as guidance of clean predictions measures them, flat: with the images that are given in
+        full put back, and those at frames of their own after the clip, for which `forward` then predicts as well."""
         return self.settle(latents, inputs)
 
 
 class ImageConditioner(ABC):
-    """Makes the condition of a model out of images; loaded when the first request brings one."""
+    """Source of a model's condition from images; loaded when the first request brings one."""
 
     def fast(self) -> ImageConditioner:
-        """The same in its quickest mode, whose latents differ by rounding; itself where it has none."""
+        """Return the same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """What computes it, for the report of attention that a library runs itself."""
+        """Libraries that compute it, for the report of attention that a library runs itself."""
         return ()
 
     @abstractmethod
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Of the images of a resolved request, which its rules have seen. size: of the clip. Returns a batch of one."""
+        """Return the condition from the images of a resolved request, which its rules have seen, as a batch of one.
+        size: of the clip."""
 
 
 class FrameConditioner(ImageConditioner):
-    """Of image-to-video models: images that are frames of the clip."""
+    """Conditioner of image-to-video models: images that are frames of the clip."""
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition."""
         paths = [path for name in ("image_path", "last_image_path") for path in image_paths(request, name)]
         pixels = [torch.from_numpy(read_image(path, size.height, size.width)) for path in paths]
         condition = self.encode(pixels[0], size, *pixels[1:])
@@ -199,11 +199,11 @@ class FrameConditioner(ImageConditioner):
         return condition if embeddings is None else dataclasses.replace(condition, embeddings=embeddings)
 
     def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
-        """Makes ImageCondition.embeddings of the images at their own sizes, in the order of the clip; None in a model
+        """Return ImageCondition.embeddings of the images at their own sizes, in the order of the clip; None in a model
         without an image encoder, and in one whose image encoder sees the pixels that `encode` gets."""
         return None
 
     @abstractmethod
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """image, last_image: [height, width, 3], uint8, already of the clip's size; the clip starts from the first and
-        ends with the last, which only some models take. Returns a batch of one."""
+        """Encode images to a batch of one. image, last_image: [height, width, 3], uint8, already of the clip's size;
+        the clip starts from the first and ends with the last, which only some models take."""

@@ -1,4 +1,4 @@
-"""Latent spectra of published autoencoders, for progressive resolution, and how one is recognised in a model folder."""
+"""Latent spectra of published autoencoders, for progressive resolution, and how a model folder's is recognised."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from diffusion_runtime.request.progressive_options import LatentSpectrum
 
 @dataclass(frozen=True)
 class KnownSpectrum:
-    """settings: of vae/config.json, which recognise the autoencoder: numbers that depend on its weights among them.
-    source: who measured the spectrum."""
+    """A measured spectrum of one autoencoder. settings: of vae/config.json, which recognise the autoencoder: numbers
+    that depend on its weights among them. source: who measured the spectrum."""
 
     settings: Mapping[str, Any]
     spectrum: LatentSpectrum
@@ -60,7 +60,7 @@ KNOWN_SPECTRA = (
 
 
 def read_spectrum(folder: AnyFolder) -> LatentSpectrum | None:
-    """The spectrum of a model folder's autoencoder; None for one that nobody measured. Raises ModelLoadError."""
+    """Return the measured spectrum of a folder's autoencoder; None for one without. Raises ModelLoadError."""
     config = read_config(folder, COMPONENT).values
     return next((known.spectrum for known in KNOWN_SPECTRA if known.describes(config)), None)
 

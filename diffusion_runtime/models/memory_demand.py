@@ -1,4 +1,4 @@
-"""What a model and a request take in memory, by part: weights of tensors on the meta device, activations counted there.
+"""Memory that a model and a request take, by part: weights of tensors on the meta device, activations counted there.
 
 Nothing is read but json and the heads of weight files: a folder whose weights are still to be downloaded has a demand.
 """
@@ -43,19 +43,19 @@ from diffusion_runtime.weights.checkpoint import WeightChange
 _META = torch.device("meta")
 # Some transformers take the timestep that a step leads to.
 _LAST_STEP = StepInfo(next_timestep=0.0)
-# What samplers with a history hold beside the latents, in float32: UniPC's three predictions, noise and sample.
+# Copies that samplers with a history hold besides the latents, in float32: UniPC's three predictions, noise and sample.
 SAMPLER_COPIES = 6
-# Of the parts of a decoder: those that encode are loaded when a request brings an image.
+# Parts of a decoder that encode: they are loaded when a request brings an image.
 _ENCODER_PARTS = ("encoder.", "quant_conv.")
-# Of one layer of a language model, and of the states that models keep for the transformer: numbers of the width.
+# Numbers per unit of width in one layer of a language model, and in the states kept for the transformer.
 _NUM_TEXT_HELD = 12
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """What of a request decides about memory. num_samples: in one forward pass; is_guided: whether it has two branches,
-    is_batched: whether both go through one forward pass. request: resolved. further_branches: of guidance beside them,
-    a forward pass each."""
+    """The facts of a request that decide about memory. num_samples: in one forward pass; is_guided: whether it has two
+    branches, is_batched: whether both go through one forward pass. request: resolved. further_branches: of guidance in
+    addition, a forward pass each."""
 
     size: ClipSize
     num_samples: int
@@ -78,16 +78,19 @@ def memory_demand(
     in_tiles: bool = False,
     copies_layout: bool = False,
 ) -> MemoryDemand:
-    """transformer: on the meta device, with the layers that `quantization` quantises; it gets those that its files have
+    """Return the memory demand of a model and a request.
+
+    transformer: on the meta device, with the layers that `quantization` quantises; it gets those that its files have
     quantised (Model.expect_stored). changes: such as LoRA files. num_sharers: processes that share the tokens.
-    in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'."""
+    in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'.
+    """
     model.expect_stored(transformer, dtype, changes, quantization)
     modules = model.modules(transformer)
     shapes = model.family.text_shapes(model.folder, model.config)
     notes: list[str] = []
     text, whole_text = _text_size(model, shapes, dtype, notes)
     decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles, copies_layout=copies_layout)
-    # What an expert keeps of the prompt is dropped when the next one takes over, unless every chunk has both.
+    # An expert's tensors of the prompt are dropped when the next one takes over, unless every chunk has both.
     num_others = len(modules) - 1 if model.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
     tokens = sum(tokens for tokens, _ in shapes.streams)
@@ -96,7 +99,7 @@ def memory_demand(
         for module in modules.values()
         if isinstance(module, DiffusionTransformer)
     ]
-    # While rows are computed, weights that are held for them stand in place of a step's activations.
+    # While rows are computed, weights that are held for them take the place of a step's activations.
     held = max(each.rows for each in steps) + max(map(largest_held_bytes, modules.values()))
     return MemoryDemand(
         text=text,
@@ -113,14 +116,14 @@ def memory_demand(
 
 
 def part_size(name: str, module: nn.Module) -> PartSize:
-    """A transformer's, by its blocks."""
+    """Return the size of a transformer, by its blocks."""
     blocks = [streamed_bytes(block) for block in blocks_of(module)]
     return PartSize(name, num_bytes_of(module), tuple(own for own, _ in blocks), sum(apart for _, apart in blocks))
 
 
 @dataclass(frozen=True)
 class StepDemand:
-    """Bytes beside the weights. rows: what of the total are rows of modulation for all steps."""
+    """Bytes in addition to the weights. rows: the part of the total for the rows of modulation of all steps."""
 
     total: int
     rows: int
@@ -135,15 +138,15 @@ def step_demand(
     num_sharers: int = 1,
     num_others: int = 0,
 ) -> StepDemand:
-    """What the largest step has alive at once: one forward pass of every branch, with what the first ones keep for
-    later steps, and the sampler's latents. num_others: experts that keep as much beside this one."""
+    """Return the bytes that the largest step has alive at once: one forward pass of every branch, with what the first
+    ones keep for later steps, and the sampler's latents. num_others: further experts that keep as much."""
     first = ("cond",) if not planned.is_guided else ("both",) if planned.is_batched else ("cond", "uncond")
     branches = (*first, *planned.further_branches)
     num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
     whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     sample = whole
     if model.is_causal:
-        # A pass has a part of the frames; those that are done wait beside it.
+        # A pass has a part of the frames; those that are done are held meanwhile.
         longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
         sample = (whole[0], longest, *whole[2:])
     latents = torch.empty(max(num_samples.values()), *sample, dtype=dtype, device=_META)
@@ -178,7 +181,7 @@ def _num_steps(planned: PlannedRequest) -> int:
 def _cache_bytes(
     model: Model[Any, Any], modules: Iterable[nn.Module], dtype: torch.dtype, planned: PlannedRequest
 ) -> int:
-    """Of the key-value cache of all branches and experts; 0 for a clip that is made at once."""
+    """Return the bytes of the key-value cache of all branches and experts; 0 for a clip that is made at once."""
     if not model.is_causal:
         return 0
     shape, request = model.geometry.sample_shape(planned.size), planned.request
@@ -197,10 +200,10 @@ def forward_on_meta(
     *,
     is_compiled: bool = False,
 ) -> Callable[[], None]:
-    """One forward pass of one guidance branch, or of both where they are batched, on the meta device; attention layers
-    make outputs and compute nothing. The first call computes what depends on the text alone, too. cache: of a pass over
-    some frames of a video that is made chunk by chunk, in the phase of its plan. is_compiled: compiled blocks leave
-    nothing out of a commit."""
+    """Return a function that runs one forward pass of one guidance branch, or of both where they are batched, on the
+    meta device; attention layers make outputs and compute nothing. The first call computes what depends on the text
+    alone, too. cache: of a pass over some frames of a video that is made chunk by chunk, in the phase of its plan.
+    is_compiled: compiled blocks leave nothing out of a commit."""
     is_commit = cache is not None and cache.plan.phase == "commit" and not is_compiled
     step = dataclasses.replace(_LAST_STEP, phase="commit") if is_commit else _LAST_STEP
     shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
@@ -221,12 +224,12 @@ def forward_on_meta(
 
 @contextlib.contextmanager
 def _planned_attention(transformer: nn.Module) -> Iterator[None]:
-    """Within the block, attention layers make an output and take what their backend needs, and compute nothing."""
+    """Context manager: attention layers make an output and allocate what their backend needs, and compute nothing."""
     layers = [layer for layer in transformer.modules() if isinstance(layer, AttentionLayer)]
     for layer in layers:
         layer.forward = _AttendedShape(layer)  # type: ignore[method-assign]
-        # Which backend serves a call is not asked on the meta device; a gate that is computed takes more, and rows of
-        # blocks are among the copies that are counted.
+        # The backend that serves a call is not asked on the meta device; a gate that is computed takes more, and rows
+        # of blocks are among the copies that are counted.
         layer.takes_gate = lambda *_: True  # type: ignore[method-assign]
         layer.token_blocks = lambda *_: None  # type: ignore[method-assign]
         layer.write_keys = lambda *_: None  # type: ignore[method-assign]
@@ -238,9 +241,9 @@ def _planned_attention(transformer: nn.Module) -> Iterator[None]:
 
 
 class _AttendedShape:
-    """An output like the queries; beside it, while it is made, the sums of each row, and copies of queries, keys,
-    values and output in the order of blocks where the backend chooses among keys, or for the other processes; keys and
-    values joined with those of a prefix."""
+    """Stand-in for attention: an output like the queries; with it, while it is made, the sums of each row, and copies
+    of queries, keys, values and output in the order of blocks where the backend chooses among keys, or for the other
+    processes; keys and values joined with those of a prefix."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer.layer.index
@@ -285,7 +288,7 @@ def _inputs(
         channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
         embeddings = None if shapes.image is None else empty(*shapes.image)
         of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
-        # Further reference images, as large as what is made of them.
+        # Further reference images, as large as the output.
         further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
         keyframes: list[tuple[int, float]] = []
         if model.geometry.appends_last_image:
@@ -302,21 +305,21 @@ def _inputs(
 
 
 def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:
-    """The clip's, with the reference images of a model with control blocks before it."""
+    """Return the clip's size, with the reference images of a model with control blocks before it."""
     num_before = 0 if model.control is None else model.control.num_references(planned.request)
     num_frames = planned.size.num_frames + num_before * model.geometry.temporal_factor
     return dataclasses.replace(planned.size, num_frames=num_frames)
 
 
 def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
-    """Images to edit, of a model that edits; those it cannot do without where a request names none."""
+    """Return the number of images to edit, of a model that edits; those it requires where a request names none."""
     if model.references is None:
         return 0
     return max(len(image_paths(planned.request, "image_path")), int(_takes_image(model, planned)))
 
 
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
-    """Whether the request starts from an image, given or needed, or the model has control blocks."""
+    """Return whether the request starts from an image, given or needed, or the model has control blocks."""
     is_needed = model.control is not None or model.images.get("image_path", False)
     given = (planned.request.image_path, planned.request.frame_conditions)
     return is_needed or any(value is not None for value in given)
@@ -325,10 +328,10 @@ def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
 def _text_size(
     model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]
 ) -> tuple[PartSize, str]:
-    """The encoders of transformers' that a prompt goes through, and diffusers' between them and the transformer, with
-    the layers of the largest as blocks; and MemoryDemand.whole_text."""
+    """Return the size of the transformers encoders that a prompt goes through, and of diffusers' connectors to the
+    transformer, with the layers of the largest as blocks; and MemoryDemand.whole_text."""
     total: int = 0
-    # Of the largest one: (numbers of its layers together, of each, its component).
+    # The largest one: (numbers of its layers together, of each, its component).
     largest: tuple[int, tuple[int, ...], str] = (0, (), "")
     whole_text = why_whole(dtype)
     for component, (library, class_name) in _components(model):
@@ -356,7 +359,7 @@ def _text_size(
 
 
 def _shapes_of(model: Model[Any, Any], component: str, class_name: str) -> Mapping[str, int]:
-    """Numbers of each tensor: of the weight files where they are here, of the config where not."""
+    """Return the numbers of each tensor: of the weight files where they are here, of the config where not."""
     shapes = encoder_shapes(model.folder / component, class_name)
     return {name: math.prod(shape) for name, shape in shapes.items()}
 
@@ -370,14 +373,14 @@ def _components(model: Model[Any, Any]) -> Iterator[tuple[str, tuple[str, str]]]
 def _decoder_size(
     model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool, *, copies_layout: bool = False
 ) -> tuple[PartSize, int]:
-    """Its weights with the encoder of an image where the request brings one, and the activations of a decode.
-    copies_layout: as in LiveBytes."""
+    """Return the size of the decoder's weights, with the encoder of an image where the request brings one, and the
+    activations of a decode. copies_layout: as in LiveBytes."""
     takes_image = _takes_image(model, planned)
     total, activations = 0, 0
     for component in model.family.diffusers_components:
         if component.name == CONNECTORS:
             continue
-        # A module of ours decodes without tiles; to tell what it takes needs no import of diffusers.
+        # A module of ours decodes without tiles; measuring it needs no import of diffusers.
         own = None if takes_image or in_tiles else component.build_decoding_half(model.folder)
         sizes = (
             {each.name: each.num_bytes(dtype) for each in component.tensors(model.folder)}

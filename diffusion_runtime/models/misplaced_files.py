@@ -56,7 +56,7 @@ def advice_for_file(path: Path) -> str:
 
 
 def models_that_fit(path: Path) -> list[str]:
-    """The names of published models whose transformer has the tensors of a file, of these sizes."""
+    """Return the names of published models whose transformer has a file's tensors, of these sizes."""
     return [model.name for model in published_models() if model.is_download and _fits(path, model)]
 
 
@@ -104,6 +104,6 @@ def _is_comfyui(folder: Path) -> bool:
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    """The weight files in folders of these names, two levels deep."""
+    """Return the weight files in folders of these names, two levels deep."""
     found = (path for name in names for pattern in ("*", "*/*") for path in sorted((folder / name).glob(pattern)))
     return [path for path in found if path.suffix in SUFFIXES and path.is_file()]

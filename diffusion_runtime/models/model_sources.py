@@ -19,8 +19,8 @@ from diffusion_runtime.weights.cached_folder import commit_of
 from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, find_component_files, listed
 
-# The models that ship inside the package, and where they are; the first one is the default, the other goes on chunk by
-# chunk.
+# The models that ship inside the package, and their folders; the first one is the default, the other one makes videos
+# chunk by chunk.
 EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
 _ASSETS = Path(__file__).parents[1] / "assets"
 EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
@@ -39,15 +39,15 @@ def resolve_model_folder(
     offline: bool = False,
     variant: str | None = None,
 ) -> Path:
-    """The folder behind `shapes` or `shapes-causal`, the path of a folder, the name of a published model such as
+    """Return the folder behind `shapes` or `shapes-causal`, the path of a folder, the name of a published model such as
     `wan2.1-1.3b`, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
-    What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
-    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone. elsewhere:
-    components whose safetensors files are left out. revision: of the hub's; model_path may say it too (`org/name@v1`).
-    offline: no network is asked. variant: of weights that are there in several.
+    A model on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
+    files, never a pickle. weights: False leaves the safetensors files out, for callers that read the json alone.
+    elsewhere: components whose safetensors files are left out. revision: of the hub's; model_path may contain it too
+    (`org/name@v1`). offline: no network is used. variant: of weights that exist in several.
 
-    Raises ModelLoadError that says what to type instead.
+    Raises ModelLoadError with what to type instead.
     """
     model_path, revision = _at_revision(model_path, revision)
     embedded = EMBEDDED_FOLDERS.get(model_path)
@@ -94,8 +94,8 @@ class ConfigFolder:
 
 
 def find_configs(model_path: str, *, revision: str | None = None, offline: bool = False) -> ConfigFolder:
-    """The json of a model for whoever reads nothing else: of a published model what the hub's cache has of it, else
-    what the package knows, so that neither the network nor a download is needed. Any other, and a published model at a
+    """Return the json of a model for callers that read nothing else: for a published model the hub's cached files, else
+    those in the package, so that neither the network nor a download is needed. Any other, and a published model at a
     revision that is not in the cache, as resolve_model_folder, whose errors it raises."""
     model_path, revision = _at_revision(model_path, revision)
     published = published_model_of(model_path)
@@ -107,7 +107,7 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
 
 
 def _cached(hub_id: str, revision: str | None) -> Path | None:
-    """The folder in the hub's cache that has every json file of a published model, None without one; asks no
+    """Return the folder in the hub's cache that has every json file of a published model, None without one; uses no
     network."""
     folder = hub.cached_folder(hub_id, revision)
     if folder is None:
@@ -120,7 +120,7 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
 
 
 def _at_revision(model_path: str, revision: str | None) -> tuple[str, str | None]:
-    """The path without its revision, and the revision that either says."""
+    """Return the path without its revision, and the revision given by either."""
     path, own = split_revision(model_path)
     return path, revision if own is None else own
 
@@ -157,8 +157,8 @@ def fetch_weights(
 def check_weights_are_there(
     model_path: str, folder: AnyFolder, elsewhere: Sequence[str] = (), *, offline: bool = False
 ) -> None:
-    """Raises ModelLoadError where `fetch_weights` downloads nothing and a component has no weight files; reads none of
-    them. elsewhere: see fetch_weights."""
+    """Check that weights are there where `fetch_weights` downloads nothing; reads none of them. elsewhere: see
+    fetch_weights. Raises ModelLoadError for a component without weight files."""
     is_in_package = isinstance(folder, ModelFolder) and folder.download_gb is not None
     if not is_in_package and (_is_local(model_path) or offline or hub.is_offline()):
         find_component_files(folder, elsewhere)
@@ -169,7 +169,7 @@ def _is_local(model_path: str) -> bool:
 
 
 def _siblings(path: Path, typed: str = "") -> str:
-    """What is beside a missing path: the names most like it; else the models whose names are like `typed`; else all."""
+    """Return the names most like a missing path's among its siblings; else models like `typed`; else all."""
     parent = path.absolute().parent
     if not parent.is_dir():
         return f" Its parent {parent} does not exist either."
@@ -181,8 +181,8 @@ def _siblings(path: Path, typed: str = "") -> str:
 
 
 def _named_alike(typed: str) -> str:
-    """` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one; a path
-    is none."""
+    """Return ` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one;
+    a path is none."""
     if "/" in typed:
         return ""
     known = [EMBEDDED, EMBEDDED_CAUSAL, *(model.name for model in published_models())]
@@ -202,7 +202,7 @@ def _download(
     offline: bool = False,
     variant: str | None = None,
 ) -> Path:
-    """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
+    """Download `hub_id` into the hub's cache, updating it when there is a network; return the folder."""
     try:
         return hub.download(
             hub_id, revision=revision, offline=offline, weights=weights, elsewhere=elsewhere, variant=variant
@@ -215,13 +215,13 @@ def _download(
 
 
 def _beside(hub_id: str) -> str:
-    """What is in the local folder that a hub id would name, if there is one: it may have been meant."""
+    """Return the siblings in the local folder that a hub id would name, if there is one: it may have been meant."""
     path = Path(hub_id)
     return _siblings(path) if path.parent.is_dir() else ""
 
 
 def _refuse_single_file(path: Path) -> None:
-    """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
+    """Refuse a checkpoint in one file where the folder of a model should be. Raises ModelLoadError."""
     if path.suffix in SUFFIXES:
         raise ModelLoadError(f"{path} is one file, and a model is a folder: {advice_for_file(path)}")
     if path.suffix in PICKLES:

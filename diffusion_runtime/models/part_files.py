@@ -1,5 +1,5 @@
 """Text encoders and autoencoders from elsewhere than the model's folder (`--vae-path`, `--text-encoder-path`), and
-variants of its weights (`--variant`): a folder of links, so that whoever reads the component finds what was named."""
+variants of its weights (`--variant`): a folder of links, so that readers of the component find the named files."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ PART_KEYS = {
     "text_encoder_path": "text_encoder",
     "text_encoder_2_path": "text_encoder_2",
 }
-# Components whose tensors alone say what they are.
+# Components that are recognised by their tensors alone.
 _BY_NAMES = ("audio_vae", "vocoder")
-# What a config.json says without changing a number that is computed.
+# Keys of a config.json that change no computed number.
 _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
 
 
 @dataclass(frozen=True)
 class PartFile:
-    """path: as it was given. key: of the config, for messages; component: whose weights these are."""
+    """A component's weights. path: as given. key: of the config, for messages; component: whose weights."""
 
     path: str
     key: str
@@ -63,7 +63,7 @@ class PartFile:
 
 
 def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
-    """The components beside transformers whose weights a config names."""
+    """Return the components besides transformers whose weights a config names."""
     return tuple(
         PartFile(path, key, component)
         for key, component in PART_KEYS.items()
@@ -72,7 +72,7 @@ def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
 
 
 def named_components(config: RuntimeConfig) -> list[str]:
-    """The components whose weights a config names: they are not the model folder's, and need no download."""
+    """Return the components whose weights a config names: they are not the model folder's, and need no download."""
     transformers = [file.component for file in transformer_files(config)]
     return [*transformers, *(part.component for part in part_files(config))]
 
@@ -80,7 +80,7 @@ def named_components(config: RuntimeConfig) -> list[str]:
 def with_parts(
     folder: ModelFolder, parts: Sequence[PartFile], variant: str | None, elsewhere: Sequence[str]
 ) -> ModelFolder:
-    """The same folder with components from elsewhere, and with a variant of the weights of all others that have one.
+    """Return the folder with components from elsewhere, and with a variant of the weights of all others that have one.
     elsewhere: components whose weights other flags name.
 
     The settings stay the folder's. Raises ConfigError for a component that the model does not have and a path that is
@@ -93,7 +93,7 @@ def with_parts(
 
 
 def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:
-    """Raises what `with_parts` raises for a file that is no component of a model. component: `vae`, or `text_encoder`
+    """Check that a file is a component of a model; raises what `with_parts` raises. component: `vae`, or `text_encoder`
     for any of its text encoders. modules: of diffusers, that the model has."""
     named = [
         (key, name) for key, name in PART_KEYS.items() if name.startswith(component) and name in read_index(folder)
@@ -138,8 +138,8 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
 
 
 def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:
-    """Raises ModelLoadError where config.json beside the weights says something else than the model folder's, which is
-    the one that holds."""
+    """Check that config.json next to the weights agrees with the model folder's, which is the one that counts. Raises
+    ModelLoadError."""
     given = read_json(path)
     classes = given.get("_class_name"), own.get("_class_name")
     if None not in classes and classes[0] != classes[1]:
@@ -161,8 +161,8 @@ def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:
 
 
 def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
-    """The prefix of the component's tensors in a file of several, empty for a file of it alone. Raises ModelLoadError
-    for a file that cannot be read, or that holds another kind of component."""
+    """Return the prefix of the component's tensors in a file of several, empty for a file of it alone. Raises
+    ModelLoadError for a file that cannot be read, or that holds another kind of component."""
     check_file(path, part.key, missing=ModelLoadError)
     if path.suffix == GGUF:
         raise ModelLoadError(
@@ -210,7 +210,7 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
 
 
 def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mapping[str, Any]) -> str:
-    """The prefix of the part of a file that a component is to be read from; empty for the whole file."""
+    """Return the prefix of the part of a file that a component is read from; empty for the whole file."""
     wanted = own.get("model_type")
     for each in parts_of(tuple(shapes)):
         if each.kind is None or not each.kind.component:
@@ -228,7 +228,7 @@ def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mappi
 
 
 def describe_part(part: FilePart) -> str:
-    """A part of a file in words, for a message."""
+    """Describe a part of a file in words, for a message."""
     title = "a transformer" if part.is_transformer else "something else" if part.kind is None else part.kind.title
     return f"{title} ({part.prefix}...)" if part.prefix else f"{len(part.names)} other tensors"
 
@@ -244,7 +244,7 @@ _EMBEDDINGS = ("shared.weight", "token_embedding.weight", "embed_tokens.weight")
 
 
 def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelLoadError for a text encoder of another size than the model's."""
+    """Check that a text encoder has the size of the model's. Raises ModelLoadError."""
     wanted, found = _widths(shapes, own)
     is_text = part.component.startswith("text_encoder") and all(isinstance(size, int) for size in wanted)
     if is_text and found is not None and found != wanted:
@@ -257,22 +257,22 @@ def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Map
 def _widths(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]
 ) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
-    """(vocabulary and width of the model's text encoder, the shape of a file's embeddings)."""
+    """Return (vocabulary and width of the model's text encoder, the shape of a file's embeddings)."""
     text = own.get("text_config") or own
     wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
     return wanted, next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)
 
 
 def _flags_for(component: str, part: PartFile) -> Iterator[str]:
-    """The flags that take such a component, other than the one that was given."""
+    """Yield the flags that take such a component, other than the one that was given."""
     for key, other in PART_KEYS.items():
         if component and other.startswith(component) and key != part.key:
             yield f"--{key.replace('_', '-')}"
 
 
 def _variants(folder: ModelFolder, variant: str, elsewhere: Sequence[str]) -> dict[str, Path]:
-    """The components that have weights of a variant, by links under the plain names. Raises ConfigError where none
-    has."""
+    """Return the components that have weights of a variant, by links under the plain names. Raises ConfigError where
+    none has."""
     places: dict[str, Path] = {}
     lacking = []
     for component, entry in read_index(folder).items():
@@ -304,8 +304,8 @@ def _variants(folder: ModelFolder, variant: str, elsewhere: Sequence[str]) -> di
 
 
 def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path], prefix: str = "") -> Path:
-    """A folder of a component's own json and texts with links to weights; it is deleted when the process ends. prefix:
-    of the component's tensors in them."""
+    """Make a folder of a component's own json and texts with links to weights; it is deleted when the process ends.
+    prefix: of the component's tensors in them."""
     place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
     place.mkdir(parents=True)
     for path in (folder / component).iterdir():

@@ -1,4 +1,4 @@
-"""Published models by name, out of published.yaml: hub id, sizes, request values and presets; known without torch."""
+"""Published models by name, from published.yaml: hub id, sizes, request values and presets; known without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PublishedModel:
     name: short, that of its file in configs/. model_path: a hub id, or an embedded name. makes: in words, such as
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
-    size of the download. parts: the keys of RuntimeConfig that name further folders which it takes, such as
+    size of the download. parts: the keys of RuntimeConfig that name further folders of it, such as
     `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
     document them.
     """
@@ -44,7 +44,7 @@ class PublishedModel:
 
     @property
     def is_download(self) -> bool:
-        """Whether it is on the hub; the embedded models are not."""
+        """True for a model on the hub, False for the embedded ones."""
         return "/" in self.model_path
 
     @property
@@ -53,21 +53,21 @@ class PublishedModel:
 
     @property
     def download_gb(self) -> float:
-        """10 ** 9 bytes that the hub sends; 0 for an embedded one."""
+        """Size of the hub's download in 10 ** 9 bytes; 0 for an embedded one."""
         return sum(self.downloads_gb.values())
 
     @property
     def downloads_gb(self) -> Mapping[str, float]:
-        """The same by component."""
+        """Size of the download by component, in 10 ** 9 bytes."""
         return {name: billions * self.stored_bytes for name, billions in self.parameters} if self.is_download else {}
 
     def memory_gb(self, dtype: str) -> float:
-        """10 ** 9 bytes that the weights of all components take; what a generation adds depends on its size."""
+        """Return the memory of all components' weights in 10 ** 9 bytes; what a generation adds depends on its size."""
         return self.total_billions * BYTES_OF[dtype]
 
     def offloaded_gb(self, dtype: str) -> float:
-        """The same with `--offload model`: the text encoders, or one transformer, beside all that stays. With `layers`
-        it is less."""
+        """Return the same with `--offload model`: the text encoders, or one transformer, plus everything that stays.
+        With `layers` it is less."""
         text = sum(billions for name, billions in self.parameters if name.startswith(_TEXT_PARTS))
         transformers = [billions for name, billions in self.parameters if name.startswith("transformer")]
         return (self.total_billions - text - sum(transformers) + max(text, *transformers)) * BYTES_OF[dtype]
@@ -75,17 +75,17 @@ class PublishedModel:
 
 @functools.cache
 def published_models() -> tuple[PublishedModel, ...]:
-    """Every published model that a family here loads, the embedded ones first."""
+    """Return every published model that a family here loads, the embedded ones first."""
     return tuple(_model(name, entry) for name, entry in read_packaged_yaml(PUBLISHED_FILE).items())
 
 
 def embedded_names() -> frozenset[str]:
-    """Of the models inside the package."""
+    """Return the names of the models inside the package."""
     return frozenset(model.name for model in published_models() if not model.is_download)
 
 
 def _embedded_presets(name: str) -> Mapping[str, Any]:
-    """Of an embedded model's own generation.json; those of its entry are an example for config files."""
+    """Return the presets of an embedded model's own generation.json; its entry's are an example for configs."""
     path = _ASSETS / name.replace("-", "_") / "generation.json"
     presets: Mapping[str, Any] = read_json_file(path).get("presets", {})
     return presets
@@ -109,22 +109,22 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
 
 
 def model_of_name(model_path: str) -> PublishedModel | None:
-    """The published model on the hub that `model_path` names; None for a folder of that name, and for anything else."""
+    """Return the published hub model that `model_path` names; None for a folder and for anything else."""
     named = next((model for model in published_models() if model.is_download and model.name == model_path), None)
     return None if named is None or os.path.exists(model_path) else named
 
 
 def published_model_of(model_path: str) -> PublishedModel | None:
-    """The published model that a name or a hub id stands for; None for a folder of that name, and for anything else."""
+    """Return the published model of a name or a hub id; None for a folder and for anything else."""
     known = (each for each in published_models() if each.is_download and model_path in (each.name, each.model_path))
     found = next(known, None)
     return None if found is None or os.path.exists(model_path) else found
 
 
 def published_defaults(name: str, *keys: str) -> dict[str, Any]:
-    """The request values of a published model as the defaults of its family; `keys`: those alone.
+    """Return the request values of a published model as the defaults of its family; `keys`: those alone.
 
-    A negative prompt of words is its authors' suggestion and nobody's default; a blank is what it was trained with.
+    A negative prompt of words is its authors' suggestion and never a default; a blank is what it was trained with.
     """
     request = next(model.request for model in published_models() if model.name == name)
     negative_prompt = request.get("negative_prompt", "")

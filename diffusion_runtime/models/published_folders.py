@@ -1,4 +1,4 @@
-"""The json of published model folders, out of published_folders.yaml: real sizes, known without the network."""
+"""The json of published model folders, from published_folders.yaml: real sizes, known without the network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FolderFiles: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @functools.cache
 def published_folders() -> Mapping[str, FolderFiles]:
-    """By the last part of a hub id, such as `FLUX.1-dev`: every json file of its folder."""
+    """Return every json file of each folder, by the last part of a hub id, such as `FLUX.1-dev`."""
     encoders: Mapping[str, Mapping[str, Any]] = read_packaged_yaml(ENCODERS_FILE)
     folders: Mapping[str, FolderFiles] = read_packaged_yaml(FOLDERS_FILE)
     return {
@@ -30,7 +30,7 @@ def published_folders() -> Mapping[str, FolderFiles]:
 
 
 def write_folder(folder: Path, files: FolderFiles) -> Path:
-    """Write the json files of a model folder; returns `folder`. Raises OSError."""
+    """Write the json files of a model folder; return `folder`. Raises OSError."""
     for name, values in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,14 +40,14 @@ def write_folder(folder: Path, files: FolderFiles) -> Path:
 
 @functools.cache
 def _temporary_folder(name: str) -> tempfile.TemporaryDirectory[str]:
-    """Deleted when the process ends."""
+    """Make a folder that is deleted when the process ends."""
     place = tempfile.TemporaryDirectory(prefix="diffusion_runtime_configs_")
     write_folder(Path(place.name) / name, published_folders()[name])
     return place
 
 
 def packaged_folder(hub_id: str) -> Path | None:
-    """A folder of the json that the package knows of a published model, without weights and tokenizers; it is deleted
-    when the process ends. None for a model that it does not know. Raises OSError."""
+    """Return a folder of the json that the package has of a published model, without weights and tokenizers; it is
+    deleted when the process ends. None for a model that it does not know. Raises OSError."""
     name = hub_id.rpartition("/")[2]
     return Path(_temporary_folder(name).name) / name if name in published_folders() else None

@@ -1,4 +1,4 @@
-"""Quantisation of a transformer's linear layers: which ones, out of quantization.yaml, and why the others stay."""
+"""Quantisation of a transformer's linear layers: the rules of quantization.yaml, and why the other layers stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.stored_tensors import StoredRows
 from diffusion_runtime.weights.weight_files import listed
 
-# Of a transformer whose first and last block stay: with fewer, little would be left.
+# For a transformer whose first and last block stay: with fewer, little would be left.
 _MIN_BLOCKS = 4
 _DEFAULT = "fp8"
 RULES_FILE = Path(__file__).with_name("quantization.yaml")
@@ -38,8 +38,8 @@ class KeptLayers:
 @dataclass(frozen=True)
 class Quantization:
     """The quantised layers of one model. mode: `fp8` or `fp8-all`, and `none` where only the file's weights are.
-    ignored: patterns of the user's own for layers that stay as they are. layers: patterns of what may be quantised;
-    kept: what of it stays; counter: of their products."""
+    ignored: patterns of the user's own for layers that stay as they are. layers: patterns of those that may be
+    quantised; kept: the ones among them that stay; counter: of their products."""
 
     mode: str
     ignored: tuple[str, ...]
@@ -50,7 +50,7 @@ class Quantization:
 
     @classmethod
     def of(cls, family: str, mode: str, ignored: Sequence[str]) -> Quantization:
-        """The rules of a family's transformers."""
+        """Return the rules of a family's transformers."""
         rules = _rules()
         every, own = rules["every_family"], rules["families"].get(family, {})
         kept = [_kept(entry) for entry in (*every["kept"], *own.get("kept", ()))]
@@ -64,7 +64,7 @@ class Quantization:
         )
 
     def reasons(self, module: nn.Module) -> dict[str, str | None]:
-        """Of every linear layer of the blocks, by name: why it stays as it is; None for those that are quantised."""
+        """Return for each linear layer of the blocks, by name, why it stays; None for those that are quantised."""
         names = [name for name, layer in module.named_modules() if isinstance(layer, Linear)]
         candidates = [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self.layers)]
         blocks = list(dict.fromkeys(_block(name) for name in candidates))
@@ -74,8 +74,8 @@ class Quantization:
     def apply(self, modules: Mapping[str, nn.Module]) -> None:
         """Replace the layers of empty transformers. modules: by component.
 
-        Nothing for mode `none`. Raises ConfigError for a pattern of `ignored` that names no layer, and where no layer
-        is left to quantise.
+        Does nothing for mode `none`. Raises ConfigError for a pattern of `ignored` that names no layer, and where no
+        layer is left to quantise.
         """
         if self.mode == "none":
             return
@@ -112,7 +112,7 @@ class Quantization:
             replace_linear(module, name, self.counter, reason)
 
     def describe(self, modules: Mapping[str, nn.Module]) -> str | None:
-        """What was replaced in transformers, in one line; None where nothing was."""
+        """Return one line on the layers replaced in transformers; None where there are none."""
         layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, Linear)]
         total = sum(layer.in_features * layer.out_features for layer in layers)
         kinds = (
@@ -140,12 +140,12 @@ class Quantization:
 
 
 def _block(name: str) -> str:
-    """`blocks.3` of `blocks.3.feed_forward.up`."""
+    """Return `blocks.3` of `blocks.3.feed_forward.up`."""
     return ".".join(name.split(".")[:2])
 
 
 def _in_any_block(name: str) -> str:
-    """`blocks.*.feed_forward.up` of `blocks.3.feed_forward.up`."""
+    """Return `blocks.*.feed_forward.up` of `blocks.3.feed_forward.up`."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 

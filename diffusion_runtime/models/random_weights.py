@@ -1,7 +1,7 @@
-"""Weights that no file is read for: random ones of a transformer's real shapes, or those of another model in memory.
+"""Weights without files: random ones of a transformer's real shapes, or those of another model in memory.
 
 A random tensor's numbers follow from its name in the checkpoint alone, so that two models filled from the same names
-compute the same, though one holds tensors together that the other holds apart.
+compute the same, even if one joins tensors that the other keeps apart.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
 def draw_weight(name: str, target: torch.Tensor, device: torch.device | None = None) -> None:
     """Write random numbers into `target`: of a variance that keeps activations in range, around 1 for norm weights.
 
-    name: of the tensor in the checkpoint, which the numbers follow from. device: that makes them, None for the target's
-    own; another device makes others.
+    name: of the tensor in the checkpoint, which the numbers follow from. device: that generates them, None for the
+    target's own; another device gives other numbers.
     """
     device = target.device if device is None else device
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     mean = float(target.dim() == 1 and name.endswith("weight"))
     spread = 0.02 if target.dim() < 2 else math.prod(target.shape[1:]) ** -0.5
     numbers = torch.empty(target.shape, dtype=torch.float32, device=device)
-    # Converted where they are made, so that half of them are copied.
+    # Converted where they are generated, so that half of the bytes are copied.
     target.copy_(numbers.normal_(mean, spread, generator=generator).to(target.dtype))
 
 
 @dataclass(frozen=True)
 class MadeWeights:
-    """A checkpoint whose tensors are made when they are asked for. folder: for messages; shapes: of every tensor;
-    make: writes the numbers of a tensor, by its name, into a target."""
+    """A checkpoint whose tensors are made on request. folder: for messages; shapes: of every tensor; make: writes the
+    numbers of a tensor, by its name, into a target."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ class MadeWeights:
     elsewhere: Path | None = None
 
     def copy_into(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> None:
-        """A part of a tensor has the numbers that it has in the whole one."""
+        """Copy a part of a tensor, which has the numbers that it has in the whole one."""
         if part.is_whole:
             self.make(name, target)
             return
@@ -68,8 +68,8 @@ class MadeWeights:
 
 
 def taking_from(state: Mapping[str, torch.Tensor], *, frees: bool) -> Callable[[str, torch.Tensor], None]:
-    """A `make` of the tensors of another model. frees: each tensor's memory once it is copied, where two models do not
-    fit."""
+    """Return a `make` of the tensors of another model. frees: each tensor's memory once it is copied, where two models
+    do not fit."""
 
     def take(name: str, target: torch.Tensor) -> None:
         target.copy_(state[name])
@@ -89,9 +89,9 @@ def fill_randomly(
     make: Callable[[str, torch.Tensor], object] | None = None,
     room_for: RoomFor = no_room,
 ) -> DiffusionTransformer:
-    """Random weights for what `build_transformer` returned: in eval mode, without gradients. components: of these
-    alone, None for all. make: other numbers, as of MadeWeights. room_for: as of Model.load_transformer; the numbers are
-    made on `device` all the same."""
+    """Fill the transformer from `build_transformer` with random weights: in eval mode, without gradients. components:
+    of these alone, None for all. make: other numbers, as of MadeWeights. room_for: as of Model.load_transformer; the
+    numbers are generated on `device` all the same."""
     if make is None:
 
         def make(name: str, target: torch.Tensor) -> None:
@@ -99,7 +99,8 @@ def fill_randomly(
 
     modules = model.modules(transformer)
     for component in modules if components is None else components:
-        # Pieces are known of parts, too, that only the names in a checkpoint tell of (VSA's gates: 2.1 GB in Wan 14B).
+        # Pieces are known of parts, too, that appear only in the names of a checkpoint (VSA's gates: 2.1 GB in Wan
+        # 14B).
         pieces, built = model.pieces(component), modules[component].state_dict().keys()
         shapes = {piece.name: piece.shape for name in pieces.keys() & built for piece in pieces[name]}
         source = MadeWeights(Path(f"random/{component}"), shapes, make)

@@ -1,4 +1,4 @@
-"""Reference images: what a model for editing reads beside the prompt, as latents of the images' own sizes."""
+"""Reference images: inputs of a model for editing in addition to the prompt, as latents of the images' own sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _whole(size: Size) -> Size:
 
 
 def scaled_to(area: int, size: Size) -> Size:
-    """The height and width nearest to `area` pixels of an image's ratio, multiples of 32."""
+    """Return the height and width nearest to `area` pixels of an image's ratio, multiples of 32."""
     ratio = size[1] / size[0]
     width = math.sqrt(area * ratio)
     rows, columns = (round(side / _MULTIPLE) * _MULTIPLE for side in (width / ratio, width))
@@ -47,12 +47,12 @@ def _any_size(_: Size) -> str | None:
 
 @dataclass(frozen=True)
 class ReferenceImages:
-    """How a model for editing takes its images.
+    """Rules for the images of a model for editing.
 
-    most: how many. scaled: of an image's size, that of the picture made of it; cropped: of the picture's size, that of
-    its middle, which the autoencoder encodes. refusal: why an image of some size cannot be used, None where it can.
-    sized_by: which encoded picture's size is that of what is made where a request says none, 0 for the first one and -1
-    for the last, as in diffusers; None where it has a size of its own. usual: how many images a benchmark has.
+    most: how many. scaled: image size -> size of the picture made of it; cropped: size of the picture -> that of its
+    middle, which the autoencoder encodes. refusal: why an image of some size cannot be used, None where it can.
+    sized_by: index of the encoded picture whose size is the output's where a request sets none, 0 for the first one and
+    -1 for the last, as in diffusers; None where it has a size of its own. usual: how many images a benchmark has.
     are_cached: whether they are computed once per request, and not at every step.
     """
 
@@ -65,7 +65,7 @@ class ReferenceImages:
     are_cached: bool = False
 
     def encoded_size(self, size: Size) -> Size:
-        """Of what is encoded of an image of this size."""
+        """Return the size that is encoded of an image of this size."""
         return self.cropped(self.scaled(size))
 
     def check(self, path: str) -> Size:
@@ -80,14 +80,14 @@ class ReferenceImages:
         return height, width
 
     def default_size(self, paths: Sequence[str]) -> dict[str, int]:
-        """Request values that follow from the images. Raises what `check` raises."""
+        """Return request values that follow from the images. Raises what `check` raises."""
         sizes = [self.encoded_size(self.check(path)) for path in paths]
         if not sizes or self.sized_by is None:
             return {}
         return dict(zip(("height", "width"), sizes[self.sized_by], strict=True))
 
     def pixels(self, path: str) -> torch.Tensor:
-        """What is encoded of an image, [1, 3, height, width] in [-1, 1]. Raises what `check` raises."""
+        """Return an image's pixels to encode, [1, 3, height, width] in [-1, 1]. Raises what `check` raises."""
         scaled = self.scaled(self.check(path))
         rows, columns = self.cropped(scaled)
         top, left = (scaled[0] - rows) // 2, (scaled[1] - columns) // 2
@@ -97,12 +97,12 @@ class ReferenceImages:
 
 
 def as_pixels(image: torch.Tensor) -> torch.Tensor:
-    """What an autoencoder takes, [1, 3, height, width] in [-1, 1], of an image [height, width, 3], uint8."""
+    """Convert an image [height, width, 3], uint8, to an autoencoder's input, [1, 3, height, width] in [-1, 1]."""
     return image.float().div(127.5).sub(1.0).permute(2, 0, 1)[None]
 
 
 class ReferenceConditioner(ImageConditioner):
-    """The latents of reference images. library, implementation: what encodes, for the report."""
+    """Conditioner of the latents of reference images. library, implementation: of the encoder, for the report."""
 
     def __init__(self, images: ReferenceImages, encode: Encode, library: str, implementation: str) -> None:
         self._images = images
@@ -112,18 +112,16 @@ class ReferenceConditioner(ImageConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return (LibraryAttention("vae encoder", self._library, self._implementation),)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
-        """See ImageConditioner.condition."""
         paths = image_paths(request, _FIELD)
         latents = [self._encode(self._images.pixels(path)) for path in paths]
         return ImageCondition(latents[0], further=tuple(latents[1:]))
 
 
 def encode_with(autoencoder: Any, normalised: Callable[[torch.Tensor], torch.Tensor], *, is_video: bool) -> Encode:
-    """The mode of an autoencoder of diffusers, normalised in float32. is_video: whether it takes frames."""
+    """Return the mode of an autoencoder of diffusers, normalised in float32. is_video: whether it takes frames."""
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:
         weight = next(autoencoder.parameters())
@@ -138,7 +136,7 @@ def encode_with(autoencoder: Any, normalised: Callable[[torch.Tensor], torch.Ten
 def load_encoder(
     autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
 ) -> tuple[Encode, str]:
-    """The encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
     module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
     # The class counts its decoder's layers before it encodes.
     module.decoder = torch.nn.Identity()

@@ -1,4 +1,4 @@
-"""Registry of model families: transformer class name -> family, imported when a folder asks for it."""
+"""Registry of model families: transformer class name -> family, imported when a folder needs it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Registered:
-    """load: imports the family. lora_names: what LoRA files call its modules, without all else of the family."""
+    """An entry of the registry. load: imports the family. lora_names: names of its modules in LoRA files, without all
+    else of the family."""
 
     load: Callable[[], ModelFamily[Any, Any]]
     lora_names: Callable[[], LoraNames]
 
 
 def _in_folder(folder: str, *, lora_names_in: str | None = None) -> _Registered:
-    """FAMILY of models/`folder`/family.py and LORA_NAMES beside it, each imported when it is asked for.
+    """Return FAMILY of models/`folder`/family.py and LORA_NAMES next to it, each imported on first use.
 
     lora_names_in: the folder of LORA_NAMES, for a family that is declared from another one and shares its names.
     """
@@ -67,7 +68,7 @@ def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, 
 
 
 def supported_transformer_classes() -> tuple[str, ...]:
-    """The class names that a folder's transformer may have."""
+    """Return the class names that a folder's transformer may have."""
     return tuple(_families)
 
 
@@ -76,7 +77,7 @@ def is_supported(transformer_class: str) -> bool:
 
 
 def lora_names_of_families() -> tuple[LoraNames, ...]:
-    """What LoRA files of every family call its modules; once for families that share their names."""
+    """Return the names of every family's modules in LoRA files; once for families that share their names."""
     by_title = {names.title: names for names in (registered.lora_names() for registered in _families.values())}
     return tuple(by_title.values())
 
@@ -88,7 +89,7 @@ def register_declared_roles() -> None:
 
 
 def family_for_folder(folder: AnyFolder) -> ModelFamily[Any, Any]:
-    """The family that loads a diffusers folder; its attention roles are known from then on.
+    """Return the family that loads a diffusers folder; its attention roles are known from then on.
 
     Raises ModelLoadError when the folder is not a model's, or its transformer is of a class that no family loads.
     """
@@ -108,7 +109,7 @@ def family_for_folder(folder: AnyFolder) -> ModelFamily[Any, Any]:
 
 
 def _register_roles(family: ModelFamily[Any, Any]) -> None:
-    # Imported here: it brings torch along, which whoever asks what there is does not wait for.
+    # Imported here: it imports torch, which a listing of families should not wait for.
     from diffusion_runtime.attention.roles import register_role
 
     for role, category in family.roles:

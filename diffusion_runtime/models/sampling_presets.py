@@ -1,4 +1,4 @@
-"""Sampling presets: the settings that few-step (distilled) models were made for, out of sampling_presets.yaml; known
+"""Sampling presets: the settings that few-step (distilled) models were made for, from sampling_presets.yaml; known
 without torch."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 
 PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
-# In recognised_by, beside names of json files.
+# In recognised_by, next to names of json files.
 _MODEL_PATH = "model_path"
-# How far above its preset's number of steps a few-step model is still run as one: examples of Z-Image-Turbo say 9.
+# A few-step model is run as one up to this factor above its preset's number of steps: examples of Z-Image-Turbo have 9.
 _MAX_STEPS_FACTOR = 2
 
 
 @dataclass(frozen=True)
 class SamplingPreset:
-    """Request values under one name. models: what they are for; source: where they stand. recognised_by: what a folder
-    says that is such a model, each by file and key; loras: patterns of file names of LoRAs that it is for. model: the
-    one model path that has it, None for the whole family; needs_lora: the shipped LoRA that the values are for."""
+    """Request values under one name. models: those they are for; source: their publication. recognised_by: settings of
+    a folder that show such a model, each by file and key; loras: patterns of file names of LoRAs that it is for. model:
+    the one model path that has it, None for the whole family; needs_lora: the shipped LoRA that the values are for."""
 
     family: str
     name: str
@@ -50,15 +50,15 @@ class SamplingPreset:
         return ", ".join(f"{name} {_plain(value)}" for name, value in self.request.items())
 
     def matches(self, request: GenerationRequest) -> bool:
-        """Whether a resolved request has all of these values."""
+        """Return whether a resolved request has all of these values."""
         values = request.to_dict()
-        # A scale of the second expert that is no other one.
+        # A scale of the second expert that equals the first's.
         same_scales = values["guidance_scale_2"] in (None, values["guidance_scale"])
         same_samplers = values["first_chunk_sampler"] in (None, values["sampler"])
         return same_scales and same_samplers and all(values[name] == value for name, value in self.request.items())
 
     def recognised(self, folder: AnyFolder, model_path: str) -> str | None:
-        """What says that this preset is the model's, None when nothing does."""
+        """Return why this preset is the model's, None when nothing shows it."""
         for sign in self.recognised_by:
             reasons = [_reason(folder, model_path, where, wanted) for where, wanted in sign.items()]
             if all(reason is not None for reason in reasons):
@@ -68,13 +68,13 @@ class SamplingPreset:
 
 @dataclass(frozen=True)
 class FewSteps:
-    """What a model or its LoRA was distilled to. presets: any of them is right. because: what says so."""
+    """The settings that a model or its LoRA was distilled to. presets: any of them is right. because: what shows it."""
 
     presets: tuple[SamplingPreset, ...]
     because: str
 
     def remark(self, request: GenerationRequest, is_guided: bool) -> str | None:
-        """What a resolved request asks that such a model is not made for, as one sentence with the right settings; None
+        """Return one sentence with the right settings for a resolved request that such a model is not made for; None
         where nothing is wrong."""
         wrong = []
         if request.num_inference_steps is not None:
@@ -99,8 +99,8 @@ def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
 
 
 def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
-    """The sampling presets of a model: its own where it has any, else its family's, which are for published models and
-    not for the embedded ones."""
+    """Return the sampling presets of a model: its own where it has any, else its family's, which are for published
+    models and not for the embedded ones."""
     of_family = [preset for preset in sampling_presets() if preset.family == family]
     own = tuple(preset for preset in of_family if preset.model == model_path)
     if own or model_path in embedded_names():
@@ -109,8 +109,8 @@ def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
 
 
 def check_preset_names(names: Iterable[str], presets: Iterable[SamplingPreset], path: AnyFolder | Path) -> None:
-    """names: of a model folder's own presets, of the file `path`. Raises ModelLoadError where one is that of a sampling
-    preset of the model: `--preset NAME` would have other values with this folder than with every other one."""
+    """Check the names of a model folder's own presets, of the file `path`. Raises ModelLoadError where one is that of a
+    sampling preset of the model: `--preset NAME` would have other values with this folder than with every other one."""
     known = {preset.name: preset for preset in presets}
     for name in names:
         if name in known:
@@ -121,14 +121,14 @@ def check_preset_names(names: Iterable[str], presets: Iterable[SamplingPreset], 
 
 
 def shipped_lora_of(preset: str | None, model_path: str) -> str | None:
-    """The shipped LoRA that a preset of that name needs with this model; None where it needs none."""
+    """Return the shipped LoRA that a preset of that name needs with this model; None where it needs none."""
     found = (each for each in sampling_presets() if each.name == preset and each.model == model_path)
     return next((each.needs_lora for each in found), None)
 
 
 @functools.cache
 def sampling_presets() -> tuple[SamplingPreset, ...]:
-    """All of them, family by family."""
+    """Return all sampling presets, family by family."""
     return tuple(
         SamplingPreset(
             family=family,
@@ -147,8 +147,8 @@ def sampling_presets() -> tuple[SamplingPreset, ...]:
 
 
 def recognise(family: str, folder: AnyFolder, model_path: str) -> FewSteps | None:
-    """What the model in a folder was distilled to, as far as the folder or its name says; the first of its presets is
-    its default. Raises ModelLoadError for json that cannot be read."""
+    """Return the few-step settings of the model in a folder, as far as the folder or its name shows them; the first of
+    its presets is its default. Raises ModelLoadError for json that cannot be read."""
     found = [(preset, preset.recognised(folder, model_path)) for preset in presets_of(family, model_path)]
     reasons = [reason for _, reason in found if reason is not None]
     if not reasons:
@@ -157,20 +157,20 @@ def recognise(family: str, folder: AnyFolder, model_path: str) -> FewSteps | Non
 
 
 def recognise_lora(family: str, path: str, model_path: str = "") -> FewSteps | None:
-    """What the LoRA in a file was distilled to, as far as its name says."""
+    """Return the few-step settings of the LoRA in a file, as far as its name shows them."""
     name, presets = Path(path).name, presets_of(family, model_path)
     found = tuple(preset for preset in presets if any(_fits(name, pattern) for pattern in preset.loras))
     return FewSteps(found, f"the LoRA {name}") if found else None
 
 
 def few_steps_of(family: str, folder: AnyFolder, model_path: str, loras: Iterable[str]) -> FewSteps | None:
-    """What a model was distilled to, else the first of its LoRA files that says what; None for many steps."""
+    """Return few-step settings of a model, else of its first LoRA file that has any; None for many steps."""
     found = (recognise(family, folder, model_path), *(recognise_lora(family, path, model_path) for path in loras))
     return next((each for each in found if each is not None), None)
 
 
 def unknown_preset(name: object, known: Iterable[str]) -> str:
-    """Why `name` is no preset of a model that has those `known`, and what it has."""
+    """Return why `name` is no preset of a model that has those `known`, and the presets it has."""
     known = sorted(set(known))
     found = [preset for preset in sampling_presets() if preset.name == name]
     families = sorted({preset.family for preset in found if preset.model is None})
@@ -189,15 +189,15 @@ def _alone(preset: SamplingPreset) -> str:
 
 
 def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str | None:
-    """One entry of recognised_by as a text; None where it does not hold."""
+    """Return one entry of recognised_by as a text; None where it does not hold."""
     if where == _MODEL_PATH:
-        # Of `.` too; a hub id ends in its name as a path does.
+        # Also of `.`; a hub id ends in its name as a path does.
         name = os.path.basename(os.path.abspath(model_path))
         return f"its name is {name}" if _fits(name, wanted) else None
     if not (folder / where).exists():
         return None
     values = read_json_in(folder, *where.split("/"))
-    # A key that is left out is off: so are the defaults of diffusers' classes.
+    # A key that is left out is off, like the defaults of diffusers' classes.
     if any((values.get(key) or None) != (value or None) for key, value in wanted.items()):
         return None
     return f"{where}: {', '.join(f'{key} is {shown(value)}' for key, value in wanted.items())}"

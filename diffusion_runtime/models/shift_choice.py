@@ -16,7 +16,7 @@ _FIELD = "flow_shift"
 class ShiftChoice:
     """A flow shift that is not that of the folder's scheduler.
 
-    value: the shift; owner: whose it is, in words. of_folder: that of the scheduler, None where it follows the size.
+    value: the shift; owner: its source, in words. of_folder: that of the scheduler, None where it follows the size.
     presets: those that the model was recognised by, whose shift goes with their steps or their guidance; none for a
     shift that goes with any.
     """
@@ -34,7 +34,8 @@ class ShiftChoice:
         return has_steps or guidance_scale in {preset.request.get("guidance_scale") for preset in self.presets}
 
     def note(self, request: GenerationRequest, computed: float | None) -> str | None:
-        """Says whose shift a resolved request runs; None for one of its own, and where noise levels are not shifted.
+        """Return a note on the source of a resolved request's shift; None for one of its own, and where noise levels
+        are not shifted.
 
         computed: the shift that the scheduler leads to at the request's size, None where its shift is fixed.
         """
@@ -60,7 +61,7 @@ def shift_choice(
     documented: Mapping[str, Any] | None,
     name: str,
 ) -> ShiftChoice | None:
-    """Compares the flow shifts that a model is given by default; None where the folder's own is the only one.
+    """Compare the flow shifts that a model is given by default; None where the folder's own is the only one.
 
     scheduler: request values of the folder's scheduler; presets: those that the folder is recognised by, the default
     first; generation: request values of its generation.json; documented: those of the model's authors, None for a model

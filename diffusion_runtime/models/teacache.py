@@ -1,4 +1,4 @@
-"""Published coefficients of TeaCache, out of teacache.yaml, and how the model they are for is recognised."""
+"""Published coefficients of TeaCache, from teacache.yaml, and how the model they are for is recognised."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TEACACHE_FILE = Path(__file__).with_name("teacache.yaml")
 
 @dataclass(frozen=True)
 class PublishedPolynomials:
-    """recognised_by: json file -> key -> value; None for a key that is null or absent."""
+    """Coefficients of one model. recognised_by: json file -> key -> value; None for a key that is null or absent."""
 
     polynomials: TeaCachePolynomials
     recognised_by: Mapping[str, Mapping[str, Any]]
 
     def describe(self, folder: AnyFolder) -> bool:
-        """Whether the folder holds the model that they were measured on. Raises ModelLoadError for json that cannot be
-        read."""
+        """Return whether the folder holds the model that they were measured on. Raises ModelLoadError for json that
+        cannot be read."""
         for file, settings in self.recognised_by.items():
             if not (folder / file).exists():
                 return False
@@ -38,7 +38,7 @@ class PublishedPolynomials:
 
 @functools.cache
 def published_polynomials() -> tuple[PublishedPolynomials, ...]:
-    """All of them, as teacache.yaml has them."""
+    """Return all of them, as teacache.yaml has them."""
     return tuple(
         PublishedPolynomials(
             TeaCachePolynomials(
@@ -54,7 +54,7 @@ def published_polynomials() -> tuple[PublishedPolynomials, ...]:
 
 
 def read_polynomials(folder: AnyFolder) -> TeaCachePolynomials | None:
-    """Those that were published for the model in a folder; None for every other model. Raises ModelLoadError."""
+    """Return the coefficients published for a folder's model; None for other models. Raises ModelLoadError."""
     return next((each.polynomials for each in published_polynomials() if each.describe(folder)), None)
 
 

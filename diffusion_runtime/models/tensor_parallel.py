@@ -1,4 +1,4 @@
-"""Tensor parallel: which layers of a transformer processes share, out of tensor_parallel.yaml, and the part of each
+"""Tensor parallel: the layers of a transformer that processes share, from tensor_parallel.yaml, and the part of each
 checkpoint tensor that a process reads."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, family: str, group: RankGroup) -> TensorParallel:
-        """Raises ConfigError for a family whose layers nobody has said how to share, where there are several
+        """Return the rules of a family. Raises ConfigError for a family without sharing rules, where there are several
         processes."""
         families = _rules()
         if family not in families:
@@ -68,7 +68,7 @@ class TensorParallel:
         return cls(tuple(rules), stated["whole"], group)
 
     def rule_of(self, name: str) -> ShareRule | None:
-        """The rule that a layer meets; None for one that stays whole."""
+        """Return the rule for a layer; None for one that stays whole."""
         return next((rule for rule in self.rules if fnmatch.fnmatchcase(name, rule.layers)), None)
 
     def apply(self, transformer: nn.Module) -> None:
@@ -111,8 +111,8 @@ def _divided_features(layer: Linear | RMSNorm, kind: ShareKind) -> int:
 
 
 def shared_pieces(module: nn.Module, pieces: Mapping[str, tuple[Piece, ...]]) -> Mapping[str, tuple[Piece, ...]]:
-    """The pieces of a transformer's parameters with the part of each that this process reads. module: with the layers
-    that `TensorParallel.apply` made; pieces: of whole tensors."""
+    """Return the pieces of a transformer's parameters with the part of each that this process reads. module: with the
+    layers that `TensorParallel.apply` made; pieces: of whole tensors."""
     parts: dict[str, tuple[Piece, ...]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, Linear | RMSNorm) and layer.share is not None:
@@ -139,7 +139,7 @@ def _parts_of(pieces: Sequence[Piece], share: WeightShare, *, is_bias: bool) -> 
 
 
 def _within(ranges: Sequence[slice], first: int, stop: int) -> tuple[slice, ...]:
-    """What of the ranges lies in first..stop - 1, counted from `first`."""
+    """Return the parts of the ranges within first..stop - 1, counted from `first`."""
     cut = (slice(max(each.start, first) - first, min(each.stop, stop) - first) for each in ranges)
     return tuple(each for each in cut if each.start < each.stop)
 

@@ -31,7 +31,7 @@ from diffusion_runtime.weights.weight_loading import own_pieces
 
 _logger = logging.getLogger("diffusion_runtime")
 
-# What transformers calls a file of weights.
+# transformers' name for a file of weights.
 STEM = "model"
 # A component of diffusers' between an encoder and a transformer.
 CONNECTORS = "connectors"
@@ -43,7 +43,7 @@ _Open = Callable[[Sequence[WeightChange]], Checkpoint]
 
 
 def text_components(folder: AnyFolder) -> list[str]:
-    """Those of transformers that model_index.json has for the text."""
+    """Return the text components of transformers in model_index.json."""
     return [
         name
         for name, entry in read_index(folder).items()
@@ -52,8 +52,8 @@ def text_components(folder: AnyFolder) -> list[str]:
 
 
 def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each tensor of an encoder of transformers', by name: of the weight files where they are here, of the
-    config where not. class_name: as model_index.json says. Raises ModelLoadError."""
+    """Return the shape of each tensor of a transformers encoder, by name: of the weight files where they are here, of
+    the config where not. class_name: as in model_index.json. Raises ModelLoadError."""
     try:
         files = find_weight_files(folder, STEM)
     except ModelLoadError:
@@ -62,7 +62,7 @@ def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...
 
 
 def why_whole(dtype: torch.dtype) -> str:
-    """Why the weights of text encoders cannot wait in their files in a dtype; empty where they can."""
+    """Return why the weights of text encoders cannot wait in their files in a dtype; empty where they can."""
     if dtype == torch.float16:
         return "in float16, transformers keeps parts of encoders in float32; with --dtype bfloat16 they are streamed"
     return ""
@@ -75,8 +75,8 @@ def keep_text_in_files(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[nn.Module, StoredWeights]:
-    """Where the weights of each module wait. encoder: built for the meta device, whose weights wait; others: components
-    of diffusers' that may be among its modules.
+    """Return where the weights of each module wait. encoder: built for the meta device, whose weights wait; others:
+    components of diffusers' that may be among its modules.
 
     Raises ModelLoadError for a module whose parameters cannot be told from each other in the files, or are not there.
     """
@@ -105,7 +105,7 @@ class TextChanges:
         self._components = [*text_components(folder), *(component.name for component in others)]
 
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """By component, of the tensors that may be changed. Raises ModelLoadError."""
+        """Return by component the shapes of the tensors that may be changed. Raises ModelLoadError."""
         index = read_index(self._folder)
         found: dict[str, dict[str, tuple[int, ...]]] = {
             name: {
@@ -206,7 +206,7 @@ def _source_of(
         if not missing:
             found.append((name, opens, pieces))
     if len(found) != 1:
-        # Of the component that has the most of them.
+        # From the component that has the most of them.
         name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
         what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
         done = "changed" if flag == "--lora" else "read by blocks"
@@ -228,8 +228,8 @@ def _open_component(
 
 
 def matched_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
-    """(the name of its tensor for what is in the state dict, the names of what has none or one of several). shapes: of
-    every tensor of a component's files. What modules share is one tensor under any of its names."""
+    """Return (by name in the state dict, the name of its tensor; the names with no tensor or one of several). shapes:
+    of every tensor of a component's files. Weights that modules share are one tensor under any of their names."""
     by_end: defaultdict[str, list[str]] = defaultdict(list)
     for name in shapes:
         by_end[_end(name)].append(name)
@@ -256,7 +256,7 @@ def _end(name: str) -> str:
 
 
 def _num_alike(one: str, other: str) -> int:
-    """How many parts of two dotted names agree, from the last one on; of embeddings at least one."""
+    """Return how many parts of two dotted names agree, from the last one on; of embeddings at least one."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     number = 0
     for first, second in pairs:

@@ -28,18 +28,18 @@ NOTE = "8-bit weights dequantised by their scales"
 
 
 def check_text_encoder_file(path: Path, prefix: str = "") -> None:
-    """Raises ModelLoadError for a file of a text encoder that is quantised otherwise than in 8-bit floats, or whose
-    scales are not such as are read. Reads its head, and marks beside weights. prefix: of its part of the file."""
+    """Check that a text encoder's file is not quantised otherwise than in 8-bit floats with supported scales. Reads its
+    head, and marks next to weights. prefix: of its part of the file. Raises ModelLoadError."""
     with closing(SafetensorsFile(path, prefix)) as file:
         refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
         find_scales([file])
 
 
 def apply_scales(encoder: TextEncoder, folder: AnyFolder) -> None:
-    """Give the weights of a loaded text encoder the scales of their files, where these have any, and say so in its
+    """Give the weights of a loaded text encoder the scales of their files, where these have any, and note it in its
     `implementation`. Modules of ours were read with theirs, and weights that wait in their files will be.
 
-    Raises ModelLoadError for files whose tensors cannot be told to be the module's.
+    Raises ModelLoadError for files whose tensors cannot be matched to the module.
     """
     for component in text_components(folder):
         with ExitStack() as stack:
@@ -61,7 +61,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _multiply(modules: Sequence[nn.Module], rows: Mapping[str, tuple[StoredRows, ...]], path: Path) -> None:
-    """The scales of one component's tensors into the one of these modules that they are for."""
+    """Multiply the scales of one component's tensors into the one of these modules that they are for."""
     shapes = {name: several[0].shape for name, several in rows.items()}
     found = []
     for module in modules:

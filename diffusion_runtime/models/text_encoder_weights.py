@@ -12,7 +12,7 @@ from diffusion_runtime.models.text_encoder_files import STEM
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece
 from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 
-# The embeddings, and the name that some files have them by.
+# The embeddings, and their name in some files.
 _EMBEDDINGS, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"
 
 

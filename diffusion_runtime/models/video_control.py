@@ -12,31 +12,31 @@ from diffusion_runtime.media.clips import ClipFacts, inspect_clip, is_black
 from diffusion_runtime.media.images import MAX_STRETCH, inspect_picture
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
-# The request fields of files that such models take, and whether they need them.
+# The file fields of requests that such models take, and whether they need them.
 FILES = {"image_path": False, "video_path": False, "mask_path": False}
 Sides: TypeAlias = tuple[int, int]
-# Each is one latent frame more. Examples of VACE's authors have up to three; a folder with hundreds is a slip.
+# Each is one latent frame more. Examples of VACE's authors have up to three; a folder with hundreds is a mistake.
 MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
 class VideoControl:
-    """num_blocks: control blocks, each of which may have a conditioning scale of its own."""
+    """Control of videos. num_blocks: control blocks, each of which may have a conditioning scale of its own."""
 
     num_blocks: int
     geometry: LatentGeometry
 
     @property
     def most(self) -> int:
-        """How many reference images a request may name."""
+        """Maximum number of reference images in a request."""
         return MAX_REFERENCES
 
     def num_references(self, request: GenerationRequest) -> int:
-        """The reference images of a request, each of which is a latent frame before those of the clip."""
+        """Return the number of reference images, each of which is a latent frame before the clip's."""
         return len(image_paths(request, "image_path"))
 
     def check(self, request: GenerationRequest, size: ClipSize) -> None:
-        """Raises RequestError for inputs that cannot control a clip of this size."""
+        """Check that a request's inputs can control a clip of this size. Raises RequestError."""
         scales = request.conditioning_scale
         if isinstance(scales, tuple) and len(scales) != self.num_blocks:
             raise RequestError(
@@ -78,7 +78,7 @@ class VideoControl:
             )
 
     def scaled_sizes(self, sides: Sides, path: str, size: ClipSize) -> tuple[Sides, Sides]:
-        """Of a reference image, (width, height) in whole latents, and (height, width) inside of the clip's. Raises
+        """Return a reference image's (width, height) in whole latents, and (height, width) inside of the clip's. Raises
         RequestError for an image of which nothing would be left. sides: width and height."""
         factor = self.geometry.spatial_factor
         width, height = (side // factor * factor for side in sides)
@@ -90,7 +90,7 @@ class VideoControl:
         raise RequestError(f"image_path: {path} is {sides[0]} x {sides[1]} (width x height): too narrow; crop it")
 
     def remarks(self, request: GenerationRequest, size: ClipSize) -> Iterator[str]:
-        """What of the control video and its mask is not used as it stands there, as sentences."""
+        """Yield sentences on the parts of the control video and its mask that are not used."""
         for field, path in (("video_path", request.video_path), ("mask_path", request.mask_path)):
             if path is None:
                 continue

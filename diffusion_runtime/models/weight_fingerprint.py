@@ -1,4 +1,4 @@
-"""Fingerprints of weight files that a run names: whether a file is another one than when a recipe was made, known
+"""Fingerprints of weight files that a run names: they show whether a file differs from the one a recipe was made with,
 without reading all of it."""
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from diffusion_runtime.weights.weight_files import GGUF, SAFETENSORS
 Fingerprints: TypeAlias = dict[str, str | list[str | None]]
 
 _SUFFIXES = (*SAFETENSORS, GGUF)
-# What is read of a file that is larger: its head, which lists the tensors, and pieces all over it. Weights of equal
+# The parts of a larger file that are read: its head, which lists the tensors, and pieces all over it. Weights of equal
 # shapes have equal heads and sizes; two trainings of one model differ in every piece.
 _HEAD, _PIECE, _NUM_PIECES = 2**20, 2**13, 256
 
 
 def weight_fingerprints(config: RuntimeConfig) -> Fingerprints:
-    """Of every weight file or folder beside the model's own that a config names and that is on this machine."""
+    """Return the fingerprint of every weight file or folder, except the model's own, that a config names and that is on
+    this machine."""
     found: Fingerprints = {}
     for field in dataclasses.fields(config):
         is_path = field.name.endswith("_path") and field.name != "model_path"
@@ -44,15 +45,15 @@ def weight_fingerprints(config: RuntimeConfig) -> Fingerprints:
 
 
 def with_loras(fingerprints: Fingerprints, loras: Sequence[LoraConfig]) -> Fingerprints:
-    """The same with those of these LoRA files, instead of others."""
+    """Return the fingerprints with those of these LoRA files, in place of others."""
     others = {name: digest for name, digest in fingerprints.items() if name != "lora"}
     return {**others, "lora": [fingerprint(lora_path(lora.path)) for lora in loras]} if loras else others
 
 
 def changed_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """The paths of weight files that were another file when a recipe was made, of those that a run still names.
+    """Return the paths of weight files that a run still names and that were another file when a recipe was made.
 
-    then: a recipe, which may say anything; now: what `PipelineDescription.to_dict` says.
+    then: a recipe with any contents; now: the result of `PipelineDescription.to_dict`.
     """
     before = _by_path(then)
     changed = [path for path, digest in _by_path(now).items() if before.get(path) not in (None, digest)]
@@ -60,8 +61,8 @@ def changed_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[st
 
 
 def fingerprint(place: Path) -> str | None:
-    """SHA-256, in hexadecimal, of a file's size, head and pieces, of a folder those of its weight files; None where
-    there is none."""
+    """Return the SHA-256, in hexadecimal, of a file's size, head and pieces, of a folder those of its weight files;
+    None where there is none."""
     digest = hashlib.sha256()
     try:
         is_folder = place.is_dir()
@@ -79,7 +80,7 @@ def fingerprint(place: Path) -> str | None:
 
 
 def _parts(size: int) -> Sequence[tuple[int, int]]:
-    """(start, length) of what is read of a file."""
+    """Return (start, length) of the parts of a file that are read."""
     if size <= _HEAD + _NUM_PIECES * _PIECE:
         return [(0, size)]
     step = (size - _HEAD - _PIECE) / (_NUM_PIECES - 1)

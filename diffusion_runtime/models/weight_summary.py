@@ -1,4 +1,4 @@
-"""What a file or a component's folder of weights holds, from heads alone: kind, family, format, stored dtypes."""
+"""Contents of a file or a component's folder of weights, from heads alone: kind, family, format, stored dtypes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from diffusion_runtime.weights.weight_files import (
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """holds: a text encoder or an autoencoder in words, None for a transformer's weights; component: which of a
-    model's, empty for a transformer's. prefix: in front of the transformer's tensors, empty for none. families: that it
-    may be for, empty for none that is known. kinds: how many tensors are stored as what. scales: of 8-bit weights, None
-    for none. num_others: tensors of other components."""
+    """Summary of a weight file. holds: a text encoder or an autoencoder in words, None for a transformer's weights;
+    component: its folder in a model, empty for a transformer's. prefix: in front of the transformer's tensors, empty
+    for none. families: that it may be for, empty for none that is known. kinds: stored kind -> number of tensors.
+    scales: of 8-bit weights, None for none. num_others: tensors of other components."""
 
     path: Path
     format: str
@@ -50,8 +50,8 @@ class WeightSummary:
 
 
 def holds_weights(path: str) -> bool:
-    """Whether a file is one of weights rather than a LoRA. Raises ModelLoadError for a safetensors file that cannot be
-    read."""
+    """Return whether a file holds weights rather than a LoRA. Raises ModelLoadError for a safetensors file that cannot
+    be read."""
     if path.endswith(GGUF):
         return True
     place = Path(path)
@@ -64,7 +64,7 @@ def holds_weights(path: str) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a component's folder, or the one file. Raises ModelLoadError."""
+    """Return the files of a component's folder, or the one file. Raises ModelLoadError."""
     if not path.is_dir():
         return [path]
     stems = [stem for stem in STEMS.values() if any(each.name.startswith(stem) for each in path.glob("*.safetensors"))]
@@ -72,7 +72,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def summarise_weights(path: Path) -> WeightSummary:
-    """Raises ModelLoadError for a file that cannot be read, or whose tensors are stored in a way that is not."""
+    """Summarise a file. Raises ModelLoadError for one that cannot be read or is stored in an unsupported way."""
     parts = _parts_in(path)
     if not parts:
         with contextlib.ExitStack() as stack:
@@ -132,7 +132,7 @@ def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
 
 
 def _scales_text(sizes: Sequence[int], *, has_float8: bool) -> str | None:
-    """sizes: how many numbers each scale has."""
+    """Describe the scales of 8-bit weights. sizes: how many numbers each scale has."""
     by_row = sum(size > 1 for size in sizes)
     counted = [
         f"{number} {how}" for number, how in ((len(sizes) - by_row, "per tensor"), (by_row, "per row")) if number

@@ -1,4 +1,4 @@
-"""Prompts that are known before a model is loaded are encoded while its transformer is read."""
+"""Encodes prompts that are known before a model is loaded while its transformer is read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _StoppedError(Exception):
 
 
 class EncodingAhead(TextEncoder):
-    """`encoder`, of which a thread encodes `texts` from now on; the first call with the same texts gets what it found.
+    """`encoder`, whose `texts` a thread encodes from now on; the first call with the same texts gets its result.
 
     The thread makes the call that `encode` would make, on the same device and stream, so that the numbers are the same.
-    Any call waits for it first: an encoder is used by one thread at a time. What it raises is raised by the call with
-    the same texts.
+    Any call waits for it first: an encoder is used by one thread at a time. What the thread raises is raised by the
+    call with the same texts.
     """
 
     def __init__(self, encoder: TextEncoder, texts: Sequence[str], device: torch.device) -> None:
@@ -40,33 +40,30 @@ class EncodingAhead(TextEncoder):
         self._is_stopped, self._is_done = threading.Event(), threading.Event()
         self._describe()
         # A daemon that is stopped as the interpreter ends: a load that fails at any point waits for no prompt, and no
-        # thread is left within torch, which would abort the process.
+        # thread is left inside torch, which would abort the process.
         self._thread = threading.Thread(target=self._run, name="encoding-ahead", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
-        """See TextEncoder.of_pictures."""
         self._wait()
         return self._or_self(self._encoder.of_pictures(paths))
 
     def of_negative(self) -> TextEncoder:
-        """See TextEncoder.of_negative."""
         self._wait()
         return self._or_self(self._encoder.of_negative())
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode."""
         self._wait()
         found, failure, is_asked = self._found, self._failure, tuple(prompts) == self._texts
-        # Given once: a model is kept for hours, and its first prompt is not what it is kept for.
+        # Returned once: a model is kept for hours, its first prompt need not be.
         self._found = self._failure = None
         if is_asked and failure is not None:
             raise failure
         try:
             return found if is_asked and found is not None else self._encoder.encode(prompts)
         finally:
-            # An encoder may find while it encodes that its kernels are not to be used here.
+            # Encoding may find that the encoder's kernels must not be used here.
             self._describe()
 
     def forget(self) -> None:
@@ -90,7 +87,7 @@ class EncodingAhead(TextEncoder):
 
     def _wait(self) -> None:
         try:
-            # Not `join`: a signal within it makes Python before 3.13 take a thread that runs for one that has ended.
+            # Not `join`: a signal during it makes Python before 3.13 take a running thread for one that has ended.
             self._is_done.wait()
         except BaseException:
             # Ctrl-C: a process does not end before its threads have.
@@ -99,14 +96,14 @@ class EncodingAhead(TextEncoder):
         self._thread.join()
 
     def _run(self) -> None:
-        # Not of layers alone: on a CPU one of 67 M numbers takes 5 s for 1,800 tokens.
+        # Any module, not only layers: on a CPU one of 67 M numbers takes 5 s for 1,800 tokens.
         modules = dict.fromkeys(part for module in modules_of(self._encoder) for part in module.modules())
         hooks = [module.register_forward_pre_hook(self._check) for module in modules]
         try:
             with torch.inference_mode(), device_guard(self._device):
                 self._found = self._encoder.encode(self._texts)
         except _StoppedError:
-            # Whoever asks for the same texts after all has them encoded then.
+            # A later call with the same texts encodes them then.
             pass
         except Exception as error:
             self._failure = error
@@ -124,8 +121,9 @@ class EncodingAhead(TextEncoder):
 
 @contextlib.contextmanager
 def encoding_ahead(encoder: TextEncoder, texts: Sequence[str], device: torch.device) -> Iterator[TextEncoder]:
-    """The encoder, which encodes `texts` while the block runs; without any, on devices of one thread, and where
-    start-time measures are off, the encoder alone. A block that raises, Ctrl-C included, ends the encoding."""
+    """Context manager: give the encoder, which encodes `texts` while the block runs; without texts, on devices of one
+    thread, and where start-time measures are off, the encoder alone. A block that raises, Ctrl-C included, ends the
+    encoding."""
     if not texts or device.type not in DEVICES or not startup_is_on():
         yield encoder
         return

@@ -1,7 +1,7 @@
 """The attention of text encoders: `per_role.text_encoder.backend` as transformers' own `attn_implementation`.
 
-A text encoder is a model of transformers, which has implementations of its own; a backend's name stands for the one
-that calls the same kernels. Nothing is chosen unless it is named: transformers takes sdpa then.
+A text encoder is a model of transformers, which has implementations of its own; a backend's name selects the one that
+calls the same kernels. Without a named backend nothing is chosen, and transformers takes sdpa.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import encoders_of
 
-# Backend here -> what transformers calls it, and the attribute by which a class says that it has it.
+# Backend here -> transformers' name for it, and the attribute by which a class declares that it has it.
 _IMPLEMENTATIONS = {
     "torch_sdpa": ("sdpa", "_supports_sdpa"),
     "reference": ("eager", None),
@@ -28,20 +28,20 @@ _IMPLEMENTATIONS = {
     "fa3": ("flash_attention_3", "_supports_flash_attn"),
     "flex_attn": ("flex_attention", "_supports_flex_attn"),
 }
-# What transformers takes by itself, where a class has it; every class of text encoders that is read here does.
+# What transformers takes by default, where a class has it; every class of text encoders that is read here does.
 DEFAULT = "sdpa"
 
 
 @dataclass(frozen=True)
 class EncoderAttention:
-    """implementation: as transformers calls it; reason: which choice says so."""
+    """Attention of text encoders. implementation: transformers' name; reason: the choice that names it."""
 
     implementation: str
     reason: str
 
 
 def choose_encoder_attention(policy: AttentionPolicy, classes: Mapping[str, str | None]) -> EncoderAttention | None:
-    """What the choices say about text encoders; None where none does.
+    """Choose the attention of text encoders; None where no choice names one.
 
     classes: of each text encoder of the model, its class of transformers; None for a module of ours, which computes
     torch's scaled_dot_product_attention and nothing else. Of several backends the first that every encoder has and the
@@ -72,7 +72,7 @@ def choose_encoder_attention(policy: AttentionPolicy, classes: Mapping[str, str 
 
 
 def _stated(policy: AttentionPolicy) -> tuple[str, StatedChoice] | None:
-    """The highest level that names a backend for text encoders. Choices for every role are for the transformer's."""
+    """Return the highest level that names a backend for text encoders, ignoring choices for every role."""
     found = [
         ("force", StatedChoice(choice.spec, True, "force_attention_backend"))
         for choice in reversed(policy.forced)
@@ -99,7 +99,7 @@ def _refusals(name: str, policy: AttentionPolicy, classes: Mapping[str, str | No
             lacking.append(f"{component}: transformers' {class_name} has no {implementation}")
     if lacking:
         return lacking
-    # A common size of heads: transformers says nothing of which it takes.
+    # A common head size: transformers does not specify which it takes.
     requirements = AttentionRequirements(
         TEXT_ENCODER, "self", 64, dtype_name(policy.dtype), policy.hardware, num_heads=1, num_kv_heads=1
     )
@@ -107,21 +107,21 @@ def _refusals(name: str, policy: AttentionPolicy, classes: Mapping[str, str | No
 
 
 def _has(class_name: str, attribute: str) -> bool:
-    """Whether a class of transformers says that it has an implementation. Imports it, which takes seconds."""
+    """Return whether a class of transformers declares an implementation. Imports it, which takes seconds."""
     import transformers
 
     found = getattr(transformers, class_name, None)
-    # A class that is found elsewhere says so when it is loaded.
+    # A class that is found elsewhere is checked when it is loaded.
     return found is None or bool(getattr(found, attribute, False))
 
 
 def use_attention(encoder: TextEncoder, chosen: EncoderAttention) -> TextEncoder:
-    """The encoder with the chosen attention in each model of transformers that it is made of."""
+    """Set the chosen attention in each transformers model of the encoder, and return the encoder."""
     for part in encoders_of(encoder):
         models = [value for value in vars(part).values() if hasattr(value, "set_attn_implementation")]
         set_implementation(models, chosen.implementation)
         if models and hasattr(part, "implementation"):
-            # What follows a semicolon is diffusers'.
+            # The part after a semicolon is diffusers'.
             _, mark, rest = part.implementation.partition(";")
             part.implementation = chosen.implementation + mark + rest
     encoder.chosen = chosen.reason
@@ -132,7 +132,7 @@ def use_attention(encoder: TextEncoder, chosen: EncoderAttention) -> TextEncoder
 
 
 def set_implementation(models: Sequence[Any], implementation: str) -> None:
-    """Raises ModelLoadError where transformers sets another one than it is asked for."""
+    """Set the implementation. Raises ModelLoadError where transformers sets another one than requested."""
     for model in models:
         model.set_attn_implementation(implementation)
         if model.config._attn_implementation != implementation:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CLIPPooledEncoder:
-    """The final state of a prompt's end token. max_tokens: capacity for one prompt, its two special tokens included."""
+    """Encoder to the state of a prompt's end token. max_tokens: capacity, two special tokens included."""
 
     library = "transformers"
 
@@ -29,7 +29,7 @@ class CLIPPooledEncoder:
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> tuple[torch.Tensor, EncoderCut]:
-        """[batch, dim], and what was truncated. The model is causal, so padding behind the end token has no effect."""
+        """Encode to [batch, dim] and report truncation. In a causal model padding after the end has no effect."""
         rows = [tokenize(self.tokenizer, prompt, self.max_tokens) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         ids = torch.full((len(rows), max(len(row.ids) for row in rows)), 0 if padding is None else padding)
@@ -47,7 +47,7 @@ def load_clip(
     encoder: str = "text_encoder_2",
     tokenizer: str = "tokenizer_2",
 ) -> CLIPPooledEncoder:
-    """CLIP from two components of a model folder, from safetensors and without a network.
+    """Load CLIP from two components of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """

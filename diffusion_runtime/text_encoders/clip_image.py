@@ -1,4 +1,5 @@
-"""CLIP image encoder (Radford et al., arXiv:2103.00020): an image as tokens, to attend to beside those of a text.
+"""CLIP image encoder (Radford et al., arXiv:2103.00020): an image as tokens, which are attended to together with those
+of a text.
 
 The model is transformers'. The picture is prepared in image_preparation.py.
 """
@@ -21,7 +22,7 @@ _MODEL_TYPE = "clip_vision_model"
 
 
 class ClipImageEncoder:
-    """`image_encoder/` and `image_processor/` of a diffusers folder."""
+    """Encoder of `image_encoder/` and `image_processor/` of a diffusers folder."""
 
     library = "transformers"
 
@@ -32,7 +33,7 @@ class ClipImageEncoder:
 
     @torch.inference_mode()
     def encode(self, image: torch.Tensor) -> torch.Tensor:
-        """The tokens before the last layer. image: [height, width, 3], uint8, of any size. Returns [1, tokens, dim]."""
+        """Return the tokens before the last layer, [1, tokens, dim]. image: [height, width, 3], uint8, of any size."""
         pixels = self.preparation.prepare(image).to(self.model.device, self.model.dtype)
         states = self.model(pixels, output_hidden_states=True).hidden_states
         assert states is not None
@@ -41,10 +42,10 @@ class ClipImageEncoder:
 
 
 def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None) -> None:
-    """Whether a folder's image encoder and the preparation of its pictures, by their json, are such as are read here.
+    """Check from their json that a folder's image encoder and image preparation are supported.
 
-    dim: of a token; num_tokens: of an image, None where any number will do. Raises ModelLoadError that names the file
-    and the key.
+    dim: of a token; num_tokens: of an image, None for any number. Raises ModelLoadError that names the file and the
+    key.
     """
     check_model_type(folder / "image_encoder", (_MODEL_TYPE,))
     file = read_config(folder, "image_encoder")
@@ -52,7 +53,7 @@ def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None
     if width != dim:
         raise file.error("hidden_size", f"{dim}, the transformer's image_dim", width)
     image_size, patch_size = file.whole_number("image_size", 224), file.whole_number("patch_size", 32)
-    # And the token of the class.
+    # Plus the class token.
     found = (image_size // patch_size) ** 2 + 1
     if num_tokens is not None and found != num_tokens:
         raise file.error("image_size", f"that of {num_tokens} tokens", image_size)
@@ -66,7 +67,7 @@ def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None
 
 
 def load_clip_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ClipImageEncoder:
-    """The image encoder of a model folder, from safetensors and json and without a network.
+    """Load the image encoder of a model folder, from safetensors and json and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """

@@ -1,4 +1,4 @@
-"""The size of a text encoder in memory, known without reading its weights: of tensors' shapes, or of its config."""
+"""The size of a text encoder in memory, known without reading its weights: from tensors' shapes, or from its config."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ _found: dict[tuple[str, str], Mapping[str, tuple[int, ...]]] = {}
 def tensor_sizes_of(
     shapes: Mapping[str, int], num_layers: int | None = None, *, sees: bool = False
 ) -> tuple[int, tuple[int, ...]]:
-    """(numbers of all tensors that are loaded, numbers of each layer). shapes: numbers of each tensor, by name.
-    num_layers: how many of the first layers are loaded, None for all. sees: whether the half that reads pictures is
-    loaded, of which no layer counts as one."""
+    """Return (numbers of all tensors that are loaded, numbers of each layer).
+
+    shapes: numbers of each tensor, by name. num_layers: how many of the first layers are loaded, None for all. sees:
+    whether the half that reads pictures is loaded, of which no layer counts as one.
+    """
     total, layers = 0, defaultdict[int, int](int)
     for name, numbers in shapes.items():
         is_vision = _VISION.search(name) is not None
@@ -51,7 +53,7 @@ def tensor_sizes_of(
 
 
 def layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The layers of an encoder that is loaded, as tensor_sizes_of counts them, in their order."""
+    """Return the layers of an encoder that is loaded, as tensor_sizes_of counts them, in their order."""
     return tuple(
         layer
         for name, layer in module.named_modules()
@@ -60,10 +62,11 @@ def layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def shapes_by_config(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
-    transformers, as model_index.json says. Imports transformers, which takes seconds, but for a UMT5 of known settings.
+    """Return the shape of each tensor, by name, of an encoder whose weights are not here, from config.json. class_name:
+    of transformers, as in model_index.json. Imports transformers, which takes seconds, except for a UMT5 with known
+    settings.
 
-    What was found is kept for the process: a plan of memory asks at every size that it tries.
+    The result is kept for the process: a memory plan asks at every size that it tries.
 
     Raises ModelLoadError for a class or settings that transformers does not know.
     """

@@ -13,13 +13,13 @@ from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# The whole model with its vision half, and the language model alone.
+# The whole model with its vision half, or the language model alone.
 _WHOLE, _TEXT_ALONE = "gemma3", "gemma3_text"
 
 
 class Gemma3Encoder:
-    """max_tokens: capacity for one text, its first token included. dim: of a state; num_states: per token, the
-    embedding and one per layer."""
+    """Encoder that returns the states of every layer. max_tokens: capacity for one text, its first token included. dim:
+    of a state; num_states: per token, the embedding and one per layer."""
 
     library = "transformers"
 
@@ -33,8 +33,8 @@ class Gemma3Encoder:
 
     @torch.inference_mode()
     def encode(self, text: str) -> tuple[torch.Tensor, TokenizedPrompt]:
-        """The states of each token [tokens, dim, num_states], the last one through the final norm, and the tokens.
-        Longer texts are truncated."""
+        """Return the states of each token [tokens, dim, num_states], the last one through the final norm, and the
+        tokens. Longer texts are truncated."""
         row = tokenize(self.tokenizer, text, self.max_tokens)
         ids = torch.tensor([row.ids], dtype=torch.long, device=self.model.device)
         output = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -42,7 +42,7 @@ class Gemma3Encoder:
 
 
 def load_gemma3(folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int) -> Gemma3Encoder:
-    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+    """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """

@@ -1,4 +1,4 @@
-"""Pictures for vision models (image preprocessing): scaled, cropped and normalised as preprocessor_config.json says.
+"""Image preprocessing for vision models: scaling, cropping and normalisation by preprocessor_config.json.
 
 transformers' own preprocessing needs torchvision.
 """
@@ -20,9 +20,9 @@ from diffusion_runtime.untrusted.json_text import read_json_file
 class PicturePreparation:
     """Preprocessing of pixels for a vision model.
 
-    height, width: of the picture that is made; resample: Pillow's number of the filter; mean, std: by colour, of values
-    in [0, 1]. shortest_side: to which the picture is scaled before its middle is cut out; None where it is scaled to
-    height x width as it is.
+    height, width: of the result; resample: Pillow's number of the filter; mean, std: by colour, of values in [0, 1].
+    shortest_side: length that the shortest side is scaled to before the middle is cut out; None to scale to height x
+    width directly.
     """
 
     height: int
@@ -33,7 +33,7 @@ class PicturePreparation:
     shortest_side: int | None = None
 
     def prepare(self, image: torch.Tensor) -> torch.Tensor:
-        """image: [height, width, 3], uint8. Returns [1, 3, height, width], float32."""
+        """Return [1, 3, height, width], float32. image: [height, width, 3], uint8."""
         import numpy
         from PIL import Image
 
@@ -46,7 +46,7 @@ class PicturePreparation:
         return scaled.sub(torch.tensor(self.mean)).div(torch.tensor(self.std)).permute(2, 0, 1)[None]
 
     def _scaled_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height before the middle is cut out."""
+        """Return width and height before the middle is cut out."""
         side = self.shortest_side
         if side is None:
             return self.width, self.height
@@ -54,7 +54,7 @@ class PicturePreparation:
 
 
 def read_preparation(path: Path) -> PicturePreparation:
-    """The contents of a preprocessor_config.json. Raises ModelLoadError that names the file and the key."""
+    """Read a preprocessor_config.json. Raises ModelLoadError that names the file and the key."""
     values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
@@ -68,7 +68,7 @@ def read_preparation(path: Path) -> PicturePreparation:
 
 
 def check_all_steps(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError for a file that asks to leave a step out."""
+    """Check that a file leaves no step out. Raises ModelLoadError."""
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if values.get(key, True) is not True:
             raise ModelLoadError(
@@ -77,13 +77,13 @@ def check_all_steps(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read_sizes(path: Path, values: Mapping[str, Any]) -> tuple[int, int, int | None]:
-    """Height, width and shortest_side."""
+    """Read height, width and shortest_side."""
     size = values.get("size")
     if not values.get("do_center_crop", False):
         return (*_height_and_width(path, "size", size), None)
     shortest_side = size.get("shortest_edge") if isinstance(size, dict) else size
     crop = values.get("crop_size")
-    # As files of CLIP from 2021 have it.
+    # Format of CLIP's files from 2021.
     crop = {"height": crop, "width": crop} if type(crop) is int else crop
     height, width = _height_and_width(path, "crop_size", crop)
     if not isinstance(shortest_side, int) or shortest_side < max(height, width):
@@ -101,7 +101,7 @@ def _height_and_width(path: Path, key: str, size: object) -> tuple[int, int]:
 
 
 def read_three_numbers(path: Path, key: str, value: object) -> tuple[float, ...]:
-    """Of three colours. Raises ModelLoadError."""
+    """Read the numbers of three colours. Raises ModelLoadError."""
     given: Sequence[object] = value if isinstance(value, list) else ()
     numbers = [float(v) for v in given if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(given) != 3 or len(numbers) != 3:

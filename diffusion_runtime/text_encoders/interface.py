@@ -24,12 +24,12 @@ class TextStream:
     lengths: tuple[int, ...]
 
     def take(self, indices: Sequence[int]) -> Self:
-        """The prompts at these positions; a position may come more than once."""
+        """Return the prompts at these positions; a position may come more than once."""
         lengths = tuple(self.lengths[index] for index in indices)
         return dataclasses.replace(self, embeddings=self.embeddings[list(indices)], lengths=lengths)
 
     def joined(self, other: Self) -> Self:
-        """These prompts and, behind them, those of `other`, padded to the longer ones."""
+        """Return these prompts followed by those of `other`, padded to the longer ones."""
         most = max(self.embeddings.shape[1], other.embeddings.shape[1])
         padded = [F.pad(each.embeddings, (0, 0, 0, most - each.embeddings.shape[1])) for each in (self, other)]
         return dataclasses.replace(self, embeddings=torch.cat(padded), lengths=self.lengths + other.lengths)
@@ -48,7 +48,7 @@ class EncoderCut:
     max_tokens: int
 
     def take(self, indices: Sequence[int]) -> Self:
-        """Of the prompts at these positions."""
+        """Return the cut of the prompts at these positions."""
         return dataclasses.replace(self, num_tokens=tuple(self.num_tokens[index] for index in indices))
 
 
@@ -57,15 +57,12 @@ class Conditions:
     """Encoded prompts, in the order in which they were given.
 
     embeddings: [batch, max_tokens, dim] on the encoder's device and in its dtype; zero past each prompt's length.
-    lengths: the number of valid tokens of each prompt.
-    unknown_words: for each prompt the words its tokenizer does not know; the model cannot tell them apart.
-    num_cut_tokens: for each prompt how many tokens were cut off because it was too long.
-    pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of encoders beside the
-    first, in the family's own order.
-    encoder: the name of the first encoder, where a remark must name which of several it is about.
-    further_cuts: truncation by the encoders beside the first.
-    picture_places: of a prompt about pictures whose own tokens are left out, how many tokens stand before each; the
-    same for every prompt.
+    lengths: the number of valid tokens of each prompt. unknown_words: for each prompt the words its tokenizer does not
+    know; the model cannot tell them apart. num_cut_tokens: for each prompt how many tokens were cut off because it was
+    too long. pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of the encoders
+    after the first, in the family's own order. encoder: the name of the first encoder, for a remark that must name
+    which of several it is about. further_cuts: truncation by the encoders after the first. picture_places: for a prompt
+    about pictures whose own tokens are left out, how many tokens precede each; the same for every prompt.
     """
 
     embeddings: torch.Tensor
@@ -88,7 +85,7 @@ class Conditions:
         further: Sequence[TextStream] = (),
         picture_places: Sequence[int] = (),
     ) -> Self:
-        """Conditions from given embeddings, without remarks. lengths: None for no padding."""
+        """Build conditions from given embeddings, without remarks. lengths: None for no padding."""
         batch, num_tokens = embeddings.shape[:2]
         known = (num_tokens,) * batch if lengths is None else tuple(lengths)
         nothing: tuple[tuple[str, ...], ...] = ((),) * batch
@@ -96,7 +93,7 @@ class Conditions:
         return cls(embeddings, known, nothing, (0,) * batch, pooled, tuple(further), picture_places=places)
 
     def joined(self, other: Self) -> Self:
-        """These prompts and, behind them, those of `other`, padded to the longer ones."""
+        """Return these prompts followed by those of `other`, padded to the longer ones."""
         assert len(self.further) == len(other.further), "the conditions are of one model"
         first = TextStream(self.embeddings, self.lengths).joined(TextStream(other.embeddings, other.lengths))
         cuts = zip(self.further_cuts, other.further_cuts, strict=True)
@@ -114,8 +111,8 @@ class Conditions:
         )
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
-        """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, quoted in the
-        sentences."""
+        """Return one sentence for each part of the prompt at `index` that the model cannot read. prompt: its text,
+        quoted in the sentences."""
         shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
         remarks = []
         if self.unknown_words[index]:
@@ -134,7 +131,7 @@ class Conditions:
         return tuple(remarks)
 
     def take(self, indices: Sequence[int]) -> Self:
-        """The prompts at these positions; a position may come more than once."""
+        """Return the prompts at these positions; a position may come more than once."""
         return dataclasses.replace(
             self,
             embeddings=self.embeddings[list(indices)],
@@ -147,7 +144,7 @@ class Conditions:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """The same prompts on the device and in the dtype of a model."""
+        """Return the same prompts on the device and in the dtype of a model."""
         return dataclasses.replace(
             self,
             embeddings=self.embeddings.to(device, dtype),
@@ -160,7 +157,7 @@ class TextEncoder(ABC):
     """A tokenizer and an encoder, loaded and on their device.
 
     max_tokens: capacity for one prompt, its end token included. library, implementation: of its attention, for the
-    report; the runtime does not count it. chosen: which choice says so, empty for the library's own
+    report; the runtime does not count it. chosen: the choice that selected it, empty for the library's own
     (attention_choice.py).
     """
 
@@ -170,15 +167,15 @@ class TextEncoder(ABC):
     chosen: str = ""
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:  # noqa: ARG002
-        """The encoder of prompts about these images, in their order, in a model that reads them with the prompt; itself
-        in others."""
+        """Return the encoder of prompts about these images, in their order, in a model that reads them with the prompt;
+        itself in others."""
         return self
 
     def of_negative(self) -> TextEncoder:
-        """The encoder of negative prompts beside this one, in a model whose negative prompts are about other pictures;
-        itself in others."""
+        """Return the encoder of the negative prompts that go with this one, in a model whose negative prompts are about
+        other pictures; itself in others."""
         return self
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """The conditions of one or more prompts; an empty prompt is allowed (a negative prompt often is)."""
+        """Encode one or more prompts; an empty prompt is allowed (a negative prompt often is)."""

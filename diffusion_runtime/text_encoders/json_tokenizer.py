@@ -1,6 +1,7 @@
-"""A tokenizer.json by the tokenizers library alone, as transformers' PreTrainedTokenizerFast runs it.
+"""Reads a tokenizer.json with the tokenizers library alone, and runs it as transformers' PreTrainedTokenizerFast does.
 
-transformers is imported where tokenizer_config.json says more than this one knows: importing it takes a second.
+transformers is imported where tokenizer_config.json has settings that this one does not know: importing it takes a
+second.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _KNOWN: Mapping[str, Allows] = {
     "model_max_length": is_positive,
     "padding_side": either("right"),
     "tokenizer_class": either("PreTrainedTokenizerFast"),
-    # Of decoding, and of how it was saved.
+    # For decoding, and about how it was saved.
     "clean_up_tokenization_spaces": anything,
     "is_local": anything,
 }
 
 
 class JsonTokenizer:
-    """What this runtime uses of PreTrainedTokenizerFast.
+    """The part of PreTrainedTokenizerFast that this runtime uses.
 
     model_max_length, eos_token_id, pad_token_id, unk_token_id: as there.
     """
@@ -59,7 +60,7 @@ class JsonTokenizer:
         return_offsets_mapping: bool = False,
         verbose: bool = False,  # noqa: ARG002 - it says nothing of its own
     ) -> dict[str, Any]:
-        """`input_ids`, and `offset_mapping` where it is asked for, of one text."""
+        """Return `input_ids`, and `offset_mapping` where requested, of one text."""
         if truncation and max_length is not None:
             self._tokenizer.enable_truncation(max_length)
         else:
@@ -70,8 +71,8 @@ class JsonTokenizer:
 
 
 def load_json_tokenizer(folder: Path) -> JsonTokenizer | None:
-    """The tokenizer of a folder; None where it asks for more than JsonTokenizer does, or cannot be read: transformers
-    then loads it, or says what is wrong."""
+    """Load the tokenizer of a folder; None where it needs more than JsonTokenizer does, or cannot be read: transformers
+    then loads it, or reports what is wrong."""
     from tokenizers import Tokenizer
 
     files = folder / "tokenizer_config.json", folder / "tokenizer.json"

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """before, after: the template's text around a prompt. num_cropped: tokens at the beginning, the tokenizer's own
-    first one included, whose embeddings the transformer does not get."""
+    """Template around a prompt. before, after: its text around the prompt. num_cropped: tokens at the beginning, the
+    tokenizer's own first one included, whose embeddings the transformer does not get."""
 
     before: str
     after: str
@@ -27,10 +27,10 @@ class PromptTemplate:
 
 
 class LanguageModelEncoder(TextEncoder):
-    """The decoder layers of a language model of transformers, or the first ones without its final norm.
+    """The decoder layers of a transformers language model, or the first ones without its final norm.
 
     model: a bare decoder with `layers` and `norm`. num_layers_left_out: how many of the last ones are dropped, and the
-    norm with them; 0 keeps both. max_tokens: of a prompt with the template's text behind it.
+    norm with them; 0 keeps both. max_tokens: of a prompt with the template's text after it.
     """
 
     library = "transformers"
@@ -45,7 +45,7 @@ class LanguageModelEncoder(TextEncoder):
         num_layers_left_out: int,
     ) -> None:
         if num_layers_left_out:
-            # The layers after the one whose output is read: a sixteenth of the time and the memory of a model of 32.
+            # The layers after the one whose output is read: for a model of 32, a sixteenth of the time and the memory.
             model.layers = model.layers[: len(model.layers) - num_layers_left_out]
             model.norm = torch.nn.Identity()
         self.model = model
@@ -56,8 +56,8 @@ class LanguageModelEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Padding comes last and is masked; a causal model looks at nothing behind a token, so
-        padding to the longest prompt is enough."""
+        """Encode prompts. Padding comes last and is masked; a causal model looks at nothing after a token, so padding
+        to the longest prompt is enough."""
         template, first = self.template, len(self.template.before)
         room = self.max_tokens + template.num_cropped
         rows = [

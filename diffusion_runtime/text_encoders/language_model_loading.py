@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# The language models that are loaded as they are, by `model_type` of config.json.
+# The language models that are loaded unchanged, by `model_type` of config.json.
 LanguageModel: TypeAlias = Literal["llama", "qwen3"]
 
 
@@ -30,7 +30,7 @@ def load_language_model(
     max_tokens: int,
     num_layers_left_out: int,
 ) -> LanguageModelEncoder:
-    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+    """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -45,7 +45,7 @@ _IMAGE_TOKEN = "[IMG]"
 
 
 def mistral3_template(system_message: str) -> PromptTemplate:
-    """Mistral's chat format (V7-Tekken), written here: a folder's own template is a program (Jinja)."""
+    """Return Mistral's chat format (V7-Tekken), written here: a folder's own template is a program (Jinja)."""
     return PromptTemplate(f"<s>[SYSTEM_PROMPT]{system_message}[/SYSTEM_PROMPT][INST]", "[/INST]", num_cropped=0)
 
 
@@ -58,8 +58,8 @@ def load_mistral3(
     max_tokens: int,
     layers: tuple[int, ...],
 ) -> StackedStatesEncoder:
-    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network; the output layer and
-    the layers after the last of `layers` are not read, and the vision half stays on the CPU and is dropped.
+    """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network; the output layer
+    and the layers after the last of `layers` are not read, and the vision half stays on the CPU and is dropped.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -69,7 +69,7 @@ def load_mistral3(
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     if "padding_side" not in tokenizer.init_kwargs:
-        # The class that published folders name pads there by default, so their files do not set it.
+        # The class that published folders name pads on that side by default, so their files do not set it.
         tokenizer.padding_side = "left"
     model = load_encoder(
         folder / "text_encoder",
@@ -77,7 +77,7 @@ def load_mistral3(
         device,
         dtype,
         num_layers=max(layers),
-        # ComfyUI's file is the language model alone, with the layers that are read and without what follows them.
+        # ComfyUI's file has the language model alone, up to the last layer that is read.
         renamed={r"^model\.(layers|embed_tokens|norm)\.": r"language_model.\1."},
         unread=("vision_tower.", "multi_modal_projector.", "language_model.norm."),
         part=lambda whole: whole.language_model,
@@ -88,7 +88,7 @@ def load_mistral3(
     )
 
 
-# The whole model with its vision half, and the language model alone.
+# The whole model with its vision half, or the language model alone.
 _WHOLE, _TEXT_ALONE = "qwen2_5_vl", "qwen2_5_vl_text"
 
 
@@ -101,10 +101,10 @@ def load_qwen2_5_vl(
     max_tokens: int,
     num_layers_left_out: int,
 ) -> LanguageModelEncoder:
-    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+    """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
-    Text has the same position on all three axes of the model, so that the language model alone computes what the whole
-    one does. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    Text has the same position on all three axes of the model, so that the language model alone computes the same as the
+    whole one. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
     kind = check_model_type(folder / "text_encoder", (_WHOLE, _TEXT_ALONE))
     # Imported late: transformers takes seconds.
@@ -113,7 +113,7 @@ def load_qwen2_5_vl(
 
     tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
     if kind == _WHOLE:
-        # Vision and output layers stay behind on the CPU.
+        # Vision and output layers stay on the CPU.
         model = load_encoder(
             folder / "text_encoder",
             modeling.Qwen2_5_VLForConditionalGeneration,
@@ -132,11 +132,11 @@ def load_qwen2_5_vl(
 def load_qwen3_vl(
     folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, tokenizer_in: str = "tokenizer", sees: bool = False
 ) -> tuple[Any, PreTrainedTokenizerFast]:
-    """The language model of the Qwen3-VL in `text_encoder/` of a model folder, and its tokenizer, from safetensors and
-    without a network. tokenizer_in: the folder that has it. sees: with its vision half, for prompts about pictures.
+    """Load the language model of the Qwen3-VL in `text_encoder/` of a model folder, and its tokenizer, from safetensors
+    and without a network. tokenizer_in: the folder that has it. sees: with its vision half, for prompts about pictures.
 
-    Text has the same position on all three axes of the model, so that the language model alone computes what the whole
-    one does. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    Text has the same position on all three axes of the model, so that the language model alone computes the same as the
+    whole one. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
     check_model_type(folder / "text_encoder", ("qwen3_vl",))
     # Imported late: transformers takes seconds.
@@ -144,7 +144,7 @@ def load_qwen3_vl(
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
     tokenizer = load_tokenizer(folder / tokenizer_in, Qwen2Tokenizer)
-    # Vision and output layers stay behind on the CPU.
+    # Vision and output layers stay on the CPU.
     model = load_encoder(
         folder / "text_encoder",
         Qwen3VLForConditionalGeneration,
@@ -165,7 +165,8 @@ def load_stacked_qwen3(
     max_tokens: int,
     layers: tuple[int, ...],
 ) -> StackedStatesEncoder:
-    """As load_language_model, for transformers that read several layers; those after the last of them are not read.
+    """Load a language model like load_language_model, for transformers that read several layers; those after the last
+    of them are not read.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -185,7 +186,8 @@ def _load(
 
 
 def _classes(kind: LanguageModel) -> tuple[type[Any], type[PreTrainedTokenizerFast] | None]:
-    """Of transformers: the model, and what builds its tokenizer where there is no tokenizer.json; None for nothing."""
+    """Return the transformers classes of the model, and of what builds its tokenizer where there is no tokenizer.json;
+    None for no such builder."""
     # Imported late: transformers takes seconds.
     if kind == "llama":
         from transformers.models.llama.modeling_llama import LlamaModel

@@ -1,6 +1,6 @@
-"""Hidden states of LLaVA (Liu et al., arXiv:2304.08485) for a prompt about a picture, which stands in its template.
+"""Hidden states of LLaVA (Liu et al., arXiv:2304.08485) for a prompt about a picture, which is part of its template.
 
-The picture's tokens come first in what the transformer is given, some of them left out, and behind them the prompt's.
+The transformer gets the picture's tokens first, some of them left out, and then the prompt's.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 _PICTURE = "<image>"
 _HEADER_END = "<|end_header_id|>"
-# The end of the prompt and the header of the answer, which the transformer does not get, up to and with its end.
+# The end of the prompt and the header of the answer, which the transformer does not get, up to and including its end.
 _NUM_ANSWER_TOKENS = 4
-# Of the picture's tokens beside a negative prompt, which is about a black picture: every second one, in all models.
+# Stride of the picture's tokens for a negative prompt, which is about a black picture: every second one, in all models.
 _STRIDE_OF_NEGATIVE = 2
 
 
 class LlavaEncoder(TextEncoder):
-    """model: LLaVA without its last layers and its output layer. template: with one `<image>` before the prompt, and
-    the header of an answer behind it. stride: of the picture's tokens, every which one the transformer gets.
-    max_tokens: of a prompt with the template's text behind it."""
+    """Encoder of prompts about a picture. model: LLaVA without its last layers and its output layer. template: with one
+    `<image>` before the prompt, and the header of an answer after it. stride: the transformer gets every stride-th of
+    the picture's tokens. max_tokens: of a prompt with the template's text after it."""
 
     library = "transformers"
 
@@ -59,24 +59,23 @@ class LlavaEncoder(TextEncoder):
         self._pixels = torch.empty(0)
 
     def of_pictures(self, paths: Sequence[str]) -> LlavaEncoder:
-        """See TextEncoder.of_pictures. paths: of one image."""
+        """Return the encoder of prompts about one image. paths: of that image."""
         (path,) = paths
         return self._seeing(torch.from_numpy(numpy.array(open_picture(path))), self._stride)
 
     def of_negative(self) -> LlavaEncoder:
-        """See TextEncoder.of_negative."""
         sides = self._preparation.height, self._preparation.width
         return self._seeing(torch.zeros(*sides, 3, dtype=torch.uint8), _STRIDE_OF_NEGATIVE)
 
     def _seeing(self, image: torch.Tensor, stride: int) -> LlavaEncoder:
-        """image: [height, width, 3], uint8."""
+        """Return the encoder of prompts about an image. image: [height, width, 3], uint8."""
         other = copy.copy(self)
         other._pixels, other._stride = self._preparation.prepare(image), stride
         return other
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Padding comes last and is masked, and the model is causal."""
+        """Encode prompts. Padding comes last and is masked, and the model is causal."""
         template, device, first = self.template, self.model.device, len(self.template.before)
         rows = [
             tokenize(
@@ -102,7 +101,7 @@ class LlavaEncoder(TextEncoder):
             input_ids=ids.to(device), attention_mask=mask.to(device), pixel_values=pixels, use_cache=False
         ).last_hidden_state
         pictured = hidden[:, place : place + num_pictured : self._stride]
-        # Where a token stands behind the picture's.
+        # Index of a token after the picture's.
         kept = [torch.tensor(self._kept(row)) + num_pictured - 1 for row in rows]
         lengths = tuple(pictured.shape[1] + len(places) for places in kept)
         embeddings = hidden.new_zeros(len(rows), max(lengths), hidden.shape[2])
@@ -118,8 +117,8 @@ class LlavaEncoder(TextEncoder):
         )
 
     def _kept(self, row: TokenizedPrompt) -> list[int]:
-        """The places of the prompt's tokens, and of those behind the answer's header; of a prompt that is too long all
-        but the last ones, as in training."""
+        """Return the indices of the prompt's tokens, and of those after the answer's header; for a prompt that is too
+        long all but the last ones, as in training."""
         places = list(range(self.template.num_cropped, len(row.ids)))
         if row.num_cut_tokens:
             return places[:-_NUM_ANSWER_TOKENS]
@@ -128,28 +127,28 @@ class LlavaEncoder(TextEncoder):
         return [place for place in places if not end - _NUM_ANSWER_TOKENS < place <= end]
 
     def _cuts(self, rows: Sequence[TokenizedPrompt]) -> EncoderCut:
-        """What is cut of the prompts' own tokens."""
+        """Return what is cut off the prompts' own tokens."""
         behind = len(self.tokenizer(self.template.after, add_special_tokens=False).input_ids)
         cuts = [max(0, row.num_cut_tokens + _NUM_ANSWER_TOKENS - behind) if row.num_cut_tokens else 0 for row in rows]
         return EncoderCut("the language model", tuple(cuts), self.max_tokens - _NUM_ANSWER_TOKENS)
 
 
 def _without_marks(prompt: str) -> str:
-    """A prompt without marks of pictures, of which there is one alone. What is left may be a mark again."""
+    """Remove picture marks from a prompt, as the template has the only one. The rest may form a mark again."""
     while _PICTURE in prompt:
         prompt = prompt.replace(_PICTURE, "")
     return prompt
 
 
 def picture_tokens(config: Any) -> int:
-    """How many tokens the language model sees of a picture."""
+    """Return the number of tokens that the language model sees of a picture."""
     vision = config.vision_config
     has_class = config.vision_feature_select_strategy == "full"
     return int((vision.image_size // vision.patch_size) ** 2 + has_class)
 
 
 def read_llava_preparation(folder: AnyFolder) -> PicturePreparation:
-    """How a folder's pictures are prepared, from its json alone. Raises ModelLoadError."""
+    """Read how a folder's pictures are prepared, from its json alone. Raises ModelLoadError."""
     return read_preparation(folder / "image_processor" / "preprocessor_config.json")
 
 
@@ -163,8 +162,8 @@ def load_llava(
     max_tokens: int,
     num_layers_left_out: int,
 ) -> LlavaEncoder:
-    """`text_encoder/`, `tokenizer/` and `image_processor/` of a model folder, from safetensors and without a network.
-    num_layers_left_out: how many of the last layers are dropped, at least one, and the final norm with them.
+    """Load `text_encoder/`, `tokenizer/` and `image_processor/` of a model folder, from safetensors and without a
+    network. num_layers_left_out: how many of the last layers are dropped, at least one, and the final norm with them.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -176,7 +175,7 @@ def load_llava(
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     def without_last_layers(whole: Any) -> Any:
-        # The output layer stays behind on the CPU, too.
+        # The output layer stays on the CPU, too.
         language_model = whole.model.language_model
         language_model.layers = language_model.layers[: len(language_model.layers) - num_layers_left_out]
         language_model.norm = torch.nn.Identity()

@@ -1,5 +1,5 @@
-"""Loads encoders and tokenizers of transformers from a folder: safetensors and json alone, without a network or a
-progress bar."""
+"""Loads transformers encoders and tokenizers from a folder: safetensors and json alone, without a network or a progress
+bar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside the block transformers logs errors alone; afterwards the previous verbosity is restored."""
+    """Context manager: transformers logs errors alone; afterwards the previous verbosity is restored."""
     from transformers.utils import logging as typed_logging
 
     logging: Any = typed_logging  # Some of its functions have no annotations.
@@ -44,8 +44,8 @@ _VARIANT_FILE = re.compile(r"model\.([^.-]+)\.safetensors|model\.safetensors\.in
 
 
 def check_model_type(folder: Path, expected: Sequence[str]) -> str:
-    """The model type in config.json of an encoder's folder. Raises ModelLoadError when it is none of the expected
-    ones."""
+    """Return the model type in config.json of an encoder's folder. Raises ModelLoadError when it is none of the
+    expected ones."""
     config_file = folder / "config.json"
     kind = _read_config(folder).get("model_type")
     if kind not in expected:
@@ -55,7 +55,7 @@ def check_model_type(folder: Path, expected: Sequence[str]) -> str:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """config.json of an encoder's folder. Raises ModelLoadError."""
+    """Read config.json of an encoder's folder. Raises ModelLoadError."""
     path = folder / "config.json"
     values = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete", allow_constants=True)
     if not isinstance(values, dict):
@@ -74,13 +74,15 @@ def load_encoder(
     unread: tuple[str, ...] = (),
     part: Callable[[Any], Any] = lambda whole: whole,
 ) -> Any:
-    """An encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of either.
+    """Load an encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of
+    either.
 
-    device: the meta device for one whose weights are not read: they wait (layers/waiting_weights.py), and what no file
-    holds is computed as usual. part: what of the model comes to the device; the rest is dropped.
-    num_layers: how many layers of its language model are built and read, the first ones; None for all. renamed:
-    patterns of names in files beside those that transformers knows -> the model's. unread: beginnings of the names of
-    parts that the caller drops, and that files may lack.
+    device: the meta device to leave the weights unread: they wait (layers/waiting_weights.py), and tensors that no file
+    holds are computed as usual. part: the part of the model that moves to the device; the rest is dropped. num_layers:
+    how many layers of its language model are built and read, the first ones; None for all. renamed: patterns of names
+    in files, in addition to those that transformers knows -> the model's. unread: beginnings of the names of parts that
+    the caller drops, and that files may lack.
+
     Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
     """
     # With output_loading_info it returns a pair, contrary to its annotation.
@@ -124,7 +126,7 @@ def load_encoder(
 
 
 def _waiting(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtype, config: Any) -> Any:
-    """A model whose weights wait. config: None for the folder's."""
+    """Build a model whose weights wait. config: None for the folder's."""
     from transformers.initialization import no_init_weights
 
     build: Any = model_class
@@ -140,7 +142,7 @@ def _waiting(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtyp
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file that holds a tensor; the folder where several may, because the model uses another name for it."""
+    """Return the file that holds a tensor; the folder where several may, because the model uses another name for it."""
     for index in folder.glob("model.safetensors.index*.json"):
         for tensor, file in read_json_file(index, error=ModelLoadError).get("weight_map", {}).items():
             if tensor.endswith(name) or name.endswith(tensor):
@@ -150,7 +152,7 @@ def _file_of(folder: Path, name: str) -> Path:
 
 
 def _variant(folder: Path) -> str | None:
-    """`fp16` and the like where the weights exist as a variant alone: float32 first, then bf16, then any other."""
+    """Return `fp16` and the like where weights exist only as a variant: float32 first, then bf16, then others."""
     names = [path.name for path in folder.iterdir()]
     if "model.safetensors" in names or "model.safetensors.index.json" in names:
         return None
@@ -160,7 +162,7 @@ def _variant(folder: Path) -> str | None:
 
 
 def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_layers: int) -> Any:
-    """The config of a folder, changed to the first layers of its language model."""
+    """Return the config of a folder, changed to the first layers of its language model."""
     config_class: Any = model_class.config_class
     config = config_class.from_pretrained(folder, local_files_only=True)
     text = config.get_text_config()
@@ -178,7 +180,8 @@ def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_lay
 def load_tokenizer(
     folder: Path, built_by: type[PreTrainedTokenizerFast] | None = None, remedy: str = ""
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder: its tokenizer.json, or else what `built_by` builds from vocab.json and merges.txt.
+    """Load the tokenizer of a folder: its tokenizer.json, or else what `built_by` builds from vocab.json and
+    merges.txt.
 
     remedy: what to do where a file is missing, one sentence. Raises ModelLoadError when it is missing or damaged.
     """

@@ -1,4 +1,4 @@
-"""Text encoders whose weights come to the device when a prompt is encoded."""
+"""Text encoders whose weights are copied to the device when a prompt is encoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 
 class _WaitingTextEncoder(TextEncoder):
-    """An encoder that is on the device while it encodes."""
+    """A text encoder that is on the device only while it encodes."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.max_tokens = encoder.max_tokens
@@ -21,14 +21,12 @@ class _WaitingTextEncoder(TextEncoder):
 
     @abstractmethod
     def brought(self) -> TextEncoder:
-        """The encoder, brought to the device."""
+        """Bring the encoder to the device and return it."""
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
-        """See TextEncoder.of_pictures."""
         return _OfPictures(self, paths)
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode."""
         return self.brought().encode(prompts)
 
 
@@ -46,13 +44,12 @@ class _OfPictures(_WaitingTextEncoder):
         return encoder.of_negative() if self._is_negative else encoder
 
     def of_negative(self) -> TextEncoder:
-        """See TextEncoder.of_negative."""
         encoder = self.brought()
         return self if encoder.of_negative() is encoder else _OfPictures(self._whole, self._paths, is_negative=True)
 
 
 class OffloadedTextEncoder(_WaitingTextEncoder):
-    """encoder: loaded on the CPU. bring: called before each use, brings its weights to the device."""
+    """Text encoder on the CPU. bring: called before each use, brings the weights of `encoder` to the device."""
 
     def __init__(self, encoder: TextEncoder, bring: Callable[[], object]) -> None:
         super().__init__(encoder)
@@ -65,8 +62,8 @@ class OffloadedTextEncoder(_WaitingTextEncoder):
 
 
 class ReloadedTextEncoder(_WaitingTextEncoder):
-    """load: loads the encoder, now and whenever a prompt is encoded after `leave`. bring: called before each use, makes
-    room for it and calls `enter`."""
+    """Text encoder that is freed and loaded again. load: loads the encoder, now and whenever a prompt is encoded after
+    `leave`. bring: called before each use, makes room for it and calls `enter`."""
 
     def __init__(self, load: Callable[[], TextEncoder], bring: Callable[[], object]) -> None:
         self._load = load
@@ -80,12 +77,12 @@ class ReloadedTextEncoder(_WaitingTextEncoder):
         return self._encoder is not None
 
     def enter(self) -> None:
-        """Load it where it is not there."""
+        """Load the encoder if it is not loaded."""
         if self._encoder is None:
             self._encoder = self._load()
 
     def leave(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self._encoder = None
 
     def brought(self) -> TextEncoder:
@@ -95,13 +92,13 @@ class ReloadedTextEncoder(_WaitingTextEncoder):
 
 
 def modules_of(encoder: object) -> list[nn.Module]:
-    """The modules that hold the weights of an encoder, whether it has them itself or by the encoders it is made of."""
+    """Return the modules that hold the weights of an encoder, its own or those of the encoders it consists of."""
     values = (value for each in encoders_of(encoder) for value in vars(each).values())
     return list(dict.fromkeys(value for value in values if isinstance(value, nn.Module)))
 
 
 def encoders_of(encoder: object) -> Iterator[object]:
-    """The encoder, and those that it is made of."""
+    """Yield the encoder, and those that it consists of."""
     yield encoder
     for value in vars(encoder).values():
         is_encoder = isinstance(value, TextEncoder) or type(value).__module__.startswith(__package__)

@@ -1,7 +1,7 @@
-"""Hidden states of Qwen2.5-VL (arXiv:2502.13923) for a prompt about pictures, which stand in its template.
+"""Hidden states of Qwen2.5-VL (arXiv:2502.13923) for a prompt about pictures, which are part of its template.
 
-Positions are made here, as the model was trained: a picture's tokens have rows and columns, and the text goes on behind
-the larger of them.
+Positions are computed here, as in training: a picture's tokens have rows and columns, and the text continues after the
+larger of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _AROUND = "<|vision_start|>{}<|vision_end|>"
 
 
 class PictureLanguageEncoder(TextEncoder):
-    """model: the language model with its vision half. scaled: of a picture's height and width, those that the model
-    sees. label: what stands before the picture of a number. max_tokens: of the text of a prompt. keeps_pictures:
-    whether the states of the pictures' own tokens are handed on; without, where they stood is (picture_places)."""
+    """Encoder of prompts about pictures. model: the language model with its vision half. scaled: a picture's height and
+    width -> those that the model sees. label: the text before the picture of a number. max_tokens: of the text of a
+    prompt. keeps_pictures: whether the states of the pictures' own tokens are returned; otherwise only their positions
+    are (picture_places)."""
 
     library = "transformers"
 
@@ -58,7 +59,6 @@ class PictureLanguageEncoder(TextEncoder):
         self._pictures: list[PicturePatches] = []
 
     def of_pictures(self, paths: Sequence[str]) -> PictureLanguageEncoder:
-        """See TextEncoder.of_pictures."""
         other = copy.copy(self)
         other._pictures = [self._patches(path) for path in paths]
         return other
@@ -69,7 +69,7 @@ class PictureLanguageEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Padding comes last and is masked, and the model is causal."""
+        """Encode prompts. Padding comes last and is masked, and the model is causal."""
         template, device = self.template, self.model.device
         shown = "".join(
             self._label.format(index) + _AROUND.format(_PICTURE * picture.num_tokens)
@@ -91,7 +91,7 @@ class PictureLanguageEncoder(TextEncoder):
         positions = torch.stack([self._positions(row.tolist()) for row in ids], dim=1)
         vision = {}
         if self._pictures:
-            # Of every prompt the same ones.
+            # The same for every prompt.
             patches = torch.cat([picture.patches for picture in self._pictures] * len(rows))
             grids = torch.tensor([picture.grid for picture in self._pictures] * len(rows))
             vision = {"pixel_values": patches.to(device), "image_grid_thw": grids.to(device)}
@@ -120,7 +120,7 @@ class PictureLanguageEncoder(TextEncoder):
         )
 
     def _places(self, is_text: torch.Tensor) -> tuple[int, ...]:
-        """How many tokens of the text stand before each picture. is_text: [tokens], of one prompt."""
+        """Return how many tokens of the text precede each picture. is_text: [tokens], of one prompt."""
         before, found, start = is_text.cumsum(0), [], 0
         for picture in self._pictures:
             start += int((~is_text[start:]).int().argmax())
@@ -129,7 +129,7 @@ class PictureLanguageEncoder(TextEncoder):
         return tuple(found)
 
     def _positions(self, ids: Sequence[int]) -> torch.Tensor:
-        """[3, tokens]: time, row and column of every token of one prompt."""
+        """Return [3, tokens]: time, row and column of every token of one prompt."""
         token, pictures, parts = self.model.config.image_token_id, iter(self._pictures), []
         here = index = 0
         while index < len(ids):
@@ -145,13 +145,13 @@ class PictureLanguageEncoder(TextEncoder):
 
 
 def without_marks(prompt: str) -> str:
-    """A prompt without the token that stands for a picture: its words are no pictures."""
+    """Remove from a prompt the token that marks a picture: its words are no pictures."""
     return prompt.replace(_PICTURE, "")
 
 
 def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:
-    """Of a model folder, from its json alone: a file of its own, or a part of the processor's since transformers 5.
-    Raises ModelLoadError."""
+    """Read the picture preparation of a model folder, from its json alone: a file of its own, or a part of the
+    processor's since transformers 5. Raises ModelLoadError."""
     own = folder / "processor" / "preprocessor_config.json"
     whole = folder / "processor" / "processor_config.json"
     if whole.is_file() and not own.is_file():
@@ -160,7 +160,7 @@ def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:
 
 
 def has_preparation_of_pictures(folder: AnyFolder) -> bool:
-    """Whether a model folder has either file."""
+    """Return whether a model folder has either file."""
     return any((folder / "processor" / f"{name}_config.json").is_file() for name in ("preprocessor", "processor"))
 
 
@@ -174,7 +174,7 @@ def load_picture_language_model(
     label: str,
     max_tokens: int,
 ) -> PictureLanguageEncoder:
-    """`text_encoder/`, `tokenizer/` and `processor/` of a model folder, from safetensors and without a network.
+    """Load `text_encoder/`, `tokenizer/` and `processor/` of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -185,7 +185,7 @@ def load_picture_language_model(
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 
     tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
-    # The output layer stays behind on the CPU.
+    # The output layer stays on the CPU.
     model = load_encoder(
         folder / "text_encoder", Qwen2_5_VLForConditionalGeneration, device, dtype, part=lambda whole: whole.model
     )

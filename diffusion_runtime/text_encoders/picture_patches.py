@@ -21,8 +21,8 @@ _MAX_PATCH = 1024
 
 @dataclass(frozen=True)
 class PicturePatches:
-    """patches: [rows x columns, numbers of a patch], float32. grid: (frames, rows, columns) of patches. merge: how many
-    a side become one token."""
+    """A picture as patches. patches: [rows x columns, numbers of a patch], float32. grid: (frames, rows, columns) of
+    patches. merge: how many a side become one token."""
 
     patches: torch.Tensor
     grid: tuple[int, int, int]
@@ -41,8 +41,7 @@ class PicturePatches:
 @dataclass(frozen=True)
 class PatchPreparation:
     """Preprocessing of pixels. patch: pixels a side; frames: of a patch, in which a picture is repeated; merge: patches
-    a side of a token. min_pixels, max_pixels: of the picture that is made. mean, std: by colour, of values in [0, 1].
-    """
+    a side of a token. min_pixels, max_pixels: of the resulting picture. mean, std: by colour, of values in [0, 1]."""
 
     patch: int
     frames: int
@@ -53,7 +52,7 @@ class PatchPreparation:
     std: tuple[float, ...]
 
     def prepare(self, image: torch.Tensor) -> PicturePatches:
-        """image: [height, width, 3], uint8. Scaled to whole tokens by a bicubic filter."""
+        """Return an image's patches, scaled to whole tokens by a bicubic filter. image: [height, width, 3], uint8."""
         import numpy
         from PIL import Image
 
@@ -63,12 +62,12 @@ class PatchPreparation:
         pixels = pixels.sub(torch.tensor(self.mean)).div(torch.tensor(self.std)).permute(2, 0, 1)
         rows, columns, side = height // self.patch, width // self.patch, self.merge
         tokens = pixels.reshape(3, rows // side, side, self.patch, columns // side, side, self.patch)
-        # The patches of a token one after the other; in each, colour before frame before row.
+        # The patches of a token are consecutive; in each, colour before frame before row.
         ordered = tokens.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
         return PicturePatches(ordered.reshape(rows * columns, -1), (1, rows, columns), side)
 
     def _whole_tokens(self, height: int, width: int) -> tuple[int, int]:
-        """The nearest height and width of whole tokens, in between the smallest and the largest number of pixels."""
+        """Return the nearest size of whole tokens, between the smallest and the largest number of pixels."""
         side, area = self.patch * self.merge, height * width
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side * side > self.max_pixels:
@@ -81,8 +80,8 @@ class PatchPreparation:
 
 
 def read_patch_preparation(path: Path, part: str | None = None) -> PatchPreparation:
-    """The contents of a preprocessor_config.json, or the part of a json file of that name. Raises ModelLoadError that
-    names the file and the key."""
+    """Read a preprocessor_config.json, or the part of a json file of that name. Raises ModelLoadError that names the
+    file and the key."""
     values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
     if part is not None and isinstance(values, dict):
         values = values.get(part)

@@ -1,4 +1,4 @@
-"""T5's tokenizer of a folder that has its spiece.model (SentencePiece) and no tokenizer.json, as many older ones do."""
+"""T5's tokenizer of a folder that has a spiece.model (SentencePiece) and no tokenizer.json, as many older ones do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FILE = "spiece.model"
-# Words that T5 was trained to fill gaps with, behind those of the file.
+# Words that T5 was trained to fill gaps with, after those of the file.
 _NUM_EXTRA = 100
 _MAX_TOKENS = 512
 
 
 def load_t5_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
-    """Words are split at blanks, begin with U+2581, and end with `</s>`. Raises ModelLoadError."""
+    """Load the tokenizer: words are split at blanks, begin with U+2581, and end with `</s>`. Raises ModelLoadError."""
     model = read_sentencepiece(folder / FILE)
     # Imported late, as transformers is.
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors

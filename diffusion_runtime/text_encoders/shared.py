@@ -17,7 +17,7 @@ from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, Te
 
 
 class SharedTextEncoder(TextEncoder):
-    """encoder: loaded on rank 0, None on the others."""
+    """Text encoder shared by several processes. encoder: loaded on rank 0, None on the others."""
 
     def __init__(self, encoder: TextEncoder | None, world: World) -> None:
         self._encoder = encoder
@@ -29,17 +29,16 @@ class SharedTextEncoder(TextEncoder):
         self.chosen = header["chosen"]
 
     def of_pictures(self, paths: Sequence[str]) -> SharedTextEncoder:
-        """See TextEncoder.of_pictures."""
         return SharedTextEncoder(None if self._encoder is None else self._encoder.of_pictures(paths), self._world)
 
     def of_negative(self) -> SharedTextEncoder:
-        """See TextEncoder.of_negative. Whether it is another one, every process learns from the first."""
+        """Return the encoder of negative prompts; every process learns from rank 0 whether it is another one."""
         own = None if self._encoder is None else self._encoder.of_negative()
         is_other = json.loads(self._world.from_first(lambda: json.dumps(own is not self._encoder)))
         return SharedTextEncoder(own, self._world) if is_other else self
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Shapes go through the run store first, then each tensor in one broadcast."""
+        """Encode on rank 0. Shapes go through the run store first, then each tensor in one broadcast."""
         encoded: list[Conditions] = []
 
         def encode() -> str:

@@ -1,4 +1,4 @@
-"""SigLIP image encoder (Zhai et al., arXiv:2303.15343): an image as tokens that stand beside those of a text.
+"""SigLIP image encoder (Zhai et al., arXiv:2303.15343): an image as tokens, which join those of a text.
 
 The model is transformers'. The picture is prepared in image_preparation.py.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SiglipImageEncoder:
-    """`image_encoder/` and `feature_extractor/` of a diffusers folder."""
+    """Encoder of `image_encoder/` and `feature_extractor/` of a diffusers folder."""
 
     library = "transformers"
 
@@ -29,14 +29,14 @@ class SiglipImageEncoder:
 
     @torch.inference_mode()
     def encode(self, image: torch.Tensor) -> torch.Tensor:
-        """image: [height, width, 3], uint8, of any size. Returns [1, tokens, dim]."""
+        """Return the tokens of an image, [1, tokens, dim]. image: [height, width, 3], uint8, of any size."""
         pixels = self.preparation.prepare(image).to(self.model.device, self.model.dtype)
         tokens: torch.Tensor = self.model(pixels).last_hidden_state
         return tokens
 
 
 def load_siglip(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> SiglipImageEncoder:
-    """The image encoder of a model folder, from safetensors and json and without a network.
+    """Load the image encoder of a model folder, from safetensors and json and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """

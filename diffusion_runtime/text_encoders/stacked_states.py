@@ -1,6 +1,6 @@
 """Hidden states of several layers of a causal language model, concatenated, as text embeddings.
 
-Prompts are padded to one length, and the transformer attends to the padding: some were trained so.
+Prompts are padded to one length, and the transformer attends to the padding, as some were trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StackedStatesEncoder(TextEncoder):
-    """The first layers of a decoder of transformers, without its final norm.
+    """The first layers of a transformers decoder, without its final norm.
 
     model: a bare decoder, with as many layers as the last of `layers`. layers: the ones whose outputs are read, counted
     from 1. template: includes every special token, and nothing of it is cropped. removed: texts that are removed from
@@ -56,7 +56,7 @@ class StackedStatesEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Every prompt is max_tokens long."""
+        """Encode prompts, each padded to max_tokens."""
         rows = [self._tokenize(prompt) for prompt in prompts]
         ids = torch.full((len(rows), self.max_tokens), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)

@@ -40,13 +40,13 @@ _REMEDY = (
 )
 
 
-# Who sees the padding of a prompt to max_tokens: T5 and the transformer, T5 alone, or nobody.
+# Which models see the padding of a prompt to max_tokens: T5 and the transformer, T5 alone, or none.
 Padding: TypeAlias = Literal["seen", "seen_by_t5", "hidden"]
 
 
 class T5TextEncoder(TextEncoder):
-    """Prompts are padded to max_tokens. padding: who sees that, as the transformer was trained. Where it is hidden from
-    the transformer, max_tokens holds whatever the tokenizer's own config says of their number."""
+    """Encoder of prompts padded to max_tokens. padding: which models see that, as the transformer was trained. Where it
+    is hidden from the transformer, max_tokens holds whatever the tokenizer's own config specifies."""
 
     library = "transformers"
 
@@ -66,7 +66,7 @@ class T5TextEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Every prompt is max_tokens long where the transformer sees its padding."""
+        """Encode prompts, each padded to max_tokens where the transformer sees the padding."""
         rows = [tokenize(self.tokenizer, prompt, self.max_tokens) for prompt in prompts]
         ids = torch.full((len(rows), self.max_tokens), self.tokenizer.pad_token_id or 0)
         for row, tokens in zip(ids, rows, strict=True):
@@ -93,7 +93,7 @@ def load_t5(
     tokenizer: str,
     padding: Padding = "seen",
 ) -> T5TextEncoder:
-    """T5 from two components of a model folder, from safetensors and without a network.
+    """Load T5 from two components of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -111,13 +111,13 @@ def load_t5(
 
 # The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.
 _WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")
-# ASCII that is printed, but for what begins an entity.
+# Printable ASCII, except what begins an entity.
 _PLAIN = re.compile(r"[ -%'-~]*")
 
 
 def clean_prompt(prompt: str) -> str:
-    """The prompt without html entities and with single spaces; mojibake is repaired where ftfy is installed."""
-    # Of plain English text it changes nothing; its import takes 0.1 s.
+    """Return the prompt without html entities and with single spaces; mojibake is repaired where ftfy is installed."""
+    # It changes nothing in plain English text; its import takes 0.1 s.
     if _PLAIN.fullmatch(prompt) is None and importlib.util.find_spec("ftfy") is not None:
         import ftfy
 
@@ -126,16 +126,16 @@ def clean_prompt(prompt: str) -> str:
     return _WHITESPACE.sub(" ", prompt).strip()
 
 
-# (module of ours on the meta device, its folder, device, dtype): reads the weights into it. Raises ModelLoadError.
+# (module of ours on the meta device, its folder, device, dtype): reads its weights. Raises ModelLoadError.
 Fill: TypeAlias = Callable[[nn.Module, Path, torch.device, torch.dtype], None]
 
-# The length the published Wan transformers were trained with, whatever the tokenizer's own config.
+# The length that the published Wan transformers were trained with, whatever the tokenizer's own config.
 MAX_TOKENS = 512
 
 
 class UMT5TextEncoder(TextEncoder):
-    """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with zeros, which
-    the transformer attends to. model: ours, or transformers'."""
+    """Encoder of `text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with
+    zeros, which the transformer attends to. model: ours, or transformers'."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class UMT5TextEncoder(TextEncoder):
         )
 
     def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """ids: [batch, seq], mask: [batch, seq], both on the CPU. Returns [batch, seq, dim]."""
+        """Return the hidden states, [batch, seq, dim]. ids: [batch, seq], mask: [batch, seq], both on the CPU."""
         device = self.model.device
         if isinstance(self.model, UMT5Encoder):
             ours: torch.Tensor = self.model(ids.to(device), None if bool(mask.all()) else mask.to(device))
@@ -182,12 +182,13 @@ class UMT5TextEncoder(TextEncoder):
 
 
 def umt5_library(folder: AnyFolder, dtype: torch.dtype) -> str:
-    """Whose attention `load_umt5` loads: "torch" for a module of ours, else "transformers"."""
+    """Return the library whose attention `load_umt5` loads: "torch" for a module of ours, else "transformers"."""
     return "transformers" if _known_umt5(folder, dtype) is None else "torch"
 
 
 def _known_umt5(folder: AnyFolder, dtype: torch.dtype) -> UMT5Sizes | None:
-    """What UMT5Encoder computes as transformers does. That keeps a part of float16 in float32."""
+    """Return the sizes of a UMT5 that UMT5Encoder computes as transformers does; None for others, such as float16, of
+    which transformers keeps a part in float32."""
     return sizes_of(read_json_in(folder, "text_encoder", "config.json")) if dtype != torch.float16 else None
 
 
@@ -199,7 +200,7 @@ def load_umt5(
     max_tokens: int = MAX_TOKENS,
     fill: Fill | None = None,
 ) -> UMT5TextEncoder:
-    """The text encoder of a model folder, from safetensors and without a network.
+    """Load the text encoder of a model folder, from safetensors and without a network.
 
     fill: reads the weights of a module of ours; None leaves every folder to transformers.
 
@@ -223,7 +224,7 @@ def load_umt5(
 
 
 class ByT5Encoder:
-    """max_tokens: capacity for one text, its end token included; one token is a byte."""
+    """Encoder of short texts. max_tokens: capacity for one text, its end token included; one token is a byte."""
 
     library = "transformers"
 
@@ -235,7 +236,7 @@ class ByT5Encoder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> tuple[TextStream, EncoderCut]:
-        """The tokens of each text, padded to the longest, none of an empty one; and what was truncated.
+        """Return the tokens of each text, padded to the longest, none of an empty one; and what was truncated.
 
         Positions are relative and padding is masked, so padding to the longest text is enough.
         """
@@ -260,7 +261,7 @@ class ByT5Encoder:
         return TextStream(embeddings, lengths), EncoderCut("ByT5", num_cut, self.max_tokens)
 
     def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
-        """max_tokens: None for all of them."""
+        """Return the token ids of a text. max_tokens: None for all of them."""
         # verbose=False: the tokenizer would print its own warning for a long text; the caller gives a better one.
         tokens: list[int] = self.tokenizer(
             text, truncation=max_tokens is not None, max_length=max_tokens, verbose=False
@@ -277,7 +278,7 @@ def load_byt5(
     encoder: str = "text_encoder_2",
     tokenizer: str = "tokenizer_2",
 ) -> ByT5Encoder:
-    """ByT5 from two components of a model folder, from safetensors and json and without a network.
+    """Load ByT5 from two components of a model folder, from safetensors and json and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """

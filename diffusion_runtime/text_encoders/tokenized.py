@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """ids: at most as many as fit; unknown_words: each once, in order; num_cut_tokens: what was truncated."""
+    """Tokens of a prompt. ids: those that fit; unknown_words: each once, in order; num_cut_tokens: truncated."""
 
     ids: tuple[int, ...]
     unknown_words: tuple[str, ...]
@@ -29,9 +29,9 @@ def tokenize(
     *,
     add_special_tokens: bool = True,
 ) -> TokenizedPrompt:
-    """The tokens of one cleaned prompt; special tokens are included and never truncated.
+    """Tokenize one cleaned prompt; special tokens are included and never truncated.
 
-    first, stop: where in the text the user's own words are; None is its end. Only these are remarked on.
+    first, stop: the range of the user's own words in the text; None is its end. Only these are remarked on.
     add_special_tokens: False for a text that holds all of its special tokens, which may then be truncated.
     """
     stop = len(text) if stop is None else stop
@@ -49,7 +49,7 @@ def tokenize(
 
 
 def _word_around(text: str, start: int, stop: int) -> str:
-    """text[start:stop] widened to whole words: a subword tokenizer may lack only a part of a word."""
+    """Return text[start:stop] widened to whole words: a subword tokenizer may lack only a part of a word."""
     while start > 0 and text[start - 1].isalnum() and text[start].isalnum():
         start -= 1
     while stop < len(text) and text[stop].isalnum() and text[stop - 1].isalnum():

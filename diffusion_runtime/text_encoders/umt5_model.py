@@ -27,7 +27,7 @@ from diffusion_runtime.untrusted.known_settings import (
 )
 
 _SIZE = whole(1, 2**20)
-# Config.json's name of every size, which must be there.
+# config.json's name of every size, all of which are required.
 _SIZES: Mapping[str, Allows] = {
     "vocab_size": whole(1, 2**24),
     "d_model": _SIZE,
@@ -62,7 +62,7 @@ _KNOWN: Mapping[str, Allows] = {
             "num_decoder_layers",
             "output_past",
             "pad_token_id",
-            # Of every published UMT5; transformers' class does not read it either.
+            # The same in every published UMT5; transformers' class does not read it either.
             "scalable_attention",
             "tokenizer_class",
             "torch_dtype",
@@ -76,7 +76,7 @@ _KNOWN: Mapping[str, Allows] = {
 
 @dataclass(frozen=True)
 class UMT5Sizes:
-    """Fields by their names in config.json, but for head_dim (d_kv) and eps (layer_norm_epsilon)."""
+    """Sizes by their names in config.json, except head_dim (d_kv) and eps (layer_norm_epsilon)."""
 
     vocab_size: int
     d_model: int
@@ -90,7 +90,7 @@ class UMT5Sizes:
 
 
 def sizes_of(config: Mapping[str, Any]) -> UMT5Sizes | None:
-    """The sizes in a config.json; None where it has settings that UMT5Encoder does not know, or lacks a size."""
+    """Return the sizes in a config.json; None where it has settings that UMT5Encoder does not know, or lacks a size."""
     settings = {key: value for key, value in config.items() if not key.startswith("_")}
     if not are_known(settings, _KNOWN) or not settings.keys() >= _SIZES.keys():
         return None
@@ -100,7 +100,7 @@ def sizes_of(config: Mapping[str, Any]) -> UMT5Sizes | None:
 
 
 class UMT5Encoder(nn.Module):
-    """Token ids to hidden states. Its parameters have the published names."""
+    """Encoder from token ids to hidden states. Its parameters have the published names."""
 
     def __init__(self, sizes: UMT5Sizes) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class UMT5Encoder(nn.Module):
         return self.shared.weight.device
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """ids: [batch, seq]. mask: [batch, seq], False for padding; None without any. Returns [batch, seq, d_model]."""
+        """Return [batch, seq, d_model]. ids: [batch, seq]. mask: [batch, seq], False for padding; None without any."""
         hidden: torch.Tensor = self.encoder(self.shared(ids), None if mask is None else mask[:, None, None, :])
         return hidden
 
@@ -228,13 +228,13 @@ class _Attention(nn.Module):
         return out
 
     def _bias(self, length: int) -> torch.Tensor:
-        """[1, heads, length, length], of a query's row and a key's column."""
+        """Return the bias [1, heads, length, length], of a query's row and a key's column."""
         places = torch.arange(length, device=self.relative_attention_bias.weight.device)
         bias: torch.Tensor = self.relative_attention_bias(self._buckets(places[None, :] - places[:, None]))
         return bias.permute(2, 0, 1)[None]
 
     def _buckets(self, distance: torch.Tensor) -> torch.Tensor:
-        """Of keys behind a query the upper half; near ones have a bucket each, farther ones share by logarithm."""
+        """Return each distance's bucket, in the upper half for keys after a query; far ones share by logarithm."""
         per_direction = self._sizes.num_buckets // 2
         num_near = per_direction // 2
         away = distance.abs()

@@ -1,7 +1,7 @@
 """The causal Wan 2.1 checkpoints that are published as pickles, and the settings that each was trained with.
 
-A settings table and nothing else: what a folder's transformer/config.json and generation.json will say. Names there are
-FastVideo's, as the family reads them.
+A settings table and nothing else: the contents of a folder's transformer/config.json and generation.json. Names there
+are FastVideo's, as the family reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 # FastVideo's names: a Wan transformer that makes videos chunk by chunk, and the pipeline of few re-noised steps.
 CAUSAL_CLASS, FEW_STEP_PIPELINE, PIPELINE = "CausalWanTransformer3DModel", "WanCausalDMDPipeline", "WanPipeline"
-# Of the gates of Video Sparse Attention, which only checkpoints that were trained with it have.
+# The gates of Video Sparse Attention, which only checkpoints that were trained with it have.
 OPTIONAL_PART = ".to_gate_compress."
 LORA_KEYS = ("generator_lora", "lora")
 MODEL_KEYS = ("generator_ema", "generator", "model", "state_dict")
@@ -22,7 +22,8 @@ MODEL_KEYS = ("generator_ema", "generator", "model", "state_dict")
 
 @dataclass(frozen=True)
 class CausalCheckpoint:
-    """steps: noise levels of the denoising passes of a chunk, 1 to 0, before the flow shift; frames are latent.
+    """A published checkpoint. steps: noise levels of the denoising passes of a chunk, 1 to 0, before the flow shift;
+    frames are latent.
 
     chunk_frames: of a chunk; window: in sight of a chunk, itself included, -1 for the whole cache of `cache_frames`;
     sink: first frames that stay in sight. keys: of the file, first choice first.
@@ -42,7 +43,7 @@ class CausalCheckpoint:
     keys: tuple[str, ...] = MODEL_KEYS
 
     def transformer_settings(self) -> dict[str, Any]:
-        """What transformer/config.json says beside a plain Wan's settings."""
+        """Return the settings of transformer/config.json in addition to a plain Wan's."""
         return {
             "_class_name": CAUSAL_CLASS,
             "num_frames_per_block": self.chunk_frames,
@@ -54,7 +55,7 @@ class CausalCheckpoint:
         }
 
     def request_values(self) -> dict[str, Any]:
-        """The defaults of generation.json: 81 frames at 480p as trained, no guidance."""
+        """Return the defaults of generation.json: 81 frames at 480p as trained, no guidance."""
         return {
             "height": 480,
             "width": 832,
@@ -78,7 +79,7 @@ CHECKPOINTS: Mapping[str, CausalCheckpoint] = MappingProxyType(
                 "causvid",
                 "CausVid, autoregressive, 3 steps",
                 "tianweiy/CausVid, configs of Wan: denoising_step_list 1000, 757, 522, not warped",
-                # As they are: the list names timesteps after the shift of 8.
+                # Unchanged: the list names timesteps after the shift of 8.
                 (1.0, 0.757, 0.522),
                 flow_shift=1.0,
                 pipeline=PIPELINE,

@@ -46,7 +46,7 @@ _FAMILY = "Wan"
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was read and written. keys: of the file, with the number of their tensors and bytes; stored: dtypes of the
+    """Contents read and written. keys: of the file, with the number of their tensors and bytes; stored: dtypes of the
     tensors that were read, with their number."""
 
     source: str
@@ -71,7 +71,7 @@ class ConversionReport:
 
 
 def checkpoint_of(name: str) -> CausalCheckpoint:
-    """Raises ConfigError for an unknown name."""
+    """Return the checkpoint of a name. Raises ConfigError for an unknown one."""
     if name not in CHECKPOINTS:
         raise ConfigError(f"--as: unknown checkpoint {shown(name)}.{nearest(name, CHECKPOINTS)}")
     return CHECKPOINTS[name]
@@ -80,10 +80,10 @@ def checkpoint_of(name: str) -> CausalCheckpoint:
 def convert_model(
     source: Path, output: Path, checkpoint: CausalCheckpoint, base: Path, *, key: str | None, dtype: str, copies: bool
 ) -> ConversionReport:
-    """Write a model folder of a pickled transformer. base: a folder of Wan 2.1, for everything else; copies: copy its
+    """Write a model folder from a pickled transformer. base: a folder of Wan 2.1, for everything else; copies: copy its
     parts instead of linking to them. dtype: one of DTYPES.
 
-    Raises ConfigError for a place or a key that is none, ModelLoadError for a file that is no pickle of tensors or of
+    Raises ConfigError for a path or a key that is none, ModelLoadError for a file that is no pickle of tensors or of
     another model, OutputError where the folder cannot be written. A failure leaves nothing behind.
     """
     _check_free(output)
@@ -167,7 +167,7 @@ def _check_free(output: Path) -> None:
 
 
 def _base_parts(base: Path) -> dict[str, Path]:
-    """The folders of a Wan 2.1's other parts. Raises ModelLoadError for one that is missing, with what to download."""
+    """Return the folders of Wan 2.1's other parts. Raises ModelLoadError with what to download for a missing one."""
     advice = f"give a folder of Wan 2.1, such as a download of {BASE_MODEL}"
     if not (base / INDEX_FILE).is_file():
         raise ModelLoadError(f"--base: {base} has no {INDEX_FILE}; {advice}")
@@ -183,7 +183,7 @@ def _base_parts(base: Path) -> dict[str, Path]:
 
 
 def _model_rows(source: Path, chosen: PickledTensors, base: Path) -> Rows:
-    """The tensors by diffusers' names. Raises ModelLoadError for those of another model, and for missing ones."""
+    """Return the tensors by diffusers' names. Raises ModelLoadError for another model's or missing tensors."""
     folder = ModelFolder(base.absolute())
     family = family_for_folder(folder)
     expected = replace(family.open(folder).expected("transformer"), known=lora_names_of_families)
@@ -212,7 +212,7 @@ def _model_rows(source: Path, chosen: PickledTensors, base: Path) -> Rows:
 
 
 def _generation(base: Path, checkpoint: CausalCheckpoint) -> dict[str, Any]:
-    """generation.json: the checkpoint's values, and the base's length of texts where it says one."""
+    """Return generation.json: the checkpoint's values, and the base's length of texts where it sets one."""
     path = base / "generation.json"
     own = ModelFolder(base).read_json("generation.json") if path.is_file() else {}
     kept = {"max_text_tokens": own["max_text_tokens"]} if "max_text_tokens" in own else {}
@@ -228,7 +228,7 @@ def _num_numbers(rows: Rows) -> int:
 
 
 def _write_rows(path: Path, rows: Rows, dtype: torch.dtype) -> int:
-    """The size of the safetensors file that was written, one tensor after the other."""
+    """Write a safetensors file, one tensor after the other; return its size."""
 
     def read(name: str) -> torch.Tensor:
         parts = [each.numbers(dtype).to(dtype) for each in rows[name]]
@@ -242,9 +242,10 @@ def _write_rows(path: Path, rows: Rows, dtype: torch.dtype) -> int:
 
 
 def _written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_file: bool = False) -> int:
-    """Let `write` fill a folder beside the output, and put what it made in its place; the size that it returns.
+    """Let `write` fill a folder next to the output, and move the result into its place; return the size that it
+    returns.
 
-    is_file: the file of the output's name is put there, and not the folder.
+    is_file: the file of the output's name is moved there, and not the folder.
     """
     parent = output.absolute().parent
     free = shutil.disk_usage(parent).free

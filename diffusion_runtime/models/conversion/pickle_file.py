@@ -1,7 +1,7 @@
 """Tensors of a pickled checkpoint (.pt), by `torch.load(weights_only=True)` and nothing else: no function that a file
-names is called but those that make tensors.
+names is called except those that make tensors.
 
-What a file says of its own sizes is held against the file before torch opens it, and tensors stay in pages of the file
+The sizes that a file declares are checked against the file before torch opens it, and tensors stay in pages of the file
 (mmap) until they are read.
 """
 
@@ -34,9 +34,9 @@ MAX_DEPTH = 6
 TOP = "(top)"
 """The key of a file whose tensors stand at its top."""
 _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# What data-parallel training, torch.compile and checkpointing put between the names of modules.
+# Parts that data-parallel training, torch.compile and checkpointing put between the names of modules.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module", "_forward_module"})
-# What the wrapper of the model's class is called, in front of all names.
+# Names of the wrapper of the model's class, in front of all names.
 _MODEL = "model."
 
 
@@ -53,11 +53,11 @@ class PickledTensors:
 
 
 def read_checkpoint(path: Path, key: str = "FILE") -> tuple[PickledTensors, ...]:
-    """The mappings of tensors in a file, each under its key; tensors of mappings in each other are joined by dots from
+    """Return the mappings of tensors in a file, each under its key; tensors of nested mappings are joined by dots from
     the first key on. key: what named the file, for messages.
 
-    Raises ConfigError for a path that no file has, ModelLoadError for a file that is no checkpoint of tensors, with
-    what else is in it.
+    Raises ConfigError for a path that no file has, ModelLoadError for a file that is no checkpoint of tensors, with its
+    other contents.
     """
     check_file(path, key, missing=ModelLoadError)
     _check_archive(path)
@@ -82,7 +82,7 @@ def read_checkpoint(path: Path, key: str = "FILE") -> tuple[PickledTensors, ...]
 
 
 def _check_archive(path: Path) -> None:
-    """Raises ModelLoadError for a file that is no archive of torch, or one that would become more than it is."""
+    """Check that a file is an archive of torch that unpacks to no more than its size. Raises ModelLoadError."""
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
@@ -113,7 +113,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _asked_for(path: Path) -> str:
-    """The functions and classes that a refused pickle names, read without running it; empty where that fails."""
+    """Return the functions and classes that a refused pickle names, read without running it; empty where that fails."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
@@ -133,8 +133,8 @@ def _groups(path: Path, content: Mapping[object, object]) -> Iterator[PickledTen
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> dict[str, torch.Tensor]:
-    """Raises ModelLoadError for two of one name, and for more than a file of its size holds: a few mappings that name
-    each other many times are millions of tensors."""
+    """Return tensors by name. Raises ModelLoadError for two of one name, and for more than a file of its size holds: a
+    few mappings that name each other many times are millions of tensors."""
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name in named:
@@ -160,7 +160,7 @@ def _flattened(
 
 
 def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Raises ModelLoadError for tensors that are no plain numbers in the file, or more of them than it holds."""
+    """Check that tensors are plain numbers in the file, and no more than it holds. Raises ModelLoadError."""
     odd = [
         name
         for name, tensor in tensors.items()
@@ -171,7 +171,7 @@ def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     ]
     if odd:
         raise ModelLoadError(f"{path}: expected plain tensors, these are not: {listed(map(shown_name, odd))}")
-    # One number with strides of 0 can say that it is 10^12.
+    # One number with strides of 0 can claim to be 10^12.
     larger = [name for name, tensor in tensors.items() if tensor.nbytes > tensor.untyped_storage().nbytes()]
     if larger:
         raise ModelLoadError(
@@ -187,7 +187,7 @@ def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a tensor in the model itself: `model._fsdp_wrapped_module.blocks.0.ffn.0.weight` is
+    """Return the name of a tensor in the model itself: `model._fsdp_wrapped_module.blocks.0.ffn.0.weight` is
     `blocks.0.ffn.0.weight`."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return plain.removeprefix(_MODEL)
@@ -224,9 +224,9 @@ class PickleFile(TensorFile):
 def choose(
     path: Path, groups: tuple[PickledTensors, ...], key: str | None, preferred: tuple[str, ...]
 ) -> PickledTensors:
-    """The group of a key, or the first preferred one that is there; the only one where there is one alone.
+    """Return the group of a key, or the first preferred one that is there; the only one where there is one alone.
 
-    Raises ConfigError that lists what is there.
+    Raises ConfigError that lists the groups.
     """
     by_key = {group.key: group for group in groups}
     there = listed(f"{shown_name(group.key)} ({len(group.tensors)} tensors)" for group in groups)

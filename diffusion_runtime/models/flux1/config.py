@@ -8,12 +8,12 @@ from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError
 
-# Of FLUX.1 Canny and Depth, and of Fill.
+# Pipelines of FLUX.1 Canny and Depth, and of Fill.
 CONTROL, FILL = "FluxControlPipeline", "FluxFillPipeline"
 # Four latents per token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
-# Channels of a head that carry (an axis images do not use, row, column), where config.json does not say.
+# Channels of a head that carry (an axis images do not use, row, column), where config.json does not set them.
 _AXES = (16, 56, 56)
 _KEYS = (
     "patch_size",
@@ -34,10 +34,10 @@ _KEYS = (
 class Flux1TransformerConfig:
     """Sizes of a FLUX.1 transformer.
 
-    condition_channels: of what stands beside the latents, such as a masked image and its mask; 0 for none.
-    text_dim: of T5's embeddings; pooled_dim: of CLIP's vector. embeds_guidance: whether the guidance scale is an input.
-    axes: channels of a head that carry each axis of the rotary positions. num_waves: of the sinusoidal timestep.
-    eps: of every norm.
+    condition_channels: of conditions next to the latents, such as a masked image and its mask; 0 for none. text_dim: of
+    T5's embeddings; pooled_dim: of CLIP's vector. embeds_guidance: whether the guidance scale is an input. axes:
+    channels of a head that carry each axis of the rotary positions. num_waves: of the sinusoidal timestep. eps: of
+    every norm.
     """
 
     num_double_layers: int
@@ -68,7 +68,7 @@ class Flux1TransformerConfig:
 
     @property
     def input_channels(self) -> int:
-        """Numbers in a patch of latents and of what stands beside them."""
+        """Numbers in a patch of latents and of the conditions next to them."""
         return (self.num_channels + self.condition_channels) * _LATENTS_A_TOKEN
 
     @property
@@ -77,7 +77,7 @@ class Flux1TransformerConfig:
 
 
 def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
     if file.whole_number("patch_size", 1) != 1:
@@ -108,7 +108,7 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels")
     if num_channels != transformer.num_channels:
@@ -124,9 +124,9 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
 
 
 def _check_condition(folder: AnyFolder, config: Flux1TransformerConfig, spatial_factor: int) -> None:
-    """Raises ModelLoadError where the transformer does not take what the folder's pipeline puts beside the latents."""
+    """Check that the transformer takes the condition that the pipeline adds. Raises ModelLoadError."""
     pipeline = str(read_index(folder).get("_class_name"))
-    # Latents of an image; of a mask every pixel.
+    # Latents of an image; every pixel of a mask.
     channels = {CONTROL: config.num_channels, FILL: config.num_channels + spatial_factor**2}.get(pipeline, 0)
     if config.condition_channels == channels:
         return

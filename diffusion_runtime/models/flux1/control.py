@@ -1,5 +1,5 @@
-"""FLUX.1 Fill, Canny and Depth (Black Forest Labs, 2024): an image of the size of what is made, encoded beside the
-latents; of Fill with the part that is repainted masked out, and the mask behind it."""
+"""FLUX.1 Fill, Canny and Depth (Black Forest Labs, 2024): an image of the output's size, encoded next to the latents;
+for Fill with the part that is repainted masked out, and the mask after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MULTIPLE = 16
 
 
 def size_made(size: Size) -> Size:
-    """Of what is made of an image, where a request says none: that of the image, in whole tokens, scaled down to two
+    """Return the output's size where a request sets none: that of the image, in whole tokens, scaled down to two
     megapixels."""
     scale = min(1.0, math.sqrt(AREA / (size[0] * size[1])))
     height, width = (max(_MULTIPLE, int(side * scale) // _MULTIPLE * _MULTIPLE) for side in size)
@@ -35,19 +35,19 @@ def size_made(size: Size) -> Size:
 
 @dataclass(frozen=True)
 class Control:
-    """What a pipeline makes of images. published: the model whose request values are its defaults. masks: whether a
-    part of the image is repainted."""
+    """A pipeline's use of images. published: the model whose request values are its defaults. masks: whether a part of
+    the image is repainted."""
 
     published: str
     masks: bool
 
     @property
     def images(self) -> dict[str, bool]:
-        """See Model.images."""
+        """Image fields of requests, as Model.images."""
         return {"image_path": True, **({"mask_path": True} if self.masks else {})}
 
     def load_conditioner(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ControlConditioner:
-        """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+        """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
         encode, name = load_encoder(folder, device, dtype)
         return ControlConditioner(encode, name, masks=self.masks)
 
@@ -57,12 +57,12 @@ PIPELINES = {FILL: Control("flux.1-fill-dev", masks=True), CONTROL: Control("flu
 
 
 def control_of(folder: AnyFolder) -> Control | None:
-    """What a folder's pipeline makes of images; None for one that puts none beside the latents."""
+    """Return how a folder's pipeline uses images; None for one that adds none to the latents."""
     return PIPELINES.get(str(read_index(folder).get("_class_name")))
 
 
 class ControlConditioner(ImageConditioner):
-    """What stands beside the latents. implementation: what encodes, for the report."""
+    """Conditioner of the channels next to the latents. implementation: of the encoder, for the report."""
 
     def __init__(self, encode: Encode, implementation: str, *, masks: bool) -> None:
         self._encode = encode
@@ -71,11 +71,10 @@ class ControlConditioner(ImageConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition. The mode of the encoder's distribution, of which diffusers draws a sample."""
+        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
         (path,) = image_paths(request, "image_path")
         pixels = as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))
         if not self._masks:

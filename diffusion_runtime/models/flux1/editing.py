@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext (Black Forest Labs, arXiv:2506.15742): an image to edit, whose tokens stand beside the noise's."""
+"""FLUX.1 Kontext (Black Forest Labs, arXiv:2506.15742): an image to edit, whose tokens follow the noise's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MULTIPLE = 16
 
 
 def trained_size(size: Size) -> Size:
-    """Finds, among the sizes that the model was trained on, the one whose ratio is nearest to an image's.
+    """Return, among the sizes that the model was trained on, the one whose ratio is nearest to an image's.
 
     The ratio is that of the image rounded down to whole tokens, as in diffusers' FluxKontextPipeline; a side below one
     token counts as one.
@@ -39,12 +39,12 @@ REFERENCES = ReferenceImages(most=1, scaled=trained_size)
 
 
 def edits(folder: AnyFolder) -> bool:
-    """Whether a folder's pipeline takes an image to edit."""
+    """Return whether a folder's pipeline takes an image to edit."""
     return read_index(folder).get("_class_name") == PIPELINE
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
-    """The encoder of a diffusers folder's `vae`, and what the report calls it. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
     scale, shift = read_normalisation(folder)
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
     encode = encode_with(autoencoder, lambda mode: (mode - shift) * scale, is_video=False)
@@ -52,6 +52,6 @@ def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
     encode, name = load_encoder(folder, device, dtype)
     return ReferenceConditioner(REFERENCES, encode, "diffusers", name)

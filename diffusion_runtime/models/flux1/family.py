@@ -19,14 +19,14 @@ from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
-# Of a model that was distilled to run without guidance.
+# For a model that was distilled to run without guidance.
 _FEW_STEPS = published_defaults("flux.1-schnell", "num_inference_steps", "guidance_scale")
 
 _Model = Model[Flux1TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: an image to edit, or one of the size of what is made."""
+    """Return the model with its folder's pipeline: an image to edit, or one of the output's size."""
     control = control_of(model.folder)
     if control is not None:
         return dataclasses.replace(
@@ -48,7 +48,8 @@ def _adapt(model: _Model) -> _Model:
 
 
 def _with_guidance(model: _Model) -> _Model:
-    """Without an embedded scale: the four steps of FLUX.1 [schnell], no guidance, and its shorter texts."""
+    """Return the model with its guidance. Without an embedded scale: the four steps of FLUX.1 [schnell], no guidance,
+    and its shorter texts."""
     if model.config.embeds_guidance:
         return dataclasses.replace(model, embeds_guidance=True)
     return dataclasses.replace(

@@ -13,7 +13,7 @@ from diffusion_runtime.weights.lora.stream_names import (
     embedder_names,
 )
 
-# As XLabs' trainer saves the processors of attention.
+# Names of XLabs' trainer for the processors of attention.
 _XLABS_DOUBLE: Originals = {
     "processor.qkv_lora1": QKV,
     "processor.qkv_lora2": TEXT_QKV,

@@ -17,7 +17,8 @@ MAX_TOKENS, MAX_TOKENS_FEW_STEPS = 512, 256
 
 
 class Flux1TextEncoder(TextEncoder):
-    """The pooled vector is of the tokens that CLIP takes; T5 takes more. Tokens that either cuts are counted."""
+    """T5 and CLIP as one encoder. The pooled vector is of the tokens that CLIP takes; T5 takes more. Tokens that either
+    cuts are counted."""
 
     library = "transformers"
 
@@ -35,7 +36,7 @@ class Flux1TextEncoder(TextEncoder):
 def load_text_encoder(
     folder: AnyFolder, device: torch.device, dtype: torch.dtype, max_tokens: int = MAX_TOKENS
 ) -> Flux1TextEncoder:
-    """Both encoders of a diffusers folder. Raises ModelLoadError."""
+    """Load both encoders of a diffusers folder. Raises ModelLoadError."""
     clip = load_clip(folder, device, dtype, encoder="text_encoder", tokenizer="tokenizer")
     t5 = load_t5(folder, device, dtype, max_tokens=max_tokens, encoder="text_encoder_2", tokenizer="tokenizer_2")
     return Flux1TextEncoder(t5, clip)

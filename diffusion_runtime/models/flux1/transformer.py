@@ -79,7 +79,7 @@ class Flux1Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
+        """Return the velocity. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
         dtype, (beside, references) = self.out.weight.dtype, self._images(inputs.image)
         context = self.in_token_order(context, grid, latents.device)
@@ -110,7 +110,7 @@ class Flux1Transformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
 
     def _rows(self, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> ModulationRows:
-        """Of all blocks and of the last norm."""
+        """Return the modulation rows of all blocks and of the last norm."""
         pooled = inputs.text.pooled
 
         def condition(timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Flux1Transformer(DiffusionTransformer):
         return rows_of_step("transformer", pooled, modulations, timestep, condition, context)
 
     def _images(self, image: ImageCondition | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """What stands beside the latents, and what is edited, whose tokens stand behind theirs."""
+        """Return the condition next to the latents, and the images to edit, whose tokens follow the latents'."""
         if self.config.condition_channels:
             if image is None:
                 raise RequestError("image_path: this checkpoint makes images from an image; give one")
@@ -131,8 +131,8 @@ class Flux1Transformer(DiffusionTransformer):
     def _rotations(
         self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
     ) -> torch.Tensor:
-        """[S + R + L, head_dim / 2], complex. grids: what is denoised, and the references, which stand at 1 on the
-        first axis. The text is at position 0 on every axis, and so not turned."""
+        """Return [S + R + L, head_dim / 2], complex. grids: the output's, and those of the references, which are at 1
+        on the first axis. The text is at position 0 on every axis, and so not turned."""
 
         def table(grid: tuple[int, int, int], first: int) -> torch.Tensor:
             axes = (range(first, first + 1), range(grid[1]), range(grid[2]))
@@ -146,7 +146,7 @@ class Flux1Transformer(DiffusionTransformer):
         return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
-        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+        """Return the text's tokens [B, L, D], as long as the longest prompt; kept for the request's other steps."""
 
         def project() -> torch.Tensor:
             projected: torch.Tensor = self.text_embedding(

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers FLUX.1 checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers FLUX.1 checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.weights.pieces import (
 
 
 def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {}
     pieces.update(linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.input_channels))

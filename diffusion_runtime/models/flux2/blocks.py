@@ -29,7 +29,8 @@ from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 
 
 class Flux2DoubleBlock(nn.Module):
-    """Grid and text have weights of their own and meet in the attention (MM-DiT, Esser et al., arXiv:2403.03206)."""
+    """Block in which grid and text have weights of their own and meet in the attention (MM-DiT, Esser et al.,
+    arXiv:2403.03206)."""
 
     def __init__(self, config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -56,10 +57,10 @@ class Flux2DoubleBlock(nn.Module):
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> None:
-        """x [B, S, D] and text [B, L, D] are overwritten.
+        """Run the block; x [B, S, D] and text [B, L, D] are overwritten.
 
-        rows, text_rows: six times [B, D]: shift, scale and gate of the attention, then of the feed-forward.
-        rotations: [S + L, head_dim / 2], complex. context.layout: the grid with the text behind it.
+        rows, text_rows: six times [B, D]: shift, scale and gate of the attention, then of the feed-forward. rotations:
+        [S + L, head_dim / 2], complex. context.layout: the grid followed by the text.
         """
         attention, norm = self.joint_attention, Norm("layer", self.eps)
         branch, text_branch = attention(
@@ -74,7 +75,8 @@ class Flux2DoubleBlock(nn.Module):
     def prefill(
         self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, R, D], tokens of references, is overwritten; returns their keys and values, [B, R, heads, head_dim].
+        """Run the block on x [B, R, D], tokens of references, which is overwritten; return their keys and values, [B,
+        R, heads, head_dim].
 
         rows: six times [B, D], as in `forward`. rotations: [R, head_dim / 2], complex. context.layout: None.
         """
@@ -97,7 +99,7 @@ class Flux2DoubleBlock(nn.Module):
 
 
 class Flux2SingleBlock(nn.Module):
-    """Grid and text are one sequence; attention and a gated feed-forward run side by side (Dehghani et al.,
+    """Block with grid and text in one sequence; attention and a gated feed-forward run side by side (Dehghani et al.,
     arXiv:2302.05442). One projection makes q, k, v, and gate and features of the feed-forward; one takes attention and
     gated features back."""
 
@@ -120,10 +122,10 @@ class Flux2SingleBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
     ) -> None:
-        """x [B, T, D] is overwritten.
+        """Run the block; x [B, T, D] is overwritten.
 
-        rows: shift, scale and gate, [B, D] each. rotations: [T, head_dim / 2], complex. context.layout: the
-        grid with the text behind it.
+        rows: shift, scale and gate, [B, D] each. rotations: [T, head_dim / 2], complex. context.layout: the grid
+        followed by the text.
         """
         projected = self._project(x, rows)
         q, k, v = self._heads(projected, rotations)
@@ -132,7 +134,7 @@ class Flux2SingleBlock(nn.Module):
     def prefill(
         self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Flux2DoubleBlock.prefill; rows: shift, scale and gate."""
+        """Run the block on tokens of references, as Flux2DoubleBlock.prefill; rows: shift, scale and gate."""
         assert self.reference_attention is not None
         projected = self._project(x, rows)
         q, k, v = self._heads(projected, rotations)
@@ -141,7 +143,7 @@ class Flux2SingleBlock(nn.Module):
         return kept
 
     def _project(self, x: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """q, k, v, gate and features, [B, T, 3 D + 2 ffn_dim]."""
+        """Return q, k, v, gate and features, [B, T, 3 D + 2 ffn_dim]."""
         projected: torch.Tensor = self.qkv_up(
             norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=rows[0], scale=rows[1])
         )
@@ -172,7 +174,7 @@ class Flux2SingleBlock(nn.Module):
             # Without a copy of the attention output: 76 us at 4608 tokens on an H200.
             branch = self.out.forward_pair(attended.flatten(2), gate)
         else:
-            # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
+            # In the place of v and of the gate, which are adjacent: a concatenation would copy both.
             v.copy_(attended)
             # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
             rows_of_both = projected.flatten(0, 1)[:, 2 * dim : 3 * dim + ffn_dim]
@@ -181,14 +183,15 @@ class Flux2SingleBlock(nn.Module):
 
 
 def _of_steps(config: Flux2TransformerConfig, layer: LayerInfo) -> LayerInfo:
-    """The layer whose calls are the steps', beside one that computes references before them."""
+    """Return the layer for the calls of the steps, when another one computes references before them."""
     return dataclasses.replace(layer, phase="denoise") if config.caches_references else layer
 
 
 def _reference_attention(
     config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy
 ) -> LocalAttention | None:
-    """Of references among themselves, which every process holds; under the layer's own choice of backend."""
+    """Return the attention of references among themselves, which every process holds, with the layer's own choice of
+    backend."""
     if not config.caches_references:
         return None
     of_prefill = dataclasses.replace(layer, phase="commit")
@@ -196,5 +199,5 @@ def _reference_attention(
 
 
 def _own_memory(x: torch.Tensor) -> torch.Tensor:
-    """A copy: k and v are views of what q is in too."""
+    """Return a copy: k and v are views of a tensor that also holds q."""
     return x.clone(memory_format=torch.contiguous_format)

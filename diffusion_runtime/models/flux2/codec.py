@@ -24,7 +24,7 @@ AUTOENCODER = DiffusersComponent(
 
 
 class Flux2Decoder(LatentDecoder):
-    """AutoencoderKLFlux2's decoder. Computes in its weights' dtype. eps: what is added to the variances."""
+    """AutoencoderKLFlux2's decoder. Computes in its weights' dtype. eps: added to the variances."""
 
     library = "diffusers"
 
@@ -34,7 +34,7 @@ class Flux2Decoder(LatentDecoder):
         self.implementation = type(autoencoder).__name__
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
+        """Decode; the normalisation is undone in float32, whatever dtype the decoder computes in."""
         weight = next(self._autoencoder.parameters())
         mean, deviation = _statistics(self._autoencoder, self._eps)
         folded = latents.squeeze(2).to(weight.device, torch.float32) * deviation + mean
@@ -42,7 +42,7 @@ class Flux2Decoder(LatentDecoder):
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Flux2Decoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -51,7 +51,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
-    """The encoder of a diffusers folder's `vae`, and what the report calls it. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
     autoencoder = _load(folder, device, dtype, ("decoder", "post_quant_conv"))
     mean, deviation = _statistics(autoencoder, _read_eps(folder))
 
@@ -63,7 +63,7 @@ def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def _load(folder: AnyFolder, device: torch.device, dtype: torch.dtype, left_out: tuple[str, ...]) -> Any:
-    """The statistics stay in float32, whatever the rest computes in."""
+    """Load the autoencoder. The statistics stay in float32, whatever dtype the rest computes in."""
     return AUTOENCODER.load(folder, device, dtype, left_out=left_out, stays_float32=lambda name: name.startswith("bn."))
 
 
@@ -72,6 +72,6 @@ def _read_eps(folder: AnyFolder) -> float:
 
 
 def _statistics(autoencoder: Any, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of every folded channel, [1, channels, 1, 1]."""
+    """Return mean and standard deviation of every folded channel, [1, channels, 1, 1]."""
     mean, variance = (of.view(1, -1, 1, 1) for of in (autoencoder.bn.running_mean, autoencoder.bn.running_var))
     return mean, (variance + eps).sqrt()

@@ -14,8 +14,8 @@ from diffusion_runtime.core.model_folder import (
 )
 from diffusion_runtime.errors import ModelLoadError
 
-# [dev], which takes the guidance scale as an input, and [klein], which does not; of [klein] there is one whose
-# reference images are computed once, before the first step.
+# [dev], which takes the guidance scale as an input, and [klein], which does not; one kind of [klein] computes reference
+# images once, before the first step.
 DEV, KLEIN, KLEIN_KV = "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline"
 # The latents of the autoencoder are folded 2 x 2 into channels, so that each of the transformer's is one token.
 FOLD = 2
@@ -41,7 +41,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Flux2PipelineConfig:
-    """What model_index.json says. is_klein: of the smaller models with Qwen3 in front. is_distilled: to a few steps
+    """Settings of model_index.json. is_klein: of the smaller models with Qwen3 in front. is_distilled: to a few steps
     without guidance. caches_references: whether keys and values of reference images are computed once."""
 
     is_klein: bool
@@ -83,18 +83,18 @@ class Flux2TransformerConfig:
 
 
 def read_pipeline_config(folder: AnyFolder) -> Flux2PipelineConfig:
-    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
     index = ConfigFile(path, read_index(folder))
     name = index.values.get("_class_name")
     is_klein, caches_references = name in (KLEIN, KLEIN_KV), name == KLEIN_KV
-    # The pipeline of the second kind writes no key, and knows no guidance.
+    # The pipeline of the second kind writes no key, and has no guidance.
     is_distilled = is_klein and index.flag("is_distilled", caches_references)
     return Flux2PipelineConfig(is_klein, is_distilled, caches_references)
 
 
 def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
     if file.whole_number("patch_size", 1) != 1:
@@ -133,7 +133,7 @@ def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
 
 
 def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
-    """Whether the guidance scale is an input, which must be what the pipeline of the folder makes of it."""
+    """Return whether the guidance scale is an input, which must agree with the folder's pipeline."""
     embeds_guidance = file.flag("guidance_embeds", True)
     if embeds_guidance == read_pipeline_config(folder).is_klein:
         expected = "false in a folder of FLUX.2 [klein]" if embeds_guidance else "true in a folder of FLUX.2 [dev]"
@@ -142,7 +142,7 @@ def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     fold = file.values.get("patch_size", [FOLD, FOLD])
     if fold != [FOLD, FOLD]:

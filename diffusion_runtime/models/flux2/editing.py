@@ -1,5 +1,5 @@
-"""FLUX.2's reference images (Black Forest Labs, 2025): of any number of pictures, whose tokens stand beside those of
-the noise, each at a place of its own on the first axis of the positions."""
+"""FLUX.2's reference images (Black Forest Labs, 2025): any number of pictures, whose tokens follow those of the noise,
+each at its own position on the first axis."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from diffusion_runtime.models.reference_images import ReferenceConditioner, Refe
 
 # Larger pictures are scaled down to it; smaller ones stay as they are.
 AREA = 1024 * 1024
-# Of an image, as its authors' pipelines check it.
+# Limits of an image, as its authors' pipelines check it.
 _SHORTEST_SIDE, _MOST_UNEQUAL = 64, 8
-# What its authors recommend for [dev] and allow for [klein], by docs.bfl.ai.
+# Maximum that its authors recommend for [dev] and allow for [klein], by docs.bfl.ai.
 MOST_DEV, MOST_KLEIN = 6, 4
 
 
 def scaled_down(size: Size) -> Size:
-    """The size of the picture that is made of an image: a megapixel of its ratio at most."""
+    """Return the size of the picture that is made of an image: a megapixel of its ratio at most."""
     height, width = size
     if height * width <= AREA:
         return size
@@ -29,7 +29,7 @@ def scaled_down(size: Size) -> Size:
 
 
 def refusal(size: Size) -> str | None:
-    """Why an image of this size is not used."""
+    """Return why an image of this size is not used."""
     if min(size) < _SHORTEST_SIDE:
         return f"expected sides of at least {_SHORTEST_SIDE} pixels; scale it up"
     if max(size) > _MOST_UNEQUAL * min(size):
@@ -38,7 +38,7 @@ def refusal(size: Size) -> str | None:
 
 
 def references(most: int, multiple: int) -> ReferenceImages:
-    """most: how many a model takes. multiple: pixels along each side of a token."""
+    """Return the rules for reference images. most: per request. multiple: pixels along each side of a token."""
 
     def cropped(size: Size) -> Size:
         height, width = (side // multiple * multiple for side in size)
@@ -50,6 +50,6 @@ def references(most: int, multiple: int) -> ReferenceImages:
 def load_conditioner(
     images: ReferenceImages, folder: AnyFolder, device: torch.device, dtype: torch.dtype
 ) -> ReferenceConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
     encode, name = load_encoder(folder, device, dtype)
     return ReferenceConditioner(images, encode, "diffusers", name)

@@ -1,5 +1,5 @@
-"""The FLUX.2 family: images of text and of reference images, by [dev], which takes the guidance scale as an input, and
-[klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
+"""The FLUX.2 family: images from text and from reference images, by [dev], which takes the guidance scale as an input,
+and [klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
 reference images once."""
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from diffusion_runtime.models.published import published_defaults
 # Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.
 _AT_10_STEPS = 8.73809524e-05, 1.89833333
 _AT_200_STEPS = 0.00016927, 0.45666666
-# Of more tokens than this the steps play no part.
+# With more tokens than this the steps play no part.
 _MAX_TOKENS_BY_STEPS = 4300
 
 
 @dataclass(frozen=True)
 class EmpiricalShift(LinearSigmas):
-    """A shift whose logarithm is linear in the number of tokens, and between 10 and 200 steps on the line through
-    both.
+    """Schedule with a shift whose logarithm is linear in the number of tokens, and between 10 and 200 steps on the line
+    through both.
 
     is_exponential: False takes the line itself for the shift and not its logarithm.
     """
@@ -57,20 +57,20 @@ class EmpiricalShift(LinearSigmas):
 
 
 def read_schedule(scheduler: SchedulerConfig) -> FlowSchedule:
-    """The schedule of a folder, whose file has a line of its own in the shift's place; a fixed shift where the file
-    asks for none that follows the size. Raises ModelLoadError."""
+    """Read the schedule of a folder, whose file has a line of its own in the shift's place; a fixed shift where the
+    file sets none that follows the size. Raises ModelLoadError."""
     line = token_shift(scheduler)
     return EmpiricalShift(line.is_exponential) if isinstance(line, ShiftByTokens) else line
 
 
-# Of a model that was distilled to run without guidance.
+# For a model that was distilled to run without guidance.
 _FEW_STEPS = published_defaults("flux.2-klein-4b", "num_inference_steps", "guidance_scale")
 
 _Model = Model[Flux2TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Reference images; distilled: four steps and no guidance."""
+    """Return the model with reference images; distilled: four steps and no guidance."""
     pipeline = read_pipeline_config(model.folder)
     images = editing.references(
         editing.MOST_KLEIN if pipeline.is_klein else editing.MOST_DEV, model.geometry.spatial_factor
@@ -101,7 +101,7 @@ FAMILY = ModelFamily(
     index_keys=("is_distilled",),
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"),),
-    # Of [klein] before distillation, too.
+    # For [klein] before distillation, too.
     defaults=published_defaults("flux.2-dev"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,

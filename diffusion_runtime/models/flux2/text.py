@@ -12,7 +12,7 @@ from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
 
 MAX_TOKENS = 512
-# The line break is in it, as in training.
+# It contains the line break, as in training.
 SYSTEM_MESSAGE = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
@@ -26,10 +26,10 @@ KLEIN_LAYERS = (9, 18, 27)
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """Mistral Small 3 of [dev], Qwen3 of [klein].
+    """Load Mistral Small 3 for [dev], Qwen3 for [klein].
 
-    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights, and when the encoder is
-    not of the transformer's size.
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights, and when the encoder does
+    not fit the transformer's size.
     """
     if read_pipeline_config(folder).is_klein:
         encoder = load_stacked_qwen3(folder, device, dtype, KLEIN_TEMPLATE, max_tokens=MAX_TOKENS, layers=KLEIN_LAYERS)

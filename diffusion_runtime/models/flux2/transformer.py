@@ -2,11 +2,11 @@
 
     latents -> tokens -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
 
-Reference images stand behind the grid at every step; where the config caches them, they go through the blocks once, at
+Reference images follow the grid at every step; where the config caches them, they go through the blocks once, at
 timestep 0 and attending to themselves alone, and every step attends to their keys and values.
 
-What timestep and guidance scale make of the modulation is computed once per step: double-stream blocks share it, and
-all single-stream blocks. Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width
+The modulation by timestep and guidance scale is computed once per step: double-stream blocks share it, and all
+single-stream blocks. Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width
 (num_heads * head_dim).
 """
 
@@ -37,7 +37,7 @@ from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 
-# How far apart images to edit are on the first axis; what is denoised is at 0.
+# Distance between images to edit on the first axis; the output is at 0.
 _REFERENCE_STEP = 10
 
 
@@ -76,7 +76,7 @@ class Flux2Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
+        """Return the velocity. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
         dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
         context = self.in_token_order(context, grid, latents.device)
@@ -111,7 +111,8 @@ class Flux2Transformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
 
     def _reference_cache(self, references: Sequence[torch.Tensor], context: AttentionContext) -> PrefixCache:
-        """Of the request's references, [B, channels, 1, height, width] each; computed by its first forward pass."""
+        """Return the cache of the request's references, [B, channels, 1, height, width] each; computed by its first
+        forward pass."""
         return cached_for_prompt(
             "reference_keys", references[0], context, lambda: self._prefill(references, context.for_prefill())
         )
@@ -140,7 +141,7 @@ class Flux2Transformer(DiffusionTransformer):
         return cache
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
-        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+        """Return the text's tokens [B, L, D], as long as the longest prompt; kept for the request's other steps."""
 
         def project() -> torch.Tensor:
             projected: torch.Tensor = self.text_embedding(
@@ -151,15 +152,15 @@ class Flux2Transformer(DiffusionTransformer):
         return cached_for_prompt("text_embedding", text.embeddings, context, project)
 
     def _embed(self, latents: torch.Tensor) -> torch.Tensor:
-        """[B, tokens, D], of latents [B, channels, 1, height, width]."""
+        """Return the tokens [B, tokens, D] of latents [B, channels, 1, height, width]."""
         tokens: torch.Tensor = self.patch_embedding(patchify(latents, self.geometry.patch))
         return tokens
 
     def _rotations(
         self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
     ) -> torch.Tensor:
-        """[S + R + L, head_dim / 2]. grids: what is denoised, and the references. Pictures lie along rows and columns,
-        each at a place of its own on the first axis; the text along the last axis."""
+        """Return [S + R + L, head_dim / 2]. grids: the output's, and those of the references. Pictures vary along rows
+        and columns, each at its own position on the first axis; the text along the last axis."""
 
         def compute() -> torch.Tensor:
             on_grid, *whole = (self._places(index, grid) for index, grid in enumerate(grids))
@@ -169,7 +170,7 @@ class Flux2Transformer(DiffusionTransformer):
         return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
 
     def _places(self, index: int, grid: tuple[int, int, int]) -> torch.Tensor:
-        """[tokens, head_dim / 2], of what is denoised (index 0) or of a reference."""
+        """Return [tokens, head_dim / 2], of the output (index 0) or of a reference."""
         first = index * _REFERENCE_STEP
         return self._table((range(first, first + 1), range(grid[1]), range(grid[2]), range(1)))
 

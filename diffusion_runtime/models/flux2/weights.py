@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers FLUX.2 checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers FLUX.2 checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion_runtime.weights.pieces import NamedPieces, joint_attention_pieces
 
 
 def transformer_pieces(config: Flux2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 

@@ -10,7 +10,7 @@ from diffusion_runtime.errors import ModelLoadError, shown
 
 _QK_NORM = "rms_norm"
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"
-# How a video starts from an image: beside the latents, or as their first frame.
+# How a video starts from an image: next to the latents, or as their first frame.
 LATENT_CONCAT, TOKEN_REPLACE = "latent_concat", "token_replace"
 
 # sample_size is the training size, which nothing needs.
@@ -40,7 +40,7 @@ _KNOWN_KEYS = (
 class HunyuanVideoConfig:
     """Sizes of a HunyuanVideo transformer.
 
-    num_layers: blocks of two streams; num_single_layers: blocks of one, behind them. patch: latents per token in
+    num_layers: blocks of two streams; num_single_layers: blocks of one, after them. patch: latents per token in
     (frames, height, width). axis_channels: of a head that carry the position on each axis; theta: of those.
     has_guidance: whether the guidance scale is an input. image_condition: LATENT_CONCAT or TOKEN_REPLACE in models that
     make a video from an image, None in others.
@@ -67,12 +67,12 @@ class HunyuanVideoConfig:
 
     @property
     def num_input_channels(self) -> int:
-        """Of the latents, and of an image beside them with a channel that says where it is."""
+        """Channels of the latents, and of an image next to them with a channel that marks where it is."""
         return 2 * self.num_channels + 1 if self.image_condition == LATENT_CONCAT else self.num_channels
 
 
 def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KNOWN_KEYS)
     qk_norm = file.values.get("qk_norm", _QK_NORM)
@@ -103,7 +103,7 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
 
 
 def _read_channels(file: ConfigFile) -> tuple[int, str | None]:
-    """Channels of a latent, and image_condition."""
+    """Read the channels of a latent, and image_condition."""
     kind = file.values.get("image_condition_type")
     if kind not in (None, LATENT_CONCAT, TOKEN_REPLACE):
         raise file.error("image_condition_type", f"null, {LATENT_CONCAT} or {TOKEN_REPLACE}", kind)
@@ -120,7 +120,7 @@ def _read_channels(file: ConfigFile) -> tuple[int, str | None]:
 
 
 def check_pipeline(folder: AnyFolder) -> None:
-    """Whether the pipeline that model_index.json names is the transformer's. Raises ModelLoadError."""
+    """Check that the pipeline in model_index.json fits the transformer. Raises ModelLoadError."""
     name, kind = read_index(folder).get("_class_name"), read_transformer_config(folder).image_condition
     expected = TEXT_TO_VIDEO if kind is None else IMAGE_TO_VIDEO
     if name is not None and name != expected:
@@ -131,7 +131,7 @@ def check_pipeline(folder: AnyFolder) -> None:
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", 16)
     if num_channels != transformer.num_channels:
@@ -143,6 +143,6 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
         spatial_factor=file.whole_number("spatial_compression_ratio", 8),
         temporal_factor=file.whole_number("temporal_compression_ratio", 4),
         patch=transformer.patch,
-        # The image's own, which comes out again and is left out.
+        # The image's own frame, which is decoded too and left out.
         num_latents_before=1 if transformer.image_condition == LATENT_CONCAT else 0,
     )

@@ -38,9 +38,9 @@ AUTOENCODER = DiffusersComponent(
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
-    As its authors run it, it decodes 17 frames of at most 256 x 256 pixels at a time and blends what overlaps.
+    As its authors run it, it decodes 17 frames of at most 256 x 256 pixels at a time and blends the overlaps.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -52,13 +52,13 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    """Load the encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
     return FirstFrameConditioner(autoencoder, read_scaling_factor(folder))
 
 
 def _tiling(autoencoder: Any) -> Tiling:
-    """Diffusers' sizes: 16 frames and 256 pixels a side, that overlap by 4 and 64."""
+    """Return diffusers' tile sizes: 16 frames and 256 pixels a side, with overlaps of 4 and 64."""
     pixels, frames = int(autoencoder.spatial_compression_ratio), int(autoencoder.temporal_compression_ratio)
     return Tiling(
         autoencoder.tile_sample_min_height // pixels,
@@ -69,7 +69,7 @@ def _tiling(autoencoder: Any) -> Tiling:
 
 
 def read_scaling_factor(folder: AnyFolder) -> float:
-    """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
+    """Read the factor of latents. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 0.476986)
 
 
@@ -102,7 +102,7 @@ FAMILY = ModelFamily(
     transformer_classes=("HunyuanVideoTransformer3DModel",),
     pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
     diffusers_components=(AUTOENCODER,),
-    # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
+    # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
     defaults=published_defaults("hunyuan-video"),
     read_config=read_transformer_config,

@@ -16,7 +16,7 @@ from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_language_model
 from diffusion_runtime.text_encoders.llava import load_llava
 
-# What the transformer was trained with, word for word. No space stands between the sentences.
+# The template that the transformer was trained with, word for word. There is no space between the sentences.
 _ASPECTS = (
     "1. The main content and theme of the video."
     "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
@@ -42,12 +42,12 @@ IMAGE_TEMPLATE = PromptTemplate(
     after="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     num_cropped=103,
 )
-# Of the image's tokens in the language model, every which one the transformer gets.
+# Stride over the language model's image tokens: the ones that the transformer gets.
 _STRIDES = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}
 MAX_TOKENS = 256
-# Of an image of 336 x 336 in patches of 14, every second one: beside negative prompts in all models.
+# For an image of 336 x 336 in patches of 14, every second one: with negative prompts in all models.
 MAX_IMAGE_TOKENS = 288
-# The transformer reads the last layer but two.
+# The transformer reads the third-last layer.
 _NUM_LAYERS_LEFT_OUT = 2
 
 
@@ -63,16 +63,14 @@ class HunyuanVideoTextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, clip.implementation]))
 
     def of_pictures(self, paths: Sequence[str]) -> HunyuanVideoTextEncoder:
-        """See TextEncoder.of_pictures."""
         return HunyuanVideoTextEncoder(self.language_model.of_pictures(paths), self.clip)
 
     def of_negative(self) -> HunyuanVideoTextEncoder:
-        """See TextEncoder.of_negative."""
         other = self.language_model.of_negative()
         return self if other is self.language_model else HunyuanVideoTextEncoder(other, self.clip)
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Tokens that either encoder cuts are counted: CLIP takes fewer."""
+        """Encode prompts. Tokens that either encoder cuts are counted: CLIP takes fewer."""
         pooled, cut = self.clip.encode(prompts)
         conditions = self.language_model.encode(prompts)
         cuts = (*conditions.further_cuts, cut)
@@ -80,7 +78,7 @@ class HunyuanVideoTextEncoder(TextEncoder):
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> HunyuanVideoTextEncoder:
-    """Both text encoders of a diffusers folder. Raises ModelLoadError."""
+    """Load both text encoders of a diffusers folder. Raises ModelLoadError."""
     kind = read_transformer_config(folder).image_condition
     language_model: TextEncoder
     if kind is None:

@@ -4,8 +4,8 @@
                         ├─> blocks of two streams -> blocks of one -> modulated norm -> projection -> velocity
     text -> refiner ────┘
 
-Grid and text attend to each other jointly, the text behind the grid and its padding, as a length, behind everything.
-Timestep, guidance scale and pooled text modulate every block. A video that starts from an image has it beside its
+Grid and text attend to each other jointly, the text after the grid and its padding, as a length, after everything.
+Timestep, guidance scale and pooled text modulate every block. A video that starts from an image has it next to its
 latents (latent concat), or as its first latent frame, whose tokens are at timestep 0 and take no guidance scale (token
 replace). Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """
@@ -50,7 +50,7 @@ from diffusion_runtime.text_encoders.interface import Conditions
 
 REFINER_ROLE = "hunyuan_video.text_refiner"
 EPS = 1e-6
-# Of the noise that a video from an image starts from; the rest is the image.
+# Share of the noise that a video from an image starts from; the rest is the image.
 _NOISE_SHARE = 0.999
 
 
@@ -102,7 +102,6 @@ class HunyuanVideoTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward."""
         grid = self.geometry.grid(latents.shape)
         if not self._replaces_tokens:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
@@ -141,7 +140,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return self.config.image_condition == TOKEN_REPLACE
 
     def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """See DiffusionTransformer.start. The image in every frame."""
+        """Return the noise, mixed with the image in every frame."""
         if inputs.image is None:
             return noise
         share = torch.tensor(_NOISE_SHARE, device=noise.device)
@@ -153,7 +152,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return in_first_frame(latents, inputs.image.latents)
 
     def _with_image(self, latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
-        """[B, num_input_channels, frames, height, width]. Raises RequestError for a missing image."""
+        """Return [B, num_input_channels, frames, height, width]. Raises RequestError for a missing image."""
         if self.config.image_condition is None:
             return latents
         if image is None:
@@ -163,7 +162,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
     def _image_apart(
         self, timestep: torch.Tensor, grid: tuple[int, int, int], inputs: DenoiserInputs, context: AttentionContext
     ) -> ApartRows | None:
-        """Those of the image's tokens that this process holds, in a model whose first frame it is."""
+        """Return the rows of the image's tokens that this process holds, in a model whose first frame it is."""
         if not self._replaces_tokens:
             return None
         held = context.sharding.local(slice(0, grid[1] * grid[2]), math.prod(grid))
@@ -183,13 +182,13 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return ApartRows(held.stop - held.start, rows, is_first=True)
 
     def _rows(self, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> ModulationRows:
-        """Of all blocks and of the last norm, by timestep, guidance and pooled text. Raises RequestError when one of
-        them is missing."""
+        """Return the modulation rows of all blocks and of the last norm, by timestep, guidance and pooled text. Raises
+        RequestError when one of them is missing."""
         guidance, pooled = inputs.guidance, inputs.text.pooled
         if pooled is None or (guidance is None and self.config.has_guidance):
             raise RequestError("this transformer takes a pooled text and a guidance scale; give DenoiserInputs both")
         if guidance is not None:
-            # As its authors' sampler rounds it: in thousandths, in the dtype of the model.
+            # Rounded as its authors' sampler does: in thousandths, in the dtype of the model.
             guidance = float(torch.tensor(guidance, dtype=self.out.weight.dtype) * 1000) / 1000
 
         def condition(timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
@@ -200,7 +199,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return rows_of_step("transformer", pooled, modulations, timestep, condition, context)
 
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """[S + L, head_dim / 2], complex; the text is not turned."""
+        """Return [S + L, head_dim / 2], complex; the text is not turned."""
 
         def compute() -> torch.Tensor:
             axes, device = tuple(range(size) for size in grid), self.out.weight.device
@@ -210,7 +209,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _unrefined(self, text: Conditions, context: AttentionContext) -> UnrefinedText:
-        """What the refiner makes of the prompts alone, once per request and branch."""
+        """Return the refiner's values that depend on the prompts alone, once per request and branch."""
         return cached_for_prompt(
             "unrefined_text", text, context, lambda: self.refiner.prepare(text.embeddings, text.lengths)
         )

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers HunyuanVideo checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers HunyuanVideo checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm"})
 
 
 def stays_float32(name: str) -> bool:
-    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
     return not _FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
 def transformer_pieces(config: HunyuanVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 

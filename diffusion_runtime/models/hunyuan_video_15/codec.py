@@ -1,5 +1,5 @@
-"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder; its encoder, with SigLIP
-beside it, for image to video."""
+"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder; its encoder, with
+SigLIP, for image to video."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class FirstFrameEncoder:
         self._scaling_factor = scaling_factor
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
-        """image: [height, width, 3], uint8. Latents [1, channels, 1, height, width], float32: the most likely ones."""
+        """Return the most likely latents of an image, [1, channels, 1, height, width], float32. image: [height, width,
+        3], uint8."""
         weight = next(self._autoencoder.parameters())
         pixels = image.to(weight.device, torch.float32).div(255).mul(2).sub(1).permute(2, 0, 1)[None, :, None]
         with torch.inference_mode(), OneDnnConvolutions():
@@ -41,9 +42,9 @@ class FirstFrameEncoder:
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
-    As its authors run it, it decodes at most 256 x 256 pixels at a time and blends what overlaps.
+    As its authors run it, it decodes at most 256 x 256 pixels at a time and blends the overlaps.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -58,14 +59,14 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    """Load the encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
     return FirstFrameEncoder(
         AUTOENCODER.load(folder, device, dtype, left_out=("decoder",)), read_scaling_factor(folder)
     )
 
 
 def read_scaling_factor(folder: AnyFolder) -> float:
-    """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
+    """Read the factor of latents. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 1.03682)
 
 
@@ -78,22 +79,20 @@ class HunyuanVideo15ImageConditioner(FrameConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return (LibraryAttention("image_encoder", self._siglip.library, self._siglip.implementation),)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See FrameConditioner.encode."""
         return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
 
 
 def load_image_conditioner(
     folder: AnyFolder, device: torch.device, dtype: torch.dtype
 ) -> HunyuanVideo15ImageConditioner:
-    """`vae/`, `image_encoder/` and `feature_extractor/` of a diffusers folder. Raises ModelLoadError."""
+    """Load `vae/`, `image_encoder/` and `feature_extractor/` of a diffusers folder. Raises ModelLoadError."""
     encoder = siglip.load_siglip(folder, device, dtype)
     return HunyuanVideo15ImageConditioner(load_encoder(folder, device, dtype), encoder)
 
 
 def read_preparation(folder: AnyFolder) -> PicturePreparation:
-    """How SigLIP's picture is prepared. Raises ModelLoadError that names the file and the key."""
+    """Read how SigLIP's picture is prepared. Raises ModelLoadError that names the file and the key."""
     return read_preparation_file(folder / "feature_extractor" / "preprocessor_config.json")

@@ -41,7 +41,7 @@ _KNOWN_KEYS = (
     "task_type",
     "use_meanflow",
 )
-# What a guider asks for beyond its scale, where it asks for nothing.
+# Settings of a guider besides its scale, where they have no effect.
 _PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
@@ -49,7 +49,7 @@ _PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "st
 class HunyuanVideo15Config:
     """Sizes of a HunyuanVideo-1.5 transformer.
 
-    num_channels: of a latent; the transformer reads as many again of an image, and one that says where it is.
+    num_channels: of a latent; the transformer reads as many again of an image, and one that marks where it is.
     text_dim, glyph_dim, image_dim: of the tokens of the language model, of the text to write and of the image encoder.
     axis_channels: of a head that carry the position on each axis; theta: of those. target_size: pixels of a square
     frame it was made for. starts_from_image: whether it was trained to. takes_next_timestep: whether it takes the
@@ -82,7 +82,7 @@ class HunyuanVideo15Config:
 
 
 def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KNOWN_KEYS)
     qk_norm = file.values.get("qk_norm", _QK_NORM)
@@ -117,8 +117,9 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
 
 
 def _starts_from_image(folder: AnyFolder, task: str) -> bool:
-    """As the folder's pipeline does. task: the transformer's task_type, for a folder that names no pipeline. diffusers
-    does not read that key, and what converts published models writes `i2v` for text to video at 480p, too."""
+    """Return whether the folder's pipeline starts from an image. task: the transformer's task_type, for a folder that
+    names no pipeline. diffusers does not read that key, and its converter of published models writes `i2v` for text to
+    video at 480p, too."""
     name = read_index(folder).get("_class_name")
     return task == "i2v" if name is None else name == IMAGE_TO_VIDEO
 
@@ -131,7 +132,7 @@ def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", 32)
     if num_channels != transformer.num_channels:
@@ -145,7 +146,7 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
 
 
 def read_guidance_scale(folder: AnyFolder) -> float | None:
-    """The scale of classifier-free guidance that the folder's guider asks for; None when the folder has no guider.
+    """Read the scale of classifier-free guidance in the folder's guider; None when the folder has no guider.
 
     Raises ModelLoadError for a guider that does something else.
     """
@@ -167,8 +168,9 @@ def read_guidance_scale(folder: AnyFolder) -> float | None:
 
 
 def wide_size(target_size: int, multiple: int) -> tuple[int, int]:
-    """(height, width) in pixels, multiples of `multiple`, of 16:9 or a little less, in about as many pixels as a square
-    of target_size: the nearest of the sizes it was trained on, those that no row or column more would fit beside."""
+    """Return (height, width) in pixels, multiples of `multiple`, of 16:9 or a little less, in about as many pixels as a
+    square of target_size: the nearest of the sizes it was trained on, those in which not one more row or column would
+    fit."""
     num_patches = round((target_size / multiple) ** 2)
     trained = (
         (rows, columns)

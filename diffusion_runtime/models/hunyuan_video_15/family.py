@@ -25,7 +25,7 @@ from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15
 from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
-# Of SigLIP, for 384 pixels a side in patches of 14.
+# Tokens of SigLIP, for 384 pixels a side in patches of 14.
 _NUM_IMAGE_TOKENS = 729
 
 _Model = Model[HunyuanVideo15Config, LatentGeometry]
@@ -38,7 +38,7 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """The guidance scale of the folder's guider, and the size its transformer was made for."""
+    """Return the model with the guidance scale of the folder's guider, and the size its transformer was made for."""
     multiple = model.geometry.spatial_factor * model.geometry.patch[1]
     height, width = wide_size(model.config.target_size, multiple)
     scale = read_guidance_scale(model.folder)
@@ -55,9 +55,9 @@ FAMILY = ModelFamily(
     transformer_classes=("HunyuanVideo15Transformer3DModel",),
     pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
     diffusers_components=(codec.AUTOENCODER,),
-    # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
+    # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    # The flow shift is of folders whose scheduler says none.
+    # The flow shift for folders whose scheduler sets none.
     defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
     read_config=read_transformer_config,
     read_geometry=read_geometry,

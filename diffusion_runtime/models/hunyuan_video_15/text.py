@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5's text: a language model asked to describe a video, and the bytes of what is to be written in it."""
+"""HunyuanVideo-1.5's text: a language model asked to describe a video, and the bytes of the text to be drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder,
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
 from diffusion_runtime.text_encoders.t5 import ByT5Encoder, load_byt5
 
-# What the transformer was trained with, word for word and blank for blank.
+# The template that the transformer was trained with, word for word and blank for blank.
 _ASPECTS = (
     "1. The main content and theme of the video.",
     "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects.",
@@ -32,15 +32,15 @@ TEMPLATE = PromptTemplate(
 )
 MAX_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
-# The transformer reads the last layer but two.
+# The transformer reads the third-last layer.
 _NUM_LAYERS_LEFT_OUT = 2
 
 _QUOTED = re.compile(r"\"(.*?)\"|“(.*?)”")
 
 
 def glyph_text(prompt: str) -> str:
-    """What a prompt puts in quotation marks, each text once, as the byte encoder was trained to read it; empty when
-    there is nothing in them."""
+    """Return each text that a prompt puts in quotation marks once, as the byte encoder was trained to read it; empty
+    when there is nothing in them."""
     quoted = dict.fromkeys(straight or curly for straight, curly in _QUOTED.findall(prompt))
     return "".join(f'Text "{text}". ' for text in quoted)
 
@@ -57,14 +57,14 @@ class HunyuanVideo15TextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, byt5.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. An empty prompt is a blank. Tokens that either encoder cuts are counted."""
+        """Encode prompts. An empty prompt is a blank. Tokens that either encoder cuts are counted."""
         conditions = self.language_model.encode([prompt or " " for prompt in prompts])
         written, cut = self.byt5.encode([glyph_text(prompt) for prompt in prompts])
         return dataclasses.replace(conditions, further=(written,), encoder="the language model", further_cuts=(cut,))
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15TextEncoder:
-    """Both text encoders of a diffusers folder. Raises ModelLoadError."""
+    """Load both text encoders of a diffusers folder. Raises ModelLoadError."""
     return HunyuanVideo15TextEncoder(
         load_qwen2_5_vl(
             folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=_NUM_LAYERS_LEFT_OUT

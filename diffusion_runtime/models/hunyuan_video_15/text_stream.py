@@ -31,7 +31,7 @@ _PROMPT, _GLYPHS, _IMAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Tokens:
-    """[B, num, D], and for each sample how many are real; they come first."""
+    """Tokens [B, num, D], and for each sample how many are real; those come first."""
 
     values: torch.Tensor
     lengths: tuple[int, ...]
@@ -39,8 +39,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What does not change from step to step. ahead: image and glyphs, which stand before the prompt; prompt: what the
-    refiner starts from."""
+    """Text values that do not change from step to step. ahead: image and glyphs, which precede the prompt; prompt:
+    input of the refiner."""
 
     ahead: tuple[Tokens, ...]
     prompt: UnrefinedText
@@ -57,13 +57,13 @@ class GlyphEmbedding(nn.Module):
         self.down = Linear(hidden_dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., glyph_dim] to [..., dim]."""
+        """Map [..., glyph_dim] to [..., dim]."""
         out: torch.Tensor = self.down(F.gelu(self.middle(F.gelu(self.up(self.norm(x))))))
         return out
 
 
 class TextStreamEmbedding(nn.Module):
-    """kinds: [3, D], added to the tokens of prompt, glyphs and image."""
+    """Embedding of the text stream. kinds: [3, D], added to the tokens of prompt, glyphs and image."""
 
     def __init__(self, config: HunyuanVideo15Config, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TextStreamEmbedding(nn.Module):
         )
 
     def prepare(self, inputs: DenoiserInputs) -> PreparedText:
-        """What depends on prompts and image alone. inputs.text.further: the text to write, if there is any."""
+        """Return the values that no step changes. inputs.text.further: the text to write, if there is any."""
         dtype, ahead = self.kinds.dtype, []
         if inputs.image is not None and inputs.image.embeddings is not None:
             image = self.image(inputs.image.embeddings.to(dtype)) + self.kinds[_IMAGE]
@@ -98,13 +98,13 @@ class TextStreamEmbedding(nn.Module):
         return Tokens(self.glyphs(embeddings) + self.kinds[_GLYPHS], stream.lengths)
 
     def forward(self, text: PreparedText, timestep: torch.Tensor, context: AttentionContext) -> Tokens:
-        """All tokens of a step, new ones. timestep: [B], in [0, 1000]."""
+        """Return all tokens of a step, new ones. timestep: [B], in [0, 1000]."""
         prompt = self.refiner(text.prompt, timestep, context).add_(self.kinds[_PROMPT])
         return joined([*text.ahead, Tokens(prompt, text.prompt.lengths)])
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
-    """The real tokens of every part, one after the other, and the padding of all behind them, as zeros."""
+    """Return the real tokens of every part, one after the other, followed by the padding of all, as zeros."""
     if len(parts) == 1:
         return parts[0]
     lengths = tuple(map(sum, zip(*(part.lengths for part in parts), strict=True)))

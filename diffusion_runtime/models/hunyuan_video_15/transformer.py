@@ -4,8 +4,8 @@
                                             ├─> blocks of two streams -> modulated norm -> projection -> velocity
     image, text to write, prompt -> tokens ─┘
 
-Grid and text attend to each other jointly, the text behind the grid and its padding, as a length, behind everything.
-The timestep modulates every block. Shapes in this file: B batch, S grid tokens, L text tokens, D width.
+Grid and text attend to each other jointly, the text after the grid and its padding, as a length, after everything. The
+timestep modulates every block. Shapes in this file: B batch, S grid tokens, L text tokens, D width.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. Raises RequestError when a model that starts from an image gets none."""
+        """Return the velocity. Raises RequestError when a model that starts from an image gets none."""
         if inputs.image is None and self.config.starts_from_image:
             raise RequestError("image_path: this checkpoint makes videos from an image; give one, or take its t2v twin")
         grid = self.geometry.grid(latents.shape)
@@ -112,7 +112,7 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         return None
 
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """[S + L, head_dim / 2], complex; the text is not turned."""
+        """Return [S + L, head_dim / 2], complex; the text is not turned."""
 
         def compute() -> torch.Tensor:
             axes, device = tuple(range(size) for size in grid), self.out.weight.device
@@ -122,5 +122,5 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
-        """The parts of the text stream that no step changes, once per request and branch."""
+        """Return the parts of the text stream that no step changes, once per request and branch."""
         return cached_for_prompt("prepared_text", inputs, context, lambda: self.text.prepare(inputs))

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers HunyuanVideo-1.5 checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers HunyuanVideo-1.5 checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diffusion_runtime.weights.pieces import (
 
 # Channels of the sinusoidal timestep.
 NUM_WAVES = 256
-# Width of the network that takes the tokens of text to write to the transformer's width.
+# Width of the network that maps the tokens of text to write to the transformer's width.
 GLYPH_HIDDEN_DIM = 2048
 
 # Layer norms with weights: small, and computed in float32.
@@ -27,12 +27,12 @@ _FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm", "norm_in", "norm_out"})
 
 
 def stays_float32(name: str) -> bool:
-    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
     return not _FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
 def transformer_pieces(config: HunyuanVideo15Config) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 
@@ -53,7 +53,7 @@ def _all_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
 
 
 def _text(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
-    """What takes text and image to the transformer's width."""
+    """Yield the pieces that map text and image to the transformer's width."""
     dim, hidden = config.dim, GLYPH_HIDDEN_DIM
     yield "text.kinds", (Piece("cond_type_embed.weight", (3, dim)),)
     yield from token_refiner_pieces(

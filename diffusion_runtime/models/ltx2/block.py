@@ -1,6 +1,6 @@
 """A block of LTX-2: two streams, the video's and the sound's, that attend to themselves, to the text and to each other.
 
-Since LTX-2.3 the timestep modulates the text too, so that its keys and values are of a step and not of the request.
+Since LTX-2.3 the timestep modulates the text too, so that its keys and values belong to a step and not to the request.
 Shapes: B batch, S tokens of a stream, L text tokens, D width of a stream.
 """
 
@@ -38,34 +38,33 @@ from diffusion_runtime.layers.token_runs import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 
-# The sound is a line of tokens, not a grid, and so is its text: nothing for a sparse choice, which `cross` says.
+# The sound is a line of tokens, not a grid, and so is its text: category `cross` keeps sparse choices off.
 AUDIO_SELF_ROLE = "ltx2.audio_self"
 AUDIO_CROSS_ROLE = "ltx2.audio_cross"
 AUDIO_TO_VIDEO_ROLE = "ltx2.audio_to_video"
 VIDEO_TO_AUDIO_ROLE = "ltx2.video_to_audio"
 
-# What a stream attends to as its text: keys and values, or since LTX-2.3 the tokens [B, L, D] that they are made of.
+# The text that a stream attends to: keys and values, or since LTX-2.3 the tokens [B, L, D] that they are made of.
 Text: TypeAlias = KeysAndValues | torch.Tensor
 
-# What is to be added to a stream: a branch [B, S, D] and the gates of its runs, None for 1.
+# Still to be added to a stream: a branch [B, S, D] and the gates of its runs, None for 1.
 GatedBranch: TypeAlias = tuple[torch.Tensor, Gates | None]
 
-# Of the norms of q and k, whatever the config says of the others.
+# The eps of the norms of q and k, whatever the config sets for the others.
 QK_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """What every block of one forward pass reads beside the tokens of a stream.
+    """Inputs of every block of one forward pass in addition to the tokens of a stream.
 
-    time: rows of the timestep for self-attention and feed-forward, and since LTX-2.3 for what attends to the text,
-    [B, 6 or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], of the other stream's
+    time: rows of the timestep for self-attention and feed-forward, and since LTX-2.3 for attention to the text, [B, 6
+    or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], of the other stream's
     timestep, and text: for the text itself, [B, 2, D], None before LTX-2.3, of the timestep that is not an image's; all
-    float32. rotations,
-    shared_rotations: of its tokens within the stream and between the streams.
-    context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
-    other one attends to, are the keys. num_keyframe_tokens: of pictures that stand behind the grid's tokens, whole on
-    every process; grid_context: of the grid alone.
+    float32. rotations, shared_rotations: of its tokens within the stream and between the streams. context,
+    text_context, keys_context: the forward pass where the keys are the stream itself, its text, or the stream as
+    attended to by the other one. num_keyframe_tokens: of pictures that follow the grid's tokens, whole on every
+    process; grid_context: of the grid alone.
     """
 
     time: tuple[TokenRun, ...]
@@ -82,20 +81,20 @@ class StreamInputs:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What a forward pass leaves out of a block, for guidance away from it. takes_values_alone: self-attention of both
-    streams; isolates_streams: attention between them."""
+    """Parts that a forward pass leaves out of a block, for guidance away from it. takes_values_alone: self-attention of
+    both streams; isolates_streams: attention between them."""
 
     takes_values_alone: bool = False
     isolates_streams: bool = False
 
 
 class StreamBlock(nn.Module):
-    """What a block does within one stream.
+    """The part of a block within one stream.
 
     modulation: the block's own part of StreamInputs.time: shift, scale and gate of self-attention, of the feed-forward
     network and of attention to the text; text_modulation: of StreamInputs.text. exchange_modulation: of
-    StreamInputs.exchange: scale and shift for audio-to-video, scale and shift for video-to-audio, and the gate of what
-    comes from the other stream.
+    StreamInputs.exchange: scale and shift for audio-to-video, scale and shift for video-to-audio, and the gate of the
+    other stream's branch.
     """
 
     def __init__(
@@ -112,8 +111,8 @@ class StreamBlock(nn.Module):
         self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
 
     def attend(self, x: torch.Tensor, inputs: StreamInputs, text: Text, *, takes_values_alone: bool) -> GatedBranch:
-        """Self-attention and attention to the text. x [B, S, D] is overwritten; what the text gives is still to be
-        added to it, by the norm that follows."""
+        """Apply self-attention and attention to the text. x [B, S, D] is overwritten; the norm that follows adds the
+        text's branch to it."""
         rows, norm = rows_by_run(self.modulation, inputs.time, slice(0, 3)), Norm("rms", self.eps)
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         normalized = modulated_for(self.self_attention.input_layers, x, norm, shifts)
@@ -132,7 +131,7 @@ class StreamBlock(nn.Module):
         return attended, [(tokens, each[2]) for tokens, each in rows]
 
     def _modulated_keys(self, text: torch.Tensor, inputs: StreamInputs) -> KeysAndValues:
-        """Of tokens [B, L, D] at this timestep."""
+        """Return keys and values of tokens [B, L, D] at this timestep."""
         assert self.text_modulation is not None
         assert inputs.text is not None
         shift, scale = (self.text_modulation + inputs.text).unbind(1)
@@ -140,17 +139,17 @@ class StreamBlock(nn.Module):
         return self.cross_attention.keys_and_values(modulated.to(text.dtype))
 
     def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
-        """Of a model whose first block this is."""
+        """Return the input of the first block after modulation, which TeaCache compares."""
         rows = rows_by_run(self.modulation, inputs.time, slice(0, 2))
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         return ModulatedInput(modulated_by_run(x, Norm("rms", self.eps), shifts))
 
     def exchange_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
-        """Five times [B, D], in the order of exchange_modulation."""
+        """Return five times [B, D], in the order of exchange_modulation."""
         return (self.exchange_modulation + inputs.exchange).unbind(1)
 
     def feed(self, x: torch.Tensor, inputs: StreamInputs, before: GatedBranch) -> None:
-        """The feed-forward network. x [B, S, D] is overwritten. before: what is added to x first."""
+        """Apply the feed-forward network. x [B, S, D] is overwritten. before: added to x first."""
         rows = rows_by_run(self.modulation, inputs.time, slice(3, 6))
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         readers = (self.feed_forward.up,)
@@ -159,7 +158,7 @@ class StreamBlock(nn.Module):
 
 
 class LTX2Block(nn.Module):
-    """Both streams within themselves, then each to the other, then their feed-forward networks."""
+    """Block of both streams: each within itself, then to the other, then the feed-forward networks."""
 
     def __init__(self, config: LTX2Config, index: int, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -199,8 +198,8 @@ class LTX2Block(nn.Module):
         audio_text: Text,
         perturbation: Perturbation,
     ) -> None:
-        """video [B, S, D] and audio, of its own length and width, are overwritten. text, audio_text: for this block,
-        what the video and what the sound attend to. perturbation: of this block.
+        """Run the block; video [B, S, D] and audio, of its own length and width, are overwritten. text, audio_text: the
+        text of this block that the video and the sound attend to. perturbation: of this block.
 
         Where processes share the sequence, video and its rotations are this one's slice, and audio is whole on all of
         them.
@@ -222,8 +221,8 @@ class LTX2Block(nn.Module):
         before_video: GatedBranch,
         before_audio: GatedBranch,
     ) -> tuple[GatedBranch, GatedBranch]:
-        """What each stream gets from the other as it was before either changed, still to be added. before_video,
-        before_audio: what is added to the streams first."""
+        """Return the branch of each stream from the other as it was before either changed, still to be added.
+        before_video, before_audio: added to the streams first."""
         video_rows, audio_rows = self.video.exchange_rows(video_inputs), self.audio.exchange_rows(audio_inputs)
         video_turns, audio_turns = video_inputs.shared_rotations, audio_inputs.shared_rotations
 
@@ -263,7 +262,7 @@ class LTX2Block(nn.Module):
 
 
 def _whole_video(x: torch.Tensor, inputs: StreamInputs) -> torch.Tensor:
-    """Keys or values [B, tokens, heads, head_dim] of this process's slice and of keyframes, of the whole grid."""
+    """Return the whole grid's keys or values [B, tokens, heads, head_dim], from this process's slice and keyframes."""
     if not inputs.num_keyframe_tokens:
         return gathered_tokens(x, inputs.keys_context)
     assert inputs.grid_context is not None

@@ -1,5 +1,5 @@
-"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. Their
-encoders, for an image or a sound to start from."""
+"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. Also
+their encoders, for an image or a sound to start from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUDIO_AUTOENCODER = DiffusersComponent(
 UPSAMPLER = DiffusersComponent(
     "latent_upsampler", "diffusers.pipelines.ltx2.latent_upsampler", "LTX2LatentUpsamplerModel"
 )
-# Of LTX-2.0; and of LTX-2.3 with bandwidth extension, a second network for the high frequencies.
+# Vocoders of LTX-2.0, and of LTX-2.3 with bandwidth extension, a second network for the high frequencies.
 _EXTENDED_VOCODER = "LTX2VocoderWithBWE"
 VOCODER_NETWORK = DiffusersComponent(
     VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder", other_classes=(_EXTENDED_VOCODER,)
@@ -48,7 +48,7 @@ class LTX2Decoder(VideoDecoder):
         frames, pixels = _factors(autoencoder.decoder)
         decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw), frames)
         # Diffusers' sizes, 512 pixels a side that overlap by 64; 64 frames that overlap by 16. Its own tiles along the
-        # frames leave out the last frame of a tile instead of the first, and show everything behind one frame late; a
+        # frames leave out the last frame of a tile instead of the first, and show everything after it one frame late; a
         # tile of one latent, which it makes of the last of 15, cannot be padded by reflection.
         size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
         super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
@@ -57,7 +57,7 @@ class LTX2Decoder(VideoDecoder):
         self._sample_rate = sample_rate
 
     def decode_audio(self, latents: torch.Tensor) -> Audio:
-        """See LatentDecoder.decode_audio. Normalised moment by moment, over channels and bins together."""
+        """Decode the sound. It is normalised moment by moment, over channels and bins together."""
         weight = next(self._audio_autoencoder.parameters())
         mean, std = (
             statistic.view(1, latents.shape[1], 1, latents.shape[3])
@@ -73,7 +73,7 @@ class LTX2Decoder(VideoDecoder):
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Decoder:
-    """The decoders of a diffusers folder's `vae` and `audio_vae`, and its `vocoder`.
+    """Load the decoders of a diffusers folder's `vae` and `audio_vae`, and its `vocoder`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know, or that need more than latents, and
     for weights that do not fit.
@@ -98,7 +98,7 @@ def _load_vocoder(folder: AnyFolder, device: torch.device) -> Any:
 
 
 def _sample_rate(folder: AnyFolder) -> int:
-    """Of the vocoder's sound. Raises ModelLoadError."""
+    """Read the sample rate of the vocoder's sound. Raises ModelLoadError."""
     file = read_config(folder, VOCODER)
     if VOCODER_NETWORK.class_in(folder) != _EXTENDED_VOCODER:
         return file.whole_number("output_sampling_rate", 24000)
@@ -109,7 +109,7 @@ def _sample_rate(folder: AnyFolder) -> int:
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Conditioner:
-    """The encoders of a diffusers folder's `vae` and `audio_vae`, loaded when they are used, which raises what
+    """Return the encoders of a diffusers folder's `vae` and `audio_vae`, loaded on first use, which raises what
     load_decoder raises."""
 
     def load_image_encoder() -> FirstFrameConditioner:
@@ -132,7 +132,7 @@ def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch
 
 
 def _factors(network: Any) -> tuple[int, int]:
-    """Frames and pixels a side that a latent becomes: the autoencoder's own ratios are its encoder's, or guessed."""
+    """Return the frames and pixels a side of a latent: the autoencoder's own ratios are its encoder's, or guessed."""
     strides = [each.stride for block in network.up_blocks for each in block.upsamplers or ()]
     frames, rows = (math.prod(stride[axis] for stride in strides) for axis in (0, 1))
     return frames * int(network.patch_size_t), rows * int(network.patch_size)
@@ -143,8 +143,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def check_decoding(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for a decoder that adds noise to latents, or between its layers, and for numbers that are
-    none."""
+    """Check that a decoder adds no noise to latents, or between its layers, and its numbers. Raises ModelLoadError."""
     file = read_config(folder, COMPONENT)
     if file.flag("timestep_conditioning", False):
         raise file.error("timestep_conditioning", "false: noise before decoding is not supported", True)

@@ -1,11 +1,11 @@
-"""What an LTX-2 video is made of beside the text: images at its first frame, its end and any other, and a sound.
+"""Conditions of an LTX-2 video in addition to the text: images at its first frame, its end and any other, and a sound.
 
-An image at another frame than the first is a keyframe: its tokens stand behind the grid's, at the place of the frame.
-With strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward
-pass, below it noise and image mixed and denoised with the clip, each prediction held to the image by s.
+An image at another frame than the first is a keyframe: its tokens follow the grid's, at the position of the frame. With
+strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward pass,
+below it noise and image mixed and denoised with the clip, each prediction held to the image by s.
 
-The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it. That
-is what diffusers' pipelines call frozen audio, and the authors audio to video.
+The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it.
+diffusers' pipelines call this frozen audio, and the authors audio to video.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest, imag
 
 
 def conditions_of(request: GenerationRequest, geometry: LTX2Geometry, size: ClipSize) -> list[FrameCondition]:
-    """The images of a request by their frames. The one to end with is at the first frame of the last latent."""
+    """Return the images of a request by their frames. The one to end with is at the first frame of the last latent."""
     found = [(0, path, 1.0) for path in image_paths(request, "image_path")]
     found += request.frame_conditions or ()
     last = geometry.last_keyframe(size)
@@ -36,7 +36,7 @@ def conditions_of(request: GenerationRequest, geometry: LTX2Geometry, size: Clip
 
 
 class SoundEncoder:
-    """A sound file as normalised latents, the most likely ones of AutoencoderKLLTX2Audio.
+    """Encoder of a sound file to normalised latents, the most likely ones of AutoencoderKLLTX2Audio.
 
     sample_rate, hop_length, num_bins: of the spectrograms that it encodes; factor: their frames per latent.
     """
@@ -49,7 +49,7 @@ class SoundEncoder:
         self._factor = factor
 
     def encode(self, path: str, length: int) -> torch.Tensor:
-        """[1, channels, length, bins], float32. Raises RequestError for a file that is none, or too short."""
+        """Encode a file to [1, channels, length, bins], float32. Raises RequestError for none or a short one."""
         weight = next(self.autoencoder.parameters())
         # As many frames of the spectrogram as the latents stand for: one more than there are hops.
         seconds = (length * self._factor - 1) * self._hop_length / self._sample_rate
@@ -69,7 +69,7 @@ class SoundEncoder:
 
 
 class LTX2Conditioner(ImageConditioner):
-    """Of an image, of a sound, or of both; each encoder is loaded when the first request asks for it."""
+    """Conditioner of an image, of a sound, or of both; each encoder is loaded when the first request needs it."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class LTX2Conditioner(ImageConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         of_image = () if self._image_encoder is None else self._image_encoder.libraries
         if self._sound_encoder is None:
             return of_image
@@ -93,7 +92,7 @@ class LTX2Conditioner(ImageConditioner):
         return (*of_image, LibraryAttention("audio vae encoder", "diffusers", implementation))
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition. Without a first image the latents have no frame."""
+        """Return the condition. Without a first image the latents have no frame."""
         channels, _, height, width = self._geometry.video_shape(size)
         first, first_strength = torch.empty(1, channels, 0, height, width), 1.0
         keyframes = []
@@ -109,7 +108,7 @@ class LTX2Conditioner(ImageConditioner):
         return ImageCondition(first, further=further, sound=sound, places=places, first_strength=first_strength)
 
     def _encoded(self, path: str, size: ClipSize, crf: int) -> torch.Tensor:
-        """An image as one latent frame."""
+        """Encode an image to one latent frame."""
         if self._image_encoder is None:
             self._image_encoder = self._load_image_encoder()
         pixels = torch.from_numpy(read_image(path, size.height, size.width, crf=crf))

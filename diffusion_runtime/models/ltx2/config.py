@@ -15,7 +15,7 @@ AUDIO_VAE = "audio_vae"
 # The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
 AUDIO_FACTOR = 4
 
-# What later versions of the architecture set, and what the one that is built here has.
+# Settings of later versions of the architecture, and the values that are built here.
 _FIXED: dict[str, object] = {
     "patch_size": 1,
     "patch_size_t": 1,
@@ -82,11 +82,11 @@ class StreamConfig(HeadWidths):
 class LTX2Config:
     """Sizes of an LTX-2 transformer.
 
-    eps: of the norms before attention and feed-forward. gate_factor: what the timestep is multiplied with for the gates
-    between the streams. turns_halves: whether a channel turns with the one half a head further on, and not with its
-    neighbour. projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0.
-    modulates_text: whether the timestep shifts and scales the text and what attends to it, as since LTX-2.3.
-    can_skip_attention: whether diffusers' model takes spatio-temporal guidance.
+    eps: of the norms before attention and feed-forward. gate_factor: factor of the timestep for the gates between the
+    streams. turns_halves: whether a channel turns with the one half a head further on, and not with its neighbour.
+    projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0. modulates_text:
+    whether the timestep shifts and scales the text and its queries, as since LTX-2.3. can_skip_attention: whether
+    diffusers' model takes spatio-temporal guidance.
     """
 
     video: StreamConfig
@@ -102,12 +102,12 @@ class LTX2Config:
 
     @property
     def num_rows(self) -> int:
-        """Shifts, scales and gates of a block within a stream."""
+        """Number of shifts, scales and gates of a block within a stream."""
         return 9 if self.modulates_text else 6
 
 
 def read_transformer_config(folder: AnyFolder) -> LTX2Config:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
     file.refuse_other_values(_FIXED, "as in LTX-2.0 and 2.3, which this family runs natively")
@@ -139,7 +139,7 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
 
 
 def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamConfig:
-    """prefix: of the keys of a stream. text_dim: None for a text as wide as the stream."""
+    """Read the sizes of a stream. prefix: of its keys. text_dim: None for a text as wide as the stream."""
     num_channels = file.whole_number(f"{prefix}in_channels")
     out_channels = file.whole_number(f"{prefix}out_channels", num_channels)
     if out_channels != num_channels:
@@ -182,7 +182,7 @@ def _read_positions(file: ConfigFile) -> PositionRules:
 
 
 def read_geometry(folder: AnyFolder) -> LTX2Geometry:
-    """From the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
+    """Read the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
     transformer, video, audio = (
         read_transformer_config(folder),
         read_config(folder, "vae"),

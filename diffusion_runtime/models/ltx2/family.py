@@ -1,10 +1,10 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
-What it runs is LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video
-and its sound, from text, from an image as well, or for a given sound; behind an upsampler a second stage at full size.
-Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says:
-what is left out is off, and the sound is guided like the pictures. Images at any frame, of any strength (condition.py).
-Not here: conditions of several frames; LTX-2.5.
+It runs LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video and its
+sound, from text, from an image as well, or for a given sound; with an upsampler a second stage at full size. Guidance
+is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which each term is off unless the request sets it,
+and the sound is guided like the pictures. Images at any frame, of any strength (condition.py). Not here: conditions of
+several frames; LTX-2.5.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
-# Those that the authors run with a distilled transformer (ltx_pipelines/utils/constants.py).
+# Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _STG_FIELDS = ("stg_scale", "stg_blocks", "audio_stg_scale")
@@ -42,8 +42,8 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """An image to start from; the guidance that is documented for LTX-2.3. Rotary positions that turn the halves of a
-    head against each other: our layers turn neighbouring channels."""
+    """Return the model with an image to start from, and the guidance that is documented for LTX-2.3. Rotary positions
+    that turn the halves of a head against each other: our layers turn neighbouring channels."""
     model = dataclasses.replace(
         model, images=dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
     )
@@ -52,7 +52,7 @@ def _adapt(model: _Model) -> _Model:
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
     if not model.config.turns_halves:
         return model
-    # Files of the authors hold the way of the text into the transformer as well, which is a component of a folder.
+    # Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
     return dataclasses.replace(model, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS))
 
 
@@ -73,8 +73,8 @@ FAMILY = ModelFamily(
     # One transformer does both.
     pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
     diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
-    # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices pass
-    # over it.
+    # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
+    # it.
     roles=(
         ("self", "self"),
         ("cross", "cross"),

@@ -18,8 +18,8 @@ from diffusion_runtime.errors import RequestError
 
 @dataclass(frozen=True)
 class LTX2Geometry(LatentGeometry):
-    """num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate: moments per second. min_latents: in
-    height and width, as many as the decoder needs."""
+    """Geometry of a video and its sound. num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate:
+    moments per second. min_latents: in height and width, as many as the decoder needs."""
 
     num_audio_channels: int
     num_audio_bins: int
@@ -30,7 +30,7 @@ class LTX2Geometry(LatentGeometry):
     appends_last_image: ClassVar[bool] = True
 
     def check(self, height: int, width: int, num_frames: int) -> None:
-        """See LatentGeometry.check. Raises RequestError for a picture too small to decode, too."""
+        """Check a size. Raises RequestError for a picture too small to decode, too."""
         super().check(height, width, num_frames)
         smallest = self.min_latents * self.spatial_factor
         for name, value in (("height", height), ("width", width)):
@@ -44,7 +44,7 @@ class LTX2Geometry(LatentGeometry):
         return (math.prod(self.video_shape(size)) + math.prod(self.audio_shape(size)),)
 
     def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
-        """See LatentGeometry.parts. Both are views. Raises RequestError for latents of another clip."""
+        """Return both parts as views. Raises RequestError for latents of another clip."""
         video_shape, audio_shape = self.video_shape(size), self.audio_shape(size)
         lengths = [math.prod(video_shape), math.prod(audio_shape)]
         if latents.shape[1:] != (sum(lengths),):
@@ -56,20 +56,19 @@ class LTX2Geometry(LatentGeometry):
         return LatentParts(torch.unflatten(video, 1, video_shape), torch.unflatten(audio, 1, audio_shape))
 
     def join(self, video: torch.Tensor, audio: torch.Tensor | None = None) -> torch.Tensor:
-        """See LatentGeometry.join."""
         assert audio is not None
         return torch.cat([video.flatten(1), audio.flatten(1)], dim=1)
 
     def video_shape(self, size: ClipSize) -> tuple[int, int, int, int]:
-        """(channels, frames, height, width). Raises RequestError for sizes that do not divide."""
+        """Return (channels, frames, height, width). Raises RequestError for sizes that do not divide."""
         return self.latent_shape(size.height, size.width, size.num_frames)
 
     def last_keyframe(self, size: ClipSize) -> int:
-        """The frame of the video that the last latent begins with."""
+        """Return the frame of the video that the last latent begins with."""
         return (self.video_shape(size)[1] - 2) * self.temporal_factor + 1
 
     def audio_shape(self, size: ClipSize) -> tuple[int, int, int]:
-        """(channels, length, bins). Raises RequestError for a clip too short for any sound."""
+        """Return (channels, length, bins). Raises RequestError for a clip too short for any sound."""
         length = round(size.num_frames / size.fps * self.audio_rate)
         if length < 1:
             raise RequestError(

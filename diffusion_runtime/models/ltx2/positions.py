@@ -1,6 +1,6 @@
 """LTX-2's rotary positions: real numbers on the clip's own scales, seconds and pixels, so that both streams share time.
 
-A token is at the middle of what it covers, as a part of the longest and widest clip there is (layers/extent_rope.py).
+A token is at the middle of its extent, as a fraction of the longest and widest clip (layers/extent_rope.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from diffusion_runtime.layers.extent_rope import by_head, extent_paces, grid_ext
 
 @dataclass(frozen=True)
 class PositionRules:
-    """theta: the quickest pace, as a multiple of the slowest. is_double: whether paces are computed in float64.
+    """Rules of rotary positions. theta: the quickest pace, as a multiple of the slowest. is_double: whether paces are
+    computed in float64.
 
     causal_offset: frames that the first latent frame holds. factors: of the video's autoencoder, in frames, height and
-    width. extents: what counts as 1: seconds, and pixels of height and width. audio_factor: mel frames a latent;
+    width. extents: seconds, and pixels of height and width, that count as 1. audio_factor: mel frames a latent;
     mel_rate: mel frames per second; audio_extent: seconds that count as 1.
     """
 
@@ -34,14 +35,14 @@ class PositionRules:
 
     @property
     def shared_extent(self) -> int:
-        """What counts as 1 where the streams attend to each other."""
+        """Seconds that count as 1 where the streams attend to each other."""
         return max(self.extents[0], self.audio_extent)
 
 
 def video_rotations(
     rules: PositionRules, grid: tuple[int, int, int], fps: int, num_heads: int, dim: int, device: torch.device
 ) -> torch.Tensor:
-    """Unit complex numbers [tokens, heads, head_dim / 2], complex64, for a video's tokens in raster order.
+    """Return unit complex numbers [tokens, heads, head_dim / 2], complex64, for a video's tokens in raster order.
 
     dim: of all heads.
     """
@@ -51,7 +52,7 @@ def video_rotations(
 
 
 def audio_rotations(rules: PositionRules, length: int, num_heads: int, dim: int, device: torch.device) -> torch.Tensor:
-    """The same for the sound's tokens."""
+    """Return the same for the sound's tokens."""
     paces = extent_paces(rules.theta, dim, 1, is_double=rules.is_double)
     return by_head(turned(_audio_middles(rules, length), rules.audio_extent, paces), num_heads, dim).to(device)
 
@@ -65,7 +66,7 @@ def shared_rotations(
     dim: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the video's tokens and of the sound's, in time alone: for attention between the two."""
+    """Return the rotations of the video's tokens and of the sound's, in time alone: for attention between the two."""
     paces = extent_paces(rules.theta, dim, 1, is_double=rules.is_double)
     video = turned(_frame_middles(rules, grid[0], fps), rules.shared_extent, paces)
     audio = turned(_audio_middles(rules, length), rules.shared_extent, paces)
@@ -82,8 +83,8 @@ def keyframe_rotations(
     shared_heads: tuple[int, int],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens of pictures that are a frame of the video each, and not a latent of several. heads, shared_heads:
-    (number, width of all) within the video, and where the streams attend to each other."""
+    """Return the rotations of the tokens of pictures that are a frame of the video each, and not a latent of several.
+    heads, shared_heads: (number, width of all) within the video, and where the streams attend to each other."""
     moments = torch.tensor([frame + 0.5 for frame in frames]) / fps
     middles = (moments, *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
     paces = extent_paces(rules.theta, heads[1], 3, is_double=rules.is_double)
@@ -99,7 +100,8 @@ def _middles(num_latents: int, factor: int) -> torch.Tensor:
 
 
 def _frame_middles(rules: PositionRules, num_frames: int, fps: int) -> torch.Tensor:
-    """Seconds. The first latent frame covers causal_offset frames, the others as many as the factor says."""
+    """Return the middle of each latent frame, in seconds. The first one covers causal_offset frames, the others the
+    factor's number."""
     starts = torch.arange(num_frames, dtype=torch.float32)
     bounds = torch.stack([starts, starts + 1]) * rules.factors[0]
     bounds = (bounds + rules.causal_offset - rules.factors[0]).clamp(min=0) / fps
@@ -107,7 +109,7 @@ def _frame_middles(rules: PositionRules, num_frames: int, fps: int) -> torch.Ten
 
 
 def _audio_middles(rules: PositionRules, length: int) -> torch.Tensor:
-    """Seconds."""
+    """Return the middle of each moment of the sound, in seconds."""
     starts = torch.arange(length, dtype=torch.float32)
     bounds = torch.stack([starts, starts + 1]) * rules.audio_factor
     bounds = (bounds + rules.causal_offset - rules.audio_factor).clamp(min=0)

@@ -1,8 +1,8 @@
 """LTX-2's text: every layer of Gemma 3, brought together by connectors into one text for the video and one for the
 sound.
 
-The connectors are diffusers'. They fill what a prompt leaves of 1024 tokens with learned ones, so that the transformer
-attends to all of them and knows no padding.
+The connectors are diffusers'. They pad a prompt to 1024 tokens with learned ones, so that the transformer attends to
+all of them and has no padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LTX2TextEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. One prompt after the other: all layers of 1024 tokens take 0.4 GB in bfloat16."""
+        """Encode one prompt after the other: all layers of 1024 tokens take 0.4 GB in bfloat16."""
         encoded = [self.gemma.encode(prompt.strip()) for prompt in prompts]
         streams = [self._connect(states) for states, _ in encoded]
         rows = [row for _, row in encoded]
@@ -51,7 +51,7 @@ class LTX2TextEncoder(TextEncoder):
         )
 
     def _connect(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The texts of one prompt, each [1, max_tokens, dim]. states: of Gemma3Encoder.encode."""
+        """Return the texts of one prompt, each [1, max_tokens, dim]. states: of Gemma3Encoder.encode."""
         num_tokens = states.shape[0]
         padded = states.new_zeros(1, self.max_tokens, *states.shape[1:])
         mask = torch.zeros(1, self.max_tokens, dtype=torch.long, device=states.device)
@@ -63,7 +63,7 @@ class LTX2TextEncoder(TextEncoder):
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
-    """Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
+    """Load Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
     check_connectors(folder)
     gemma = load_gemma3(folder, device, dtype, max_tokens=MAX_TOKENS)
     file = read_config(folder, COMPONENT)
@@ -78,7 +78,7 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
 
 
 def check_connectors(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for connectors that do not fit the transformer or the length of a text."""
+    """Check that the connectors fit the transformer and the length of a text. Raises ModelLoadError."""
     file, transformer = read_config(folder, COMPONENT), read_transformer_config(folder)
     for stream, text_dim in (("video", transformer.video.text_dim), ("audio", transformer.audio.text_dim)):
         num_heads = file.whole_number(f"{stream}_connector_num_attention_heads", 30)

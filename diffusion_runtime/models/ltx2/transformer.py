@@ -43,15 +43,15 @@ from diffusion_runtime.models.ltx2.positions import (
 )
 
 NUM_WAVES = 256
-# Of the last norm, whatever the config says of the others.
+# The eps of the last norm, whatever the config sets for the others.
 _OUT_EPS = 1e-6
 
-# What every block attends to as its text.
+# The text that every block attends to.
 Texts = tuple[Text, ...]
 
 
 class Stream(nn.Module):
-    """What a stream has outside the blocks: its way in and out, its text, and the rows of the timestep.
+    """The layers of a stream outside the blocks: input and output projections, its text, and the rows of the timestep.
 
     time: for self-attention, feed-forward, attention to the text and the end; exchange, exchange_gate: for attention
     between the streams; text_time: for the text itself.
@@ -70,20 +70,20 @@ class Stream(nn.Module):
         self.out = Linear(dim, stream.num_channels)
 
     def exchange_rows(self, timestep: torch.Tensor, gate_factor: float) -> torch.Tensor:
-        """[B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
+        """Return [B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
         return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
 
     def text_rows(self, timestep: torch.Tensor) -> torch.Tensor | None:
-        """[B, 2, D], float32, as StreamInputs takes them."""
+        """Return [B, 2, D], float32, as StreamInputs takes them."""
         return None if self.text_time is None else self.text_time(timestep)[0]
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """[B, L, text_dim] to [B, L, D]."""
+        """Map [B, L, text_dim] to [B, L, D]."""
         embedded: torch.Tensor = text if self.text_embedding is None else self.text_embedding(text)
         return embedded
 
     def finish(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> torch.Tensor:
-        """[B, tokens, channels] of x [B, tokens, D]. runs: of its tokens."""
+        """Map x [B, tokens, D] to [B, tokens, channels]. runs: of its tokens."""
         out: torch.Tensor = self.out(
             modulated_by_run(x, Norm("layer", _OUT_EPS), embedding_by_run(self.out_modulation, runs))
         )
@@ -91,7 +91,7 @@ class Stream(nn.Module):
 
 
 class LTX2Transformer(DiffusionTransformer):
-    """The whole denoiser. In a model of another dtype than float32 the modulation, the modulated norms and the gated
+    """The whole denoiser. In a model of another dtype than float32, the modulation, the modulated norms and the gated
     sums are still computed in float32."""
 
     geometry: LTX2Geometry
@@ -112,7 +112,7 @@ class LTX2Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. latents: [B, *geometry.sample_shape(inputs.size)].
+        """Return the velocity. latents: [B, *geometry.sample_shape(inputs.size)].
 
         inputs.text: the embeddings for the video, and as the first further stream those for the sound. Raises
         RequestError when that is missing, or the latents are another clip's.
@@ -126,7 +126,7 @@ class LTX2Transformer(DiffusionTransformer):
         sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
         image = inputs.image
         keyframes, places = ((), ()) if image is None else (image.further, image.places)
-        # Those in full come first, and stand before the others whether the latents hold them or not.
+        # Keyframes in full come first, and precede the others whether the latents hold them or not.
         clean = keyframes[: len(keyframes) - len(noised)]
         if not has_image and not keyframes:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
@@ -214,7 +214,7 @@ class LTX2Transformer(DiffusionTransformer):
         return torch.cat([velocity, *(each.flatten(1).to(latents.dtype) for each in pictures)], dim=1)
 
     def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """See DiffusionTransformer.start: of images that do not count in full, s parts and 1 - s parts of the noise."""
+        """Return the noise; where an image counts in part, s parts of it and 1 - s parts of the noise."""
         images = _noised_images(inputs)
         mixed = noise.clone() if images else noise
         for place, (clean, strength) in zip(self._noised_places(mixed, inputs), images, strict=True):
@@ -222,8 +222,8 @@ class LTX2Transformer(DiffusionTransformer):
         return mixed
 
     def hold(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float, inputs: DenoiserInputs) -> torch.Tensor:
-        """See DiffusionTransformer.hold: the velocity to clean latents that are (1 - s) times the predicted ones and s
-        times the image, for strength s; (1 - s) * v + s * (x - image) / sigma."""
+        """Return the velocity to clean latents that are (1 - s) times the predicted ones and s times the image, for
+        strength s; (1 - s) * v + s * (x - image) / sigma."""
         images = _noised_images(inputs)
         held = velocity.clone() if images else velocity
         places, noisy = self._noised_places(held, inputs), self._noised_places(latents, inputs)
@@ -233,7 +233,7 @@ class LTX2Transformer(DiffusionTransformer):
         return held
 
     def complete(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """See DiffusionTransformer.complete: keyframes in full behind the clip, before those that are denoised."""
+        """Return the latents with keyframes in full after the clip, before those that are denoised."""
         clip, _ = self._apart(latents, inputs)
         kept = [latents for latents, (_, strength) in _keyframes(inputs) if strength == 1]
         behind = [latents.flatten(1).to(clip.device, clip.dtype) for latents in kept]
@@ -251,7 +251,7 @@ class LTX2Transformer(DiffusionTransformer):
     def _rotations(
         self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the video, of the sound, and of both where they attend to each other."""
+        """Return the rotations of the video, of the sound, and of both where they attend to each other."""
         rules, video, audio = self.config.positions, self.config.video, self.config.audio
         return (
             video_rotations(rules, grid, fps, video.num_heads, video.dim, device),
@@ -260,14 +260,14 @@ class LTX2Transformer(DiffusionTransformer):
         )
 
     def _tokens(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents [B, channels, frames, height, width] as tokens [B, tokens, D]."""
+        """Map latents [B, channels, frames, height, width] to tokens [B, tokens, D]."""
         tokens: torch.Tensor = self.video.embedding(patchify(latents, self.geometry.patch))
         return tokens
 
     def _keyframe_rotations(
         self, grid: tuple[int, int, int], frames: Sequence[int], fps: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of frames as pictures of their own, within the video and where the streams attend to each other."""
+        """Return the rotations of single frames, within the video and where the streams attend to each other."""
         rules, video, audio = self.config.positions, self.config.video, self.config.audio
         heads = (video.num_heads, video.dim), (audio.num_heads, audio.dim)
         return keyframe_rotations(rules, grid, frames, fps, *heads, device)
@@ -275,7 +275,7 @@ class LTX2Transformer(DiffusionTransformer):
     def _keyframe_runs(
         self, places: Sequence[tuple[int, float]], timestep: torch.Tensor, start: int, stop: int
     ) -> Iterator[TokenRun]:
-        """Of the tokens of keyframes, [start, stop): neighbours of one strength s share t * (1 - s)."""
+        """Yield the runs of the tokens of keyframes, [start, stop): neighbours of one strength s share t * (1 - s)."""
         num_tokens = (stop - start) // len(places)
         for strength, group in itertools.groupby(strength for _, strength in places):
             end = start + num_tokens * len(list(group))
@@ -283,8 +283,8 @@ class LTX2Transformer(DiffusionTransformer):
             start = end
 
     def _apart(self, latents: torch.Tensor, inputs: DenoiserInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Views of the clip's flat latents, and of the keyframes behind it, [B, channels, 1, height, width]: those that
-        are denoised with it, or all (`complete`)."""
+        """Return views of the clip's flat latents, and of the keyframes after it, [B, channels, 1, height, width]:
+        those that are denoised with it, or all (`complete`)."""
         length = math.prod(self.geometry.sample_shape(inputs.size))
         if inputs.image is None or not inputs.image.further or latents.shape[1] == length:
             return latents, ()
@@ -292,21 +292,21 @@ class LTX2Transformer(DiffusionTransformer):
         return latents[:, :length], frames.unbind(1)
 
     def _noised_places(self, latents: torch.Tensor, inputs: DenoiserInputs) -> list[torch.Tensor]:
-        """Views of the frames that are those of `_noised_images`, in its order."""
+        """Return views of the frames of `_noised_images`, in its order."""
         clip, noised = self._apart(latents, inputs)
         first = [self.geometry.parts(clip, inputs.size).video[:, :, :1]] if _noises_first(inputs) else []
         return [*first, *noised]
 
     def _perturbations(self, inputs: DenoiserInputs, branch: str) -> list[Perturbation]:
-        """What each block leaves out in a forward pass of a guidance branch."""
+        """Return the parts that each block leaves out in a forward pass of a guidance branch."""
         skipped = (inputs.request.stg_blocks or ()) if branch == PERTURBED else ()
         isolates = branch == ISOLATED
         return [Perturbation(index in skipped, isolates) for index in range(self.num_blocks)]
 
     def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[Texts, Texts]:
-        """What every block attends to as the text of both streams, as long as the longest prompt; kept for the other
-        steps of the request: keys and values, which in LTX-2.0 take 1.2 GB a prompt in bfloat16, or since LTX-2.3 the
-        tokens, which every step modulates."""
+        """Return the text of both streams that every block attends to, as long as the longest prompt; kept for the
+        other steps of the request: keys and values, which in LTX-2.0 take 1.2 GB a prompt in bfloat16, or since LTX-2.3
+        the tokens, which every step modulates."""
         if not inputs.text.further:
             raise RequestError("this model takes two text embeddings, one for the video and one for the sound")
         num_tokens = max(1, *inputs.text.lengths)
@@ -336,12 +336,12 @@ def _has_image(inputs: DenoiserInputs) -> bool:
 
 
 def _noises_first(inputs: DenoiserInputs) -> bool:
-    """Whether the first frame is an image that does not count in full."""
+    """Return whether the first frame is an image that does not count in full."""
     return _has_image(inputs) and inputs.image is not None and inputs.image.first_strength < 1
 
 
 def _noised_images(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, float]]:
-    """The images that do not count in full, each with its strength: the first frame's, then keyframes."""
+    """Return the images that do not count in full, each with its strength: the first frame's, then keyframes."""
     image = inputs.image
     if image is None:
         return []
@@ -350,20 +350,20 @@ def _noised_images(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, float]]:
 
 
 def _keyframes(inputs: DenoiserInputs) -> list[tuple[torch.Tensor, tuple[int, float]]]:
-    """The latents of each with its place."""
+    """Return the latents of each keyframe with its place."""
     image = inputs.image
     return [] if image is None else list(zip(image.further, image.places, strict=True))
 
 
 def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-    """Latents [B, channels, frames, height, width] whose first frame is the image's, where one counts in full."""
+    """Return latents [B, channels, frames, height, width] with the image as first frame, if it counts in full."""
     if inputs.image is None or not _has_image(inputs) or _noises_first(inputs):
         return video
     return torch.cat([inputs.image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)
 
 
 def _sound(audio: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-    """Latents [B, channels, length, bins]: those given, where a sound is."""
+    """Return latents [B, channels, length, bins]: the given sound's, where there is one."""
     if inputs.image is None or inputs.image.sound is None:
         return audio
     return inputs.image.sound.to(audio.device, audio.dtype)

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers LTX-2 checkpoint make up each of ours.
+"""Weight map: the tensors of a diffusers LTX-2 checkpoint that make up each of ours.
 
 Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of every other one.
 
@@ -25,12 +25,12 @@ _FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulatio
 
 
 def stays_float32(name: str) -> bool:
-    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
     return name.rpartition(".")[2] in _FLOAT32_PARTS
 
 
 def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 
@@ -49,7 +49,7 @@ def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
 def _stream(
     ours: str, prefix: str, stream: StreamConfig, config: LTX2Config, *, between: str, gate: str
 ) -> Iterator[NamedPieces]:
-    """A Stream. prefix: of its names in the checkpoint; between, gate: in the names of the exchange."""
+    """Yield the pieces of a Stream. prefix: of its names in the checkpoint; between, gate: in the exchange's names."""
     dim = stream.dim
     yield from linear_pieces(f"{ours}.embedding", [(f"{prefix}proj_in", dim)], stream.num_channels)
     if config.projects_text:
@@ -69,7 +69,7 @@ def _stream(
 def _stream_block(
     ours: str, theirs: str, prefix: str, between: str, stream: StreamConfig, config: LTX2Config
 ) -> Iterator[NamedPieces]:
-    """A StreamBlock."""
+    """Yield the pieces of a StreamBlock."""
     dim = stream.dim
     yield f"{ours}.modulation", (Piece(f"{theirs}.{prefix}scale_shift_table", (config.num_rows, dim)),)
     if config.modulates_text:
@@ -86,14 +86,14 @@ def _stream_block(
 def _cross_attention(
     ours: str, theirs: str, stream: StreamConfig, source_dim: int, inner_dim: int
 ) -> Iterator[NamedPieces]:
-    """An AcrossHeadsCrossAttention. stream: that of the queries."""
+    """Yield the pieces of an AcrossHeadsCrossAttention. stream: that of the queries."""
     yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", inner_dim)], stream.dim)
     yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.{part}", inner_dim) for part in ("to_k", "to_v")], source_dim)
     yield from _attention_rest(ours, theirs, stream, inner_dim)
 
 
 def _attention_rest(ours: str, theirs: str, stream: StreamConfig, inner_dim: int) -> Iterator[NamedPieces]:
-    """Norms of q and k, the gates of the heads, and the projection after attention. stream: that of the queries."""
+    """Yield norms of q and k, gates of the heads, and the projection after attention. stream: of the queries."""
     for name in ("norm_q", "norm_k"):
         yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (inner_dim,)),)
     if stream.has_gates:
@@ -103,7 +103,7 @@ def _attention_rest(ours: str, theirs: str, stream: StreamConfig, inner_dim: int
 
 
 def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Put the channels of q and k that turn together side by side, where parameter `name` makes any. rows: its values,
+    """Make the channels of q and k that turn together adjacent, where parameter `name` produces any. rows: its values,
     changed in place."""
     owner, _, _ = name.rpartition(".")
     parent, _, part = owner.rpartition(".")
@@ -119,7 +119,7 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
 def _turning(
     attention: AcrossHeadsSelfAttention | AcrossHeadsCrossAttention, name: str, part: str
 ) -> tuple[int, int] | None:
-    """(rows, heads) of a parameter that turn: q and k, and their norms; None for others."""
+    """Return (rows, heads) of a parameter that turn: q and k, and their norms; None for others."""
     dim = attention.norm_q.weight.shape[0]
     # A text has no positions, so the attention over it turns nothing.
     if ".cross_attention." in name:
@@ -130,6 +130,6 @@ def _turning(
 
 
 def _pair(rows: torch.Tensor, num_heads: int) -> None:
-    """rows [heads * head_dim, ...]: of each head the first half between the second, in place."""
+    """Interleave the two halves of each head in rows [heads * head_dim, ...], in place."""
     heads = rows.view(num_heads, 2, -1, *rows.shape[1:])
     rows.copy_(heads.transpose(1, 2).reshape(rows.shape))

@@ -2,7 +2,7 @@
 start from.
 
 Since 0.9.1 the decoder finishes the denoising: it takes latents with a little noise, and the noise level as a timestep.
-That of 0.9.1 adds noise between its layers as well.
+The decoder of 0.9.1 adds noise between its layers as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _DecodeTime:
 
 
 class LTXVideoDecoder(VideoDecoder):
-    """The decoder of AutoencoderKLLTXVideo, in its weights' dtype, for one request: `for_request` says which."""
+    """The decoder of AutoencoderKLLTXVideo, in its weights' dtype, for one request: `for_request` sets it."""
 
     def __init__(self, autoencoder: Any, scaling_factor: float, *, takes_timestep: bool) -> None:
         self._time = _DecodeTime()
@@ -58,16 +58,15 @@ class LTXVideoDecoder(VideoDecoder):
         if self._adds_noise:
             # Two decoders that draw noise cannot be compared.
             decoders = Decoders(decoders.module, (), decoders.make_fast)
-        # As diffusers' along height and width: 512 pixels a side that overlap by 64; along the frames 65 that overlap
-        # by 16, where diffusers' tiles of two latent frames would see hardly any motion.
+        # The same as diffusers' along height and width: 512 pixels a side that overlap by 64; along the frames 65 that
+        # overlap by 16, where diffusers' tiles of two latent frames would see hardly any motion.
         size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
         super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
-        """See LatentDecoder.for_request."""
         if not self._takes_timestep:
             return self
-        # The frames that a decoder was compared on are those of every request.
+        # Comparisons of decoders hold for every request.
         other = copy.copy(self)
         other._timestep = 0.0 if request.decode_timestep is None else request.decode_timestep
         other._noise_scale = other._timestep if request.decode_noise_scale is None else request.decode_noise_scale
@@ -75,11 +74,10 @@ class LTXVideoDecoder(VideoDecoder):
         return other
 
     def fast(self) -> LatentDecoder:
-        """See LatentDecoder.fast; itself where noise between the layers leaves nothing to compare."""
+        """Return the fast decoder; itself where noise between the layers leaves nothing to compare."""
         return self if self._adds_noise else super().fast()
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        """See LatentDecoder.stream."""
         if self._takes_timestep:
             self._time.value = torch.full((1,), self._timestep, dtype=self._dtype, device=self._device)
         return super().stream(latents, bands)
@@ -100,8 +98,8 @@ class LTXVideoDecoder(VideoDecoder):
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """A decoder that draws noise between its layers draws the same for the same seed, and leaves torch's generators
-        as they were."""
+        """Context manager: a decoder that draws noise between its layers draws the same for the same seed, and leaves
+        torch's generators as they were."""
         if not self._adds_noise:
             yield
             return
@@ -111,7 +109,7 @@ class LTXVideoDecoder(VideoDecoder):
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTXVideoDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -120,13 +118,13 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    """Load the encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
     return FirstFrameConditioner(autoencoder, _scaling_factor(folder))
 
 
 def check_decoding(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for numbers that are none."""
+    """Check the decoder's numbers. Raises ModelLoadError."""
     decodes_at_a_timestep(folder)
     _scaling_factor(folder)
 
@@ -140,7 +138,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def _factors(network: Any) -> tuple[int, int]:
-    """Frames and pixels a side that a latent becomes: the autoencoder's own ratios are its encoder's."""
+    """Return the frames and pixels a side of a latent: the autoencoder's own ratios are its encoder's."""
     strides = [each.stride for block in network.up_blocks for each in block.upsamplers or ()]
     frames, rows = (math.prod(stride[axis] for stride in strides) for axis in (0, 1))
     return frames * int(network.patch_size_t), rows * int(network.patch_size)

@@ -11,7 +11,7 @@ from diffusion_runtime.weights.head_widths import HeadWidths
 
 TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
 
-# What published models have; no other value has weights.
+# Values of published models; no other value has weights.
 _FIXED: dict[str, object] = {
     "patch_size": 1,
     "patch_size_t": 1,
@@ -48,7 +48,7 @@ class LTXVideoConfig(HeadWidths):
 
 
 def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
     file.refuse_other_values(_FIXED, "the only value that this family runs natively")
@@ -73,17 +73,17 @@ def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
 
 
 def takes_conditions(folder: AnyFolder) -> bool:
-    """Whether the folder's pipeline is the one for conditions, whose schedule and positions are others."""
+    """Return whether the folder's pipeline is the one for conditions, whose schedule and positions are others."""
     return read_index(folder).get("_class_name") == CONDITION_PIPELINE
 
 
 def decodes_at_a_timestep(folder: AnyFolder) -> bool:
-    """Whether the decoder takes a noise level, as since 0.9.1. Raises ModelLoadError."""
+    """Return whether the decoder takes a noise level, as since 0.9.1. Raises ModelLoadError."""
     return read_config(folder, COMPONENT).flag("timestep_conditioning", False)
 
 
 def read_geometry(folder: AnyFolder) -> LTXVideoGeometry:
-    """From the configs of the transformer and the autoencoder. Raises ModelLoadError that names file and key."""
+    """Read the configs of the transformer and the autoencoder. Raises ModelLoadError that names file and key."""
     transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
     num_channels = file.whole_number("latent_channels", 128)
     if num_channels != transformer.num_channels:
@@ -98,7 +98,7 @@ def read_geometry(folder: AnyFolder) -> LTXVideoGeometry:
 
 
 def _ratio(file: ConfigFile, key: str, patch_key: str, patch: int) -> int:
-    """Pixels or frames of a latent; older files leave the key to the patch and the blocks that halve."""
+    """Return the pixels or frames of a latent; older files leave the key to the patch and the blocks that halve."""
     if file.values.get(key) is not None:
         return file.whole_number(key)
     halves = file.values.get("spatio_temporal_scaling", [True, True, True, False])

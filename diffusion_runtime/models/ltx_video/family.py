@@ -1,8 +1,8 @@
 """The LTX-Video family, 0.9.0 to 0.9.8: its settings, and how the parts of such a folder are built and loaded.
 
-Text to video and, by every folder's transformer, a video that starts from an image. What a folder's pipeline says
-decides the schedule and the positions in time: that for conditions (0.9.7 and later) steps along a line and then a
-parabola. Not here: images and videos at other frames than the first, and noise on the image (image_cond_noise_scale).
+Text to video and, by every folder's transformer, a video that starts from an image. A folder's pipeline decides the
+schedule and the positions in time: that for conditions (0.9.7 and later) steps along a line and then a parabola. Not
+here: images and videos at other frames than the first, and noise on the image (image_cond_noise_scale).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from diffusion_runtime.models.ltx_video.weights import stays_float32, transforme
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
-# Of T5, as each pipeline of diffusers pads a prompt. That for conditions hides the padding from T5 as well, which the
-# others let it see.
+# Tokens of T5, as each pipeline of diffusers pads a prompt. The one for conditions hides the padding from T5 as well,
+# which the others let it see.
 _MAX_TOKENS, _MAX_TOKENS_WITH_CONDITIONS = 128, 256
 _Model = Model[LTXVideoConfig, LTXVideoGeometry]
 _DECODING = ("decode_timestep", "decode_noise_scale")
@@ -46,7 +46,7 @@ def _max_tokens(folder: AnyFolder) -> int:
 
 
 def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> T5TextEncoder:
-    """T5, of whose tokens the transformer sees those of the prompt. Raises ModelLoadError."""
+    """Load T5, whose padding the transformer does not see. Raises ModelLoadError."""
     return load_t5(
         folder,
         device,
@@ -59,7 +59,8 @@ def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
 
 
 def _adapt(model: _Model) -> _Model:
-    """An image to start from; a decoder that takes a noise level; the schedule of the folder's pipeline."""
+    """Return the model with an image to start from; a decoder that takes a noise level; the schedule of the folder's
+    pipeline."""
     decodes_with_noise, schedule = decodes_at_a_timestep(model.folder), model.schedule
     if takes_conditions(model.folder):
         if model.scheduler.shifts_by_size:
@@ -107,7 +108,7 @@ FAMILY = ModelFamily(
     load_image_conditioner=codec.load_image_conditioner,
     decodes_fast=True,
     has_tiles=True,
-    # The last four of ten steps; of the distilled models, those of their authors' examples.
+    # The last four of ten steps; for the distilled models, those of their authors' examples.
     second_stage=SecondStage(codec.UPSAMPLER, LinearQuadraticSigmas().sigmas(10)[6:], (0.909, 0.725, 0.421)),
     check_parts=codec.check_decoding,
     adapt=_adapt,

@@ -47,14 +47,14 @@ from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
 
 NUM_WAVES = 256
-# Of the norms of q and k, and of the last norm, whatever the config says of the others.
+# The eps of the norms of q and k, and of the last norm, whatever the config sets for the others.
 _QK_EPS, _OUT_EPS = 1e-5, 1e-6
-# Of rotary positions: the quickest pace, and what counts as 1 in seconds and pixels of height and width.
+# Rotary positions: the quickest pace, and the seconds and pixels of height and width that count as 1.
 _THETA, _EXTENTS = 10000.0, (20, 2048, 2048)
 
 
 class LTXVideoBlock(nn.Module):
-    """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
+    """Block. modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
     def __init__(self, config: LTXVideoConfig, index: int, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class LTXVideoBlock(nn.Module):
         text_context: AttentionContext,
         text: KeysAndValues,
     ) -> None:
-        """x: [B, S, D], overwritten. context, text_context: the forward pass where the grid and the text are the keys.
-        text: for this block."""
+        """Run the block; x [B, S, D] is overwritten. context, text_context: the forward pass where the grid and the
+        text are the keys. text: for this block."""
         rows = rows_by_run(self.modulation, runs)
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         normalized = modulated_for((self.self_attention.qkv,), x, self.norm, shifts)
@@ -90,7 +90,7 @@ class LTXVideoBlock(nn.Module):
         add_gated_by_run_(x, self.feed_forward(normalized), [(tokens, each[5]) for tokens, each in rows])
 
     def modulated_input(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> ModulatedInput:
-        """Of a model whose first block this is."""
+        """Return the input of the first block after modulation, which TeaCache compares."""
         rows = rows_by_run(self.modulation, runs, slice(0, 2))
         return ModulatedInput(modulated_by_run(x, self.norm, [(tokens, each[0], each[1]) for tokens, each in rows]))
 
@@ -120,7 +120,6 @@ class LTXVideoTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward."""
         grid = self.geometry.grid(latents.shape)
         if inputs.image is None:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
@@ -151,20 +150,20 @@ class LTXVideoTransformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
+        """Return latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
         if inputs.image is None:
             return latents
         return torch.cat([inputs.image.latents.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)
 
     def _rotations(self, grid: tuple[int, int, int], fps: int, device: torch.device) -> torch.Tensor:
-        """[S, heads, head_dim / 2], complex: every token where what it covers begins, in seconds and pixels."""
+        """Return [S, heads, head_dim / 2], complex: every token where its extent begins, in seconds and pixels."""
         dim, positions = self.config.dim, self.geometry.token_starts(grid, fps)
         paces = extent_paces(_THETA, dim, 3, is_double=False)
         return grid_extent_rotations(positions, _EXTENTS, paces, self.config.num_heads, dim, device)
 
     def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[KeysAndValues, ...]:
-        """Every block's keys and values of the text, as long as the longest prompt; kept for the other steps of the
-        request."""
+        """Return every block's keys and values of the text, as long as the longest prompt; kept for the other steps of
+        the request."""
         embeddings, num_tokens = inputs.text.embeddings, max(1, *inputs.text.lengths)
 
         def project() -> tuple[KeysAndValues, ...]:

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers LTX-Video checkpoint make up each of ours.
+"""Weight map: the tensors of a diffusers LTX-Video checkpoint that make up each of ours.
 
 Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of cross-attention.
 """
@@ -14,13 +14,13 @@ from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, l
 
 
 def stays_float32(name: str) -> bool:
-    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype: rows that are added to
-    float32 rows of the timestep."""
+    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype: rows that are
+    added to float32 rows of the timestep."""
     return name.rpartition(".")[2] in ("modulation", "out_modulation")
 
 
 def transformer_pieces(config: LTXVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 
@@ -46,7 +46,7 @@ def _all_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
 
 
 def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
-    """Norms of q and k, and the projection after attention."""
+    """Yield the norms of q and k, and the projection after attention."""
     for name in ("norm_q", "norm_k"):
         yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)

@@ -13,9 +13,9 @@ _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
 # The model takes time in [0, 1].
 TIME_SCALE = 1000.0
-# Channels of a head that carry (frame, row, column), where config.json does not say.
+# Channels of a head that carry (frame, row, column), where config.json does not set them.
 _AXES = (16, 56, 56)
-# What checkpoints for layered images have.
+# Values of checkpoints for layered images.
 _MUST_BE_FALSE = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 # The keys of config.json, of the transformer and of its ControlNet.
 KEYS = (
@@ -28,7 +28,7 @@ KEYS = (
     "joint_attention_dim",
     "axes_dims_rope",
     "zero_cond_t",
-    # In published files, and read by nothing.
+    # Keys of published files that nothing reads.
     "pooled_projection_dim",
     *_MUST_BE_FALSE,
 )
@@ -68,7 +68,7 @@ class QwenImageTransformerConfig:
 
 
 def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(KEYS)
     for key in _MUST_BE_FALSE:
@@ -99,7 +99,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 16)
     if num_channels != transformer.num_channels:

@@ -1,4 +1,4 @@
-"""The control image of a ControlNet for Qwen-Image: the latents of the picture at the size of what is made."""
+"""The control image of a ControlNet for Qwen-Image: the latents of the picture at the output's size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest, imag
 
 
 class ControlImageConditioner(ImageConditioner):
-    """implementation: what encodes, for the report."""
+    """Conditioner of a control image. implementation: of the encoder, for the report."""
 
     def __init__(self, encode: Encode, implementation: str) -> None:
         self._encode = encode
@@ -23,11 +23,10 @@ class ControlImageConditioner(ImageConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition. The mode of the encoder's distribution, of which diffusers draws a sample."""
+        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
         (path,) = image_paths(request, "image_path")
         return ImageCondition(self._encode(as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))))
 
@@ -35,5 +34,5 @@ class ControlImageConditioner(ImageConditioner):
 def load_control_conditioner(
     autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
 ) -> ControlImageConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
     return ControlImageConditioner(*load_encoder(autoencoder, folder, device, dtype))

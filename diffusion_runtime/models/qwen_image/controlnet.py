@@ -47,7 +47,7 @@ ROLE = "qwen_image.controlnet"
 
 @dataclass(frozen=True)
 class QwenImageControlNetConfig:
-    """num_layers: control blocks. All other sizes are the transformer's, to whose tokens they add."""
+    """Sizes of a ControlNet. num_layers: control blocks. All other sizes are the transformer's."""
 
     num_layers: int
 
@@ -55,7 +55,7 @@ class QwenImageControlNetConfig:
 def read_controlnet_config(
     folder: AnyFolder, transformer: QwenImageTransformerConfig
 ) -> QwenImageControlNetConfig | None:
-    """controlnet/config.json, None for a model without a ControlNet.
+    """Read controlnet/config.json, None for a model without a ControlNet.
 
     Raises ModelLoadError for one of another class or of other sizes than the transformer's, and for a pipeline that
     takes none.
@@ -103,7 +103,7 @@ def read_controlnet_config(
 
 
 class ControlBlock(DoubleStreamBlock):
-    """A block of the ControlNet. hint: what the grid's tokens after it add to those of the transformer."""
+    """A block of the ControlNet. hint: map of the grid's tokens after it to the addition to the transformer's."""
 
     def __init__(self, config: QwenImageTransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> None:
         super().__init__(config.num_heads, config.head_dim, config.ffn_dim, config.eps, layer=layer, policy=policy)
@@ -118,14 +118,14 @@ class ControlBlock(DoubleStreamBlock):
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """[B, S, D]. x [B, S, D] and text [B, L, D] are overwritten; see DoubleStreamBlock.forward."""
+        """Return the hint [B, S, D]. x [B, S, D] and text [B, L, D] are overwritten; see DoubleStreamBlock.forward."""
         DoubleStreamBlock.forward(self, x, text, stacked, text_stacked, rotations, context)
         residual: torch.Tensor = self.hint(x)
         return residual
 
 
 class QwenImageControlNet(nn.Module):
-    """The blocks and what leads to them."""
+    """The blocks and the layers before them."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class QwenImageControlNet(nn.Module):
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> list[torch.Tensor]:
-        """The residual of each block, [B, S, D] of this process's tokens.
+        """Return the residual of each block, [B, S, D] of this process's tokens.
 
         latents, control: [B, channels, 1, height, width]. timestep: [B], in [0, 1000]. rotations: [S + L, head_dim /
         2], complex. context: with the layout of grid and text.
@@ -176,7 +176,7 @@ class QwenImageControlNet(nn.Module):
         return [block(x, tokens, *map(rows.of, block.modulations), rotations, context) for block in blocks]
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
-        """[B, L, D], kept for the other steps of the request."""
+        """Return the text's tokens [B, L, D], kept for the other steps of the request."""
 
         def project() -> torch.Tensor:
             # A copy: the norm writes into float32 inputs.
@@ -189,7 +189,7 @@ class QwenImageControlNet(nn.Module):
 
 class QwenImageControlledTransformer(QwenImageTransformer):
     """The transformer with its ControlNet. inputs.image.latents: of the control image, [B, channels, 1, height, width]
-    of the latents' size; inputs.prompt: what the ControlNet reads in every branch, None for inputs.text."""
+    of the latents' size; inputs.prompt: text of the ControlNet in every branch, None for inputs.text."""
 
     def __init__(
         self,
@@ -200,29 +200,28 @@ class QwenImageControlledTransformer(QwenImageTransformer):
     ) -> None:
         super().__init__(config, geometry, policy)
         blocks = self.blocks
-        # Declared in the order in which they run, as offloading and reports take them.
+        # Declared in the order in which they run, the order of offloading and reports.
         del self.blocks
         self.controlnet = QwenImageControlNet(config, own, geometry, policy)
         self.blocks = blocks
 
     def replay_refusal(self) -> str | None:
-        """See DiffusionTransformer.replay_refusal."""
         return "which steps a ControlNet takes part in is read of the step (control_guidance_start and _end)"
 
     def references_of(self, inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
-        """None: the image is the ControlNet's."""
+        """Return nothing: the image is the ControlNet's."""
         return ()
 
     def residuals_of(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> Sequence[torch.Tensor]:
-        """See QwenImageTransformer.residuals_of. A ControlNet of fewer blocks adds each residual several times."""
+        """Return the residuals after each block. A ControlNet of fewer blocks adds each residual several times."""
         scales = scales_of(inputs.request, len(self.controlnet.blocks))
         if not counts_at(inputs.request, context.step) or not any(scales):
             return ()
         assert inputs.image is not None, "the control image is needed by every request"
         text = inputs.text if inputs.prompt is None else inputs.prompt
-        # Of both branches in one pass, whose latents are the same twice, one is enough.
+        # Both branches in one pass have the same latents twice: one is enough.
         batch = len(text.lengths)
         num_text_tokens = max(text.lengths)
         grid = self.geometry.grid(latents.shape)
@@ -244,7 +243,7 @@ class QwenImageControlledTransformer(QwenImageTransformer):
 def controlled_pieces(
     config: QwenImageTransformerConfig, own: QwenImageControlNetConfig
 ) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the tensors that fill it: the transformer's, and the ControlNet's after `controlnet.`."""
+    """Return our parameter name -> its tensors: the transformer's, and the ControlNet's after `controlnet.`."""
     pieces = embedding_pieces(config)
     pieces.update(
         linear_pieces("control_embedding.projection", [("controlnet_x_embedder", config.dim)], config.patch_channels)

@@ -1,5 +1,5 @@
 """Qwen-Image-Edit (arXiv:2508.02324): images to edit, which the language model sees with the prompt, and whose latents
-stand beside those of the noise."""
+follow those of the noise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AREA, SEEN_AREA = 1024 * 1024, 384 * 384
 # Text tokens of a prompt, as its authors' pipelines allow.
 MAX_TOKENS = 1024
 
-# What the model was trained with; the 64 tokens before the pictures are not handed on.
+# The template that the model was trained with; the 64 tokens before the pictures are dropped.
 TEMPLATE = PromptTemplate(
     before=(
         "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
@@ -42,8 +42,8 @@ TEMPLATE = PromptTemplate(
 
 @dataclass(frozen=True)
 class Editing:
-    """What a pipeline makes of images. published: the model whose request values are its defaults. most: how many; more
-    than the authors tried cost memory only. seen_area: of a picture for the language model, label: before it."""
+    """A pipeline's use of images. published: the model whose request values are its defaults. most: how many; more than
+    the authors tried cost memory only. seen_area: of a picture for the language model, label: before it."""
 
     published: str
     most: int
@@ -52,7 +52,7 @@ class Editing:
 
     @property
     def seen_tokens(self) -> int:
-        """About how many tokens the language model makes of a picture: one of 28 x 28 pixels."""
+        """Approximate number of the language model's tokens of a picture: one for 28 x 28 pixels."""
         return math.ceil(self.seen_area / _SEEN_PATCH**2)
 
     @property
@@ -60,7 +60,7 @@ class Editing:
         return ReferenceImages(self.most, partial(scaled_to, AREA), sized_by=-1)
 
     def load_text_encoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> PictureLanguageEncoder:
-        """The hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
+        """Load the encoder of the folder's Qwen2.5-VL. Raises ModelLoadError."""
         scaled = partial(scaled_to, self.seen_area)
         return load_picture_language_model(
             folder, device, dtype, TEMPLATE, scaled, label=self.label, max_tokens=MAX_TOKENS
@@ -69,7 +69,7 @@ class Editing:
     def load_conditioner(
         self, autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
     ) -> ReferenceConditioner:
-        """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+        """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
         encode, name = load_encoder(autoencoder, folder, device, dtype)
         return ReferenceConditioner(self.references, encode, "diffusers", name)
 
@@ -81,5 +81,5 @@ PIPELINES = {
 
 
 def editing_of(folder: AnyFolder) -> Editing | None:
-    """What a folder's pipeline makes of images; None for one that makes images of text alone."""
+    """Return how a folder's pipeline uses images; None for one that makes images from text alone."""
     return PIPELINES.get(str(read_index(folder).get("_class_name")))

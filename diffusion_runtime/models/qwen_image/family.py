@@ -68,7 +68,7 @@ AUTOENCODER = DiffusersComponent(
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> CausalVideoDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -76,7 +76,8 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     return exact_decoder(AUTOENCODER.load_decoder(folder, device, dtype), restore)
 
 
-# What the model was trained with (arXiv:2508.02324, figure 7); the 34 tokens before the prompt are not handed on.
+# The template that the model was trained with (arXiv:2508.02324, figure 7); the 34 tokens before the prompt are
+# dropped.
 TEMPLATE = PromptTemplate(
     before=(
         "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -85,12 +86,12 @@ TEMPLATE = PromptTemplate(
     after="<|im_end|>\n<|im_start|>assistant\n",
     num_cropped=34,
 )
-# Of the prompt and the five tokens behind it.
+# Tokens of the prompt and the five after it.
 MAX_TOKENS = 512
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """The last hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
+    """Load the encoder of the last hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
     return load_qwen2_5_vl(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0)
 
 
@@ -104,7 +105,7 @@ _Model = Model[QwenImageTransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: images to edit, or a control image."""
+    """Return the model with its folder's pipeline: images to edit, or a control image."""
     editing = editing_of(model.folder)
     if editing is None:
         return _with_controlnet(model)

@@ -73,7 +73,7 @@ class QwenImageTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. Nothing attends to the text's padding."""
+        """Return the velocity. Nothing attends to the text's padding."""
         grid = self.geometry.grid(latents.shape)
         dtype, references = self.out.weight.dtype, self.references_of(inputs)
         context = self.in_token_order(context, grid, latents.device)
@@ -106,7 +106,7 @@ class QwenImageTransformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
 
     def references_of(self, inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
-        """The latents of images to edit."""
+        """Return the latents of images to edit."""
         return () if inputs.image is None else inputs.image.references
 
     def residuals_of(
@@ -116,18 +116,18 @@ class QwenImageTransformer(DiffusionTransformer):
         inputs: DenoiserInputs,
         context: AttentionContext,
     ) -> Sequence[torch.Tensor]:
-        """What is added to the grid's tokens after each block, [B, S, D] of this process's tokens; empty for nothing.
-        context: in the order of the tokens, without a layout."""
+        """Return the residuals added to the grid's tokens after each block, [B, S, D] of this process's tokens; empty
+        for nothing. context: in the order of the tokens, without a layout."""
         return ()
 
     def _conditioning(self, timestep: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, D], after its activation. timestep: [B], in [0, 1000]."""
+        """Return [B, D], after its activation. timestep: [B], in [0, 1000]."""
         return F.silu(self.timestep_embedding(timestep / TIME_SCALE))
 
     def _references_apart(
         self, num_references: int, timestep: torch.Tensor, context: AttentionContext
     ) -> ApartRows | None:
-        """The tokens of references at timestep 0, in a model that was trained with them there."""
+        """Return the rows of references' tokens at timestep 0, in a model that was trained with them there."""
         if not num_references or not self.config.references_at_zero:
             return None
         modulations = tuple(block.modulation for block in self.blocks if isinstance(block, DoubleStreamBlock))
@@ -142,7 +142,7 @@ class QwenImageTransformer(DiffusionTransformer):
         return ApartRows(num_references, rows)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-        """The extrapolation, every token of it as long as the conditional branch's."""
+        """Return the extrapolation, every token of it as long as the conditional branch's."""
         patch = self.geometry.patch
         tokens = patchify(extrapolate(cond, uncond, scale), patch)
         wanted = patchify(cond, patch).norm(dim=-1, keepdim=True)
@@ -152,9 +152,9 @@ class QwenImageTransformer(DiffusionTransformer):
     def rotations(
         self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
     ) -> torch.Tensor:
-        """[S + R + L, head_dim / 2], complex. grids: what is denoised, and the references, each of which is a frame
-        later. Rows and columns are counted from each image's centre; the text goes on from the largest of them along
-        the diagonal of all axes."""
+        """Return [S + R + L, head_dim / 2], complex. grids: the output's, and those of the references, each of which is
+        a frame later. Rows and columns are counted from each image's centre; the text continues from the largest of
+        them along the diagonal of all axes."""
 
         def table(frame: int, grid: tuple[int, int, int]) -> torch.Tensor:
             rows, columns = (range(size // 2 - size, size // 2) for size in grid[1:])
@@ -171,7 +171,7 @@ class QwenImageTransformer(DiffusionTransformer):
         return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
-        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+        """Return the text's tokens [B, L, D], as long as the longest prompt; kept for the request's other steps."""
 
         def project() -> torch.Tensor:
             # A copy: the norm writes into float32 inputs.
@@ -183,7 +183,7 @@ class QwenImageTransformer(DiffusionTransformer):
 
 
 def _adding(block: RunBlock, residual: torch.Tensor) -> RunBlock:
-    """A block, then a residual that is added to the grid's tokens."""
+    """Return a block that then adds a residual to the grid's tokens."""
 
     def run(streams: Streams) -> Streams:
         x, *others = block(streams)

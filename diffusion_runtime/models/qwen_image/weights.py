@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers Qwen-Image checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers Qwen-Image checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STREAMS = StreamNames("img_mod.1", "txt_mod.1", "img_mlp", "txt_mlp")
 
 
 def embedding_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """What comes before the blocks, of the transformer and of a ControlNet alike."""
+    """Return the pieces of the layers before the blocks, of the transformer and of a ControlNet alike."""
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {"text_norm.weight": (Piece("txt_norm.weight", (config.text_dim,)),)}
     pieces.update(linear_pieces("patch_embedding.projection", [("img_in", dim)], config.patch_channels))
@@ -21,7 +21,7 @@ def embedding_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piec
 
 
 def transformer_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     dim = config.dim
     pieces = embedding_pieces(config)
     for index in range(config.num_layers):

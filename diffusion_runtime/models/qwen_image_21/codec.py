@@ -21,8 +21,8 @@ RGB, RGBA = 3, 4
 
 
 class QwenImage21Decoder(LatentDecoder):
-    """AutoencoderKLQwenImage21's decoder. Computes in its weights' dtype. A transparent picture is laid over white,
-    which `implementation` says: frames have no transparency."""
+    """AutoencoderKLQwenImage21's decoder. Computes in its weights' dtype. A transparent picture is laid over white, as
+    frames have no transparency; `implementation` mentions it."""
 
     library = "diffusers"
 
@@ -33,7 +33,7 @@ class QwenImage21Decoder(LatentDecoder):
         self.implementation = type(autoencoder).__name__ + (", laid over white" if has_alpha else "")
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
+        """Decode; the normalisation is undone in float32, whatever dtype the decoder computes in."""
         weight = next(self._autoencoder.parameters())
         raw = self._restore(latents.to(weight.device, torch.float32)).to(weight.dtype)
         with torch.inference_mode():
@@ -42,13 +42,13 @@ class QwenImage21Decoder(LatentDecoder):
 
 
 def over_white(picture: torch.Tensor) -> torch.Tensor:
-    """[batch, 3, height, width] in [0, 1], of a picture with or without a fourth channel of opacity."""
+    """Return [batch, 3, height, width] in [0, 1], of a picture with or without a fourth channel of opacity."""
     colours, opacity = picture[:, :RGB], picture[:, RGB:]
     return colours * opacity + (1 - opacity) if opacity.shape[1] else colours
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> QwenImage21Decoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -57,8 +57,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 
 def check_autoencoder(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for statistics that do not fit the latents, and for pictures of other channels than RGB and
-    RGBA."""
+    """Check that the statistics fit the latents, and that pictures are RGB or RGBA. Raises ModelLoadError."""
     read_statistics(folder)
     file = read_config(folder, COMPONENT)
     if file.whole_number("out_channels", RGBA) not in (RGB, RGBA):

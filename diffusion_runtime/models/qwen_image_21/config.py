@@ -11,7 +11,7 @@ from diffusion_runtime.errors import ModelLoadError
 # A latent is a token; two times two of them take the place of one of the language model.
 PATCH = (1, 1, 1)
 _SIDE = 2
-# Channels of a head that carry (frame, row, column), where config.json does not say.
+# Channels of a head that carry (frame, row, column), where config.json does not set them.
 _AXES = (16, 56, 56)
 _KEYS = (
     "patch_size",
@@ -56,7 +56,7 @@ class QwenImage21TransformerConfig:
 
 
 def read_transformer_config(folder: AnyFolder) -> QwenImage21TransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
     if file.whole_number("patch_size", 1) != 1:
@@ -91,7 +91,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImage21TransformerConfig:
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 64)
     if num_channels != transformer.num_channels:
@@ -103,7 +103,7 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
 
 
 def read_sample_sigmas(folder: AnyFolder) -> tuple[float, ...] | None:
-    """Noise levels, before the shift, of a model that was distilled to them (model_index.json); None where there are
+    """Read the noise levels, before the shift, that a model was distilled to (model_index.json); None where there are
     none. Raises ModelLoadError that names the file and the key."""
     index = ConfigFile(folder / INDEX_FILE, read_index(folder))
     levels = index.values.get("sample_sigmas")

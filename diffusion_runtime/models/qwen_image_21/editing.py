@@ -1,4 +1,4 @@
-"""Images to edit with Qwen-Image 2.1: their latents stand where the language model saw them, before the prompt."""
+"""Images to edit with Qwen-Image 2.1: their latents take the language model's positions of them, before the prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 4
 
 
 def scaled(size: Size) -> Size:
-    """Of a picture's height and width, those of what is made of it: multiples of 32."""
+    """Return height and width of the picture made of an image: multiples of 32."""
     return scaled_to(AREA, size)
 
 
@@ -31,7 +31,7 @@ REFERENCES = ReferenceImages(MOST, scaled, sized_by=-1, usual=0, are_cached=True
 
 
 def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
     encode, name = load_encoder(AUTOENCODER, folder, device, dtype)
     if read_config(folder, COMPONENT).whole_number("in_channels", RGBA) == RGBA:
         encode = _opaque(encode)
@@ -39,5 +39,5 @@ def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype
 
 
 def _opaque(encode: Encode) -> Encode:
-    """Of an encoder of pictures with a fourth channel, their opacity: images with transparent parts are refused."""
+    """Return an encoder of pictures with a fourth channel, their opacity: images with transparent parts are refused."""
     return lambda pixels: encode(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))

@@ -39,11 +39,11 @@ _Model = Model[QwenImage21TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """The prefix of every model; noise levels of a model that was distilled to a few steps."""
+    """Return the model with the prefix of every model; noise levels of a model that was distilled to a few steps."""
     defaults = model.defaults
     sigmas = read_sample_sigmas(model.folder)
     if sigmas is not None:
-        # The scheduler's file says how far they are stretched; levels of a request are not, unless it says so.
+        # The scheduler's file sets how far they are stretched; levels of a request are not, unless it asks for that.
         terminal = model.scheduler.values.get("shift_terminal")
         defaults = {
             **defaults,

@@ -1,12 +1,12 @@
 """The Qwen-Image 2.1 transformer on our attention layers, for inference.
 
     text    -> tokens -> blocks, once a request, each token attending to those before it -> keys and values (prefix);
-               with images to edit, the tokens of their latents stand in it, each attending to all of its own image too
+               with images to edit, the tokens of their latents are in it, each attending to all of its own image too
     latents -> tokens -> blocks, at every step, attending to the prefix and to each other -> scaled norm -> velocity
 
 Grid and text share all weights. The text is modulated as at timestep 0 and sees nothing of the grid, so that its keys
-and values are the same at every step. What the timestep makes of the modulation is the same for every block. Shapes in
-this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+and values are the same at every step. The timestep's modulation is the same for every block. Shapes in this file: B
+batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Rows = Sequence[torch.Tensor]
 
 
 class QwenImage21Block(nn.Module):
-    """Attention and a gated feed-forward, each behind a scaled norm and a gate; no bias anywhere, and no modulation of
+    """Attention and a gated feed-forward, each after a scaled norm and a gate; no bias anywhere, and no modulation of
     its own.
 
     attention: of the grid, which also sees the prefix. text_attention: of the prefix among itself, causal, which every
@@ -69,8 +69,8 @@ class QwenImage21Block(nn.Module):
         self.picture_attention = LocalAttention(*heads, layer=of_pictures, policy=policy, cached_keys=True)
 
     def forward(self, x: torch.Tensor, rows: Rows, rotations: torch.Tensor, context: AttentionContext) -> None:
-        """x [B, S, D] is overwritten. rotations: [B or nothing, S, head_dim / 2], complex. context: with the text as
-        its prefix; its layout is the grid."""
+        """Run the block; x [B, S, D] is overwritten. rotations: [B or nothing, S, head_dim / 2], complex. context: with
+        the text as its prefix; its layout is the grid."""
         q, k, v = self._heads(self._attention_input(x, rows), rotations)
         self._add_branches(x, self.attention(q, k, v, context), rows)
 
@@ -82,15 +82,16 @@ class QwenImage21Block(nn.Module):
         context: AttentionContext,
         pictures: Sequence[slice] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, L, D], of the prefix, is overwritten; returns its keys and values, [B, L, heads, head_dim].
+        """Run the block on x [B, L, D], of the prefix, which is overwritten; return its keys and values, [B, L, heads,
+        head_dim].
 
         pictures: which tokens are of each, in their order. rotations: [L, head_dim / 2], complex. context.layout: None.
-        What pads a shorter text comes last, so that no token of it attends to that.
+        The padding of a shorter text comes last, so that no token of it attends to that.
         """
         q, k, v = self._heads(self._attention_input(x, rows), rotations)
         attended = self.text_attention(q, k, v, context)
         if pictures:
-            # The others are right as they are: each token of the text sees all before it.
+            # The others are right already: each token of the text sees all before it.
             attended = attended.clone()
         for own in pictures:
             seen = slice(0, own.stop)
@@ -98,11 +99,11 @@ class QwenImage21Block(nn.Module):
                 q[:, own].contiguous(), k[:, seen].contiguous(), v[:, seen].contiguous(), context
             )
         self._add_branches(x, attended, rows)
-        # Copies: k and v are views of what q is in too.
+        # Copies: k and v are views of a tensor that also holds q.
         return k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
     def modulated_input(self, x: torch.Tensor, rows: Rows) -> ModulatedInput:
-        """Of a model whose first block this is."""
+        """Return the input of the first block after modulation, which TeaCache compares."""
         return ModulatedInput(modulated_norm(x, Norm("layer", self.eps), scale=rows[0]))
 
     def _attention_input(self, x: torch.Tensor, rows: Rows) -> LinearInput:
@@ -121,8 +122,8 @@ class QwenImage21Block(nn.Module):
 
 
 class QwenImage21TextEmbedding(nn.Module):
-    """Projects the language model's hidden states to the transformer's width: a norm, and two layers with the tanh form
-    of GELU between. norm_offset: what its weight is above 1, as files have it."""
+    """Projection of the language model's hidden states to the transformer's width: a norm, and two layers with the tanh
+    form of GELU between. norm_offset: its weight minus 1, as files have it."""
 
     def __init__(self, config: QwenImage21TransformerConfig) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class QwenImage21TextEmbedding(nn.Module):
         self.down = Linear(config.dim, config.dim, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, L, text_dim] to [B, L, D]."""
+        """Map [B, L, text_dim] to [B, L, D]."""
         scale = self.norm_offset.expand(len(tokens), -1)
         return self.down.forward_after_gelu(self.up, modulated_norm(tokens, Norm("rms", self.eps), scale=scale))
 
@@ -163,8 +164,8 @@ class QwenImage21Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. Nothing attends to the text's padding, and the grid lies behind each
-        sample's own text, so that a sample does not depend on the others of its batch."""
+        """Return the velocity. Nothing attends to the text's padding, and the grid follows each sample's own text, so
+        that a sample does not depend on the others of its batch."""
         grid = self.geometry.grid(latents.shape)
         num_tokens = grid[0] * grid[1] * grid[2]
         context = self.in_token_order(context, grid, latents.device)
@@ -189,8 +190,8 @@ class QwenImage21Transformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
 
     def _prefill(self, inputs: DenoiserInputs, context: AttentionContext) -> PrefixCache:
-        """Keys and values of a prompt with its pictures, as many as the longest of the batch has; those of a request's
-        first pass serve the others."""
+        """Return keys and values of a prompt with its pictures, as many as the longest of the batch has; those of a
+        request's first pass serve the others."""
         x, rotations, pictures = self._prefix(inputs.text, _references(inputs))
         num_of_pictures = sum(own.stop - own.start for own in pictures)
         lengths = tuple(length + num_of_pictures for length in inputs.text.lengths)
@@ -211,7 +212,7 @@ class QwenImage21Transformer(DiffusionTransformer):
     def _prefix(
         self, text: Conditions, references: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
-        """What the grid attends to beside itself: tokens [B, L, D], the text's with those of each picture where the
+        """Return the prefix that the grid attends to: tokens [B, L, D], the text's with those of each picture where the
         language model saw it; their rotations [L, head_dim / 2]; and which are of each picture."""
         tokens = self.text_embedding(text.embeddings[:, : max(text.lengths)].to(self.out.weight.dtype))
         pieces, rotations, pictures = [], [], []
@@ -237,8 +238,8 @@ class QwenImage21Transformer(DiffusionTransformer):
         return torch.cat(pieces, dim=1), torch.cat(rotations), pictures
 
     def _conditioning(self, timestep: torch.Tensor) -> torch.Tensor:
-        """[B, D], after its activation. The division and the product round as they do in training: at hundreds of
-        radians it shows in the fifth digit."""
+        """Return [B, D], after its activation. The division and the product round as they do in training: at hundreds
+        of radians it shows in the fifth digit."""
         return F.silu(self.timestep_embedding(timestep / _TIME_SCALE * _TIME_SCALE))
 
     def _rows(self, conditioning: torch.Tensor) -> Rows:
@@ -246,8 +247,8 @@ class QwenImage21Transformer(DiffusionTransformer):
         return scale, gate.tanh(), ffn_scale, ffn_gate.tanh()
 
     def _places(self, grid: tuple[int, int, int], starts: Sequence[int], context: AttentionContext) -> torch.Tensor:
-        """[B or nothing, S, head_dim / 2]. The text lies along the diagonal of all axes; the picture behind it on the
-        first, from the sample's start, and around the middle of the others."""
+        """Return [B or nothing, S, head_dim / 2]. The text is along the diagonal of all axes; the picture after it on
+        the first, from the sample's start, and around the middle of the others."""
         rows, columns = (_around_middle(size) for size in grid[1:])
 
         def table(start: int) -> torch.Tensor:
@@ -261,7 +262,7 @@ class QwenImage21Transformer(DiffusionTransformer):
 
 
 def _references(inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
-    """Latents of the images to edit, [B, channels, 1, height, width] each."""
+    """Return the latents of the images to edit, [B, channels, 1, height, width] each."""
     return () if inputs.image is None else inputs.image.references
 
 

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers Qwen-Image 2.1 checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers Qwen-Image 2.1 checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_lay
 
 
 def transformer_pieces(config: QwenImage21TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 

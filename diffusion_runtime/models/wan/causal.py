@@ -1,7 +1,7 @@
-"""Causal Wan checkpoints (CausVid, Self-Forcing, LongLive): how a folder says that a video is made chunk by chunk.
+"""Causal Wan checkpoints (CausVid, Self-Forcing, LongLive): the settings of a folder for videos made chunk by chunk.
 
 The transformer and its weights are those of any Wan folder; the class of the transformer tells them apart, and its
-config.json holds what FastVideo writes there. Each is the default of a request field.
+config.json holds FastVideo's keys. Each is the default of a request field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _POSITIONS = {"absolute": "absolute", "relativistic": "window"}
 
 
 def read_cache_defaults(folder: AnyFolder, component: str = "transformer") -> dict[str, Any]:
-    """Request values by field name. Raises ModelLoadError that names the file and the key.
+    """Read request values by field name. Raises ModelLoadError that names the file and the key.
 
     num_frames_per_block: chunk_frames; independent_first_frame: whether the first chunk is one frame. local_attn_size:
     kv_window, -1 for all that the cache keeps, which is sliding_window_num_frames. sink_size: kv_sink.

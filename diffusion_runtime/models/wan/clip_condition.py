@@ -1,7 +1,8 @@
-"""The condition beside the latents in Wan's image-to-video models (I2V, FLF2V): a clip of what is known, and a mask.
+"""The condition next to the latents in Wan's image-to-video models (I2V, FLF2V): a clip of the known frames, and a
+mask.
 
-The clip is the first image, zeros (grey) up to the end, and the last image where there is one, encoded as a video of
-its length is. The mask has a channel for each frame of a latent frame: 1 where the frame is known.
+The clip is the first image, zeros (grey) up to the end, and the last image where there is one, encoded like a video of
+its length. The mask has a channel for each frame of a latent frame: 1 where the frame is known.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from diffusion_runtime.text_encoders.clip_image import ClipImageEncoder, load_cl
 
 
 class WanClipConditioner(FrameConditioner):
-    """encoder: of clips. temporal_factor: frames of a latent frame. tokens: the image encoder of Wan 2.1, None where a
-    model has none."""
+    """Conditioner of a clip. encoder: of clips. temporal_factor: frames of a latent frame. tokens: the image encoder of
+    Wan 2.1, None where a model has none."""
 
     def __init__(
         self, encoder: WanImageConditioner, temporal_factor: int, tokens: ClipImageEncoder | None = None
@@ -33,7 +34,6 @@ class WanClipConditioner(FrameConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         if self._tokens is None:
             return self._encoder.libraries
         return (
@@ -42,17 +42,15 @@ class WanClipConditioner(FrameConditioner):
         )
 
     def fast(self) -> WanClipConditioner:
-        """See ImageConditioner.fast."""
         return WanClipConditioner(self._encoder.fast(), self._temporal_factor, self._tokens)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See FrameConditioner.encode."""
         frames = torch.zeros(3, size.num_frames, *image.shape[:2])
         frames[:, 0] = as_pixels(image)
         if last_image is not None:
             frames[:, -1] = as_pixels(last_image)
         latents = self._encoder.encode_frames(frames)
-        # The first latent frame is one frame, which stands for all of its channels.
+        # The first latent frame is one frame, which fills all of its channels.
         mask = latents.new_zeros(1, self._temporal_factor, *latents.shape[2:])
         mask[:, :, 0] = 1.0
         if last_image is not None:
@@ -60,7 +58,7 @@ class WanClipConditioner(FrameConditioner):
         return ImageCondition(torch.cat([mask, latents], dim=1))
 
     def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
-        """See FrameConditioner.embed. The tokens of the last image stand behind those of the first."""
+        """Embed the images. The tokens of the last image follow those of the first."""
         if self._tokens is None:
             return None
         images = (torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8)) for path in paths)
@@ -70,7 +68,7 @@ class WanClipConditioner(FrameConditioner):
 def load_clip_conditioner(
     folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, temporal_factor: int, has_tokens: bool
 ) -> WanClipConditioner:
-    """The encoder of a diffusers folder's `vae`, and with has_tokens its `image_encoder`. Raises ModelLoadError."""
+    """Load a diffusers folder's `vae` encoder, and with has_tokens its `image_encoder`. Raises ModelLoadError."""
     tokens = load_clip_image_encoder(folder, device, dtype) if has_tokens else None
     encoder = load_image_conditioner(folder, device, dtype, one_frame=False)
     return WanClipConditioner(encoder, temporal_factor, tokens)

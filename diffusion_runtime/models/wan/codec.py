@@ -73,7 +73,7 @@ _DECODER_PARTS = ("decoder", "post_quant_conv")
 
 @dataclass(frozen=True)
 class FusedEncoder:
-    """An autoencoder around the module's weights. min_decibels: what its latents must reach beside the module's,
+    """An autoencoder around the module's weights. min_decibels: what its latents must reach against the module's,
     infinity for the same bits. description: for the report."""
 
     autoencoder: Any
@@ -81,16 +81,16 @@ class FusedEncoder:
     description: str
 
 
-# Frames that the first clip of a size is compared on: those of one latent frame without a history, and one with.
+# Frames that the first clip of a size is compared on: those of one latent frame without a history, and one with one.
 _NUM_COMPARED = 5
 
 
 class WanImageConditioner(FrameConditioner):
     """AutoencoderKLWan's encoder: an image as the first latent frame of a video.
 
-    The first of the fused encoders whose latents are those of diffusers' module encodes; the module itself where none
-    does. The first image of every size is encoded by both, of a clip its beginning. fused: by preference.
-    `implementation` says which one runs. one_frame: whether it encodes images, each by itself, and no clips.
+    The first of the fused encoders whose latents agree with diffusers' module encodes; the module itself where none
+    does. The first image of every size, or the beginning of a clip, is encoded by both. fused: by preference.
+    `implementation` names the one that runs. one_frame: whether it encodes images, each by itself, and no clips.
     """
 
     library = "diffusers"
@@ -115,12 +115,11 @@ class WanImageConditioner(FrameConditioner):
 
     @property
     def implementation(self) -> str:
-        """For the report."""
+        """Name of the encoder that runs, for the report."""
         name = f"{type(self._autoencoder).__name__}'s encoder"
         return f"{name}, {self._fused[0].description}" if self._fused else name
 
     def fast(self) -> WanImageConditioner:
-        """See ImageConditioner.fast."""
         encoder = _fused_encoder(self._autoencoder, is_exact=False, one_tap=self._one_frame)
         description = f"norm and SiLU fused, {'one tap, ' if self._one_frame else ''}fast"
         fused = FusedEncoder(encoder, MIN_DECIBELS, description)
@@ -128,15 +127,14 @@ class WanImageConditioner(FrameConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return (LibraryAttention("vae encoder", self.library, self.implementation),)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See FrameConditioner.encode."""
         return ImageCondition(self.encode_frames(as_pixels(image)[:, None]))
 
     def encode_frames(self, frames: torch.Tensor) -> torch.Tensor:
-        """The mode of the encoder's distribution, normalised in float32, [1, channels, latent frames, height, width].
+        """Return the mode of the encoder's distribution, normalised in float32, [1, channels, latent frames, height,
+        width].
 
         frames: [3, frames, height, width] in [-1, 1].
         """
@@ -156,15 +154,15 @@ class WanImageConditioner(FrameConditioner):
         return _mode(self._fused[0].autoencoder if self._fused else self._autoencoder, pixels)
 
     def _compare(self, pixels: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Leave out fused encoders up to the first whose latents are what they should be. Returns those that count: an
-        image has the same ones whenever it comes."""
+        """Drop fused encoders up to the first whose latents are as expected. Returns those that count: an image has the
+        same ones every time."""
         while self._fused:
             fused = self._fused[0]
             try:
                 found = _mode(fused.autoencoder, pixels)
             except torch.OutOfMemoryError:
                 raise
-            # Any exception: a compiler of kernels may raise anything on a machine that it does not know.
+            # Any exception: a kernel compiler may raise anything on a machine that it does not know.
             except Exception as error:
                 reason: str | None = raised_line(error)
             else:
@@ -186,13 +184,13 @@ def _mode(autoencoder: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def as_pixels(image: torch.Tensor) -> torch.Tensor:
-    """[..., height, width, 3], uint8, as [3, ..., height, width] in [-1, 1], float32."""
+    """Convert [..., height, width, 3], uint8, to [3, ..., height, width] in [-1, 1], float32."""
     return image.to(torch.float32).div(127.5).sub(1.0).movedim(-1, 0)
 
 
 def _exact_encoders(autoencoder: Any, *, one_frame: bool) -> list[FusedEncoder]:
-    """Where the weights are on a CUDA GPU and Triton can be imported. Whether a convolution of one tap has the bits of
-    one with zeros before it is for the comparison to say."""
+    """Return the exact encoders where the weights are on a CUDA GPU and Triton can be imported. The comparison decides
+    whether a convolution of one tap has the bits of one with zeros before it."""
     if not has_kernels(autoencoder):
         return []
     bits = "norm and SiLU fused, bit-identical"
@@ -206,7 +204,7 @@ def _exact_encoders(autoencoder: Any, *, one_frame: bool) -> list[FusedEncoder]:
 
 
 def _fused_encoder(autoencoder: Any, *, is_exact: bool, one_tap: bool) -> Any:
-    """one_tap: convolutions read the one frame that there is, and not the zeros before it."""
+    """Build a fused encoder. one_tap: convolutions read the one frame that there is, and not the zeros before it."""
     module = with_shared_weights(autoencoder)
     fuse_norms(module.encoder, is_exact=is_exact)
     if one_tap:
@@ -215,7 +213,7 @@ def _fused_encoder(autoencoder: Any, *, is_exact: bool, one_tap: bool) -> Any:
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> CausalVideoDecoder:
-    """The decoder of a diffusers folder's `vae`.
+    """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
@@ -226,7 +224,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 def load_image_conditioner(
     folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, one_frame: bool = True
 ) -> WanImageConditioner:
-    """The encoder of a diffusers folder's `vae`. one_frame: of WanImageConditioner. Raises what load_decoder raises."""
+    """Load the encoder of `vae`. one_frame: of WanImageConditioner. Raises what load_decoder raises."""
     mean, std = read_statistics(folder)
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=_DECODER_PARTS)
     return WanImageConditioner(autoencoder, mean, std, one_frame=one_frame)

@@ -47,16 +47,16 @@ _KEYS = (
     "cross_attn_norm",
     "qk_norm",
     "eps",
-    # The length of diffusers' table of rotary positions; here they are computed for the size at hand.
+    # The length of diffusers' table of rotary positions; here they are computed for each size.
     "rope_max_seq_len",
-    # Of image-to-video checkpoints with an image encoder.
+    # Keys of image-to-video checkpoints with an image encoder.
     "image_dim",
     "added_kv_proj_dim",
     "pos_embed_seq_len",
 )
-# Of VACE alone: the blocks that have a control block beside them, and the channels of what those read.
+# Keys of VACE alone: the blocks that have a control block, and the channels of the control blocks' input.
 _CONTROL_KEYS = ("vace_layers", "vace_in_channels")
-# Of causal checkpoints: see causal.py.
+# Keys of causal checkpoints: see causal.py.
 CAUSAL_KEYS = (
     "num_frames_per_block",
     "independent_first_frame",
@@ -88,14 +88,13 @@ IMAGE_PIPELINE = "WanImageToVideoPipeline"
 class WanTransformerConfig:
     """Sizes of a Wan transformer.
 
-    patch: latents per token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
-    norm_cross: whether a layer norm with weights stands before the cross-attention. eps: of every norm.
-    has_gate: whether blocks have the gate of Video Sparse Attention; only the names of the weights say it.
-    condition_channels: of the mask and the encoded images that stand beside the latents in image-to-video models.
-    image_dim: width of an image encoder's tokens, None without one; num_placed_tokens: how many tokens of two images
-    have a learned position, None where there is one image.
-    control_layers: in VACE, the blocks that have a control block beside them; control_channels: of what those read.
-    is_causal: whether self-attention reads the keys of earlier frames. flow_map: of models that predict the mean
+    patch: latents per token in (frames, height, width). num_waves: channels of the sinusoidal timestep. norm_cross:
+    whether a layer norm with weights precedes the cross-attention. eps: of every norm. has_gate: whether blocks have
+    the gate of Video Sparse Attention; only the names of the weights show it. condition_channels: of the mask and the
+    encoded images next to the latents in image-to-video models. image_dim: width of an image encoder's tokens, None
+    without one; num_placed_tokens: how many tokens of two images have a learned position, None where there is one
+    image. control_layers: in VACE, the blocks that have a control block; control_channels: of the control blocks'
+    input. is_causal: whether self-attention reads the keys of earlier frames. flow_map: of models that predict the mean
     velocity to the timestep that a step leads to, None for others. history: of causal ones whose older frames are in
     larger patches.
     """
@@ -131,12 +130,12 @@ class WanTransformerConfig:
 
     @property
     def in_channels(self) -> int:
-        """Of the latents and the condition beside them."""
+        """Channels of the latents and the condition next to them."""
         return self.num_channels + self.condition_channels
 
     @property
     def images(self) -> dict[str, bool]:
-        """The image fields of a request that the condition is made of, and whether it needs them."""
+        """Image fields of a request that the condition is made of, and whether it needs them."""
         if self.condition_channels == 0:
             return {}
         if self.image_dim is None:
@@ -146,7 +145,7 @@ class WanTransformerConfig:
 
 @dataclass(frozen=True)
 class WanPipelineConfig:
-    """What model_index.json says. boundary: the timestep in [0, 1000] above which the first of two experts predicts,
+    """Settings of model_index.json. boundary: the timestep in [0, 1000] above which the first of two experts predicts,
     None for one transformer. keeps_first_frame: whether a video may start from an image as its first latent frame, at
     timestep 0."""
 
@@ -155,7 +154,7 @@ class WanPipelineConfig:
 
 
 def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
-    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
     file = ConfigFile(path, read_index(folder))
     has_second = file.values.get("transformer_2") not in (None, [None, None])
@@ -177,7 +176,7 @@ def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
 
 
 def read_transformer_config(folder: AnyFolder, component: str = "transformer") -> WanTransformerConfig:
-    """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read a transformer's config.json in a folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
     class_name = component_class(folder, component)[1]
     is_controlled, is_causal = class_name == CONTROL_CLASS, class_name == CAUSAL_CLASS
@@ -231,7 +230,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
 
 
 def _read_control_layers(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
-    """The blocks with a control block, in their order; the first block is one of them."""
+    """Read the blocks with a control block, in their order; the first block is one of them."""
     layers = file.values.get("vace_layers", [0, 5, 10, 15, 20, 25, 30, 35])
     rising = isinstance(layers, list) and all(type(layer) is int for layer in layers) and sorted(set(layers)) == layers
     if not rising or not layers or layers[0] != 0 or layers[-1] >= num_layers:
@@ -240,7 +239,7 @@ def _read_control_layers(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
 
 
 def _read_image_tokens(file: ConfigFile, dim: int, condition_channels: int) -> tuple[int | None, int | None]:
-    """image_dim and num_placed_tokens. dim: of the transformer."""
+    """Read image_dim and num_placed_tokens. dim: of the transformer."""
     keys = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
     image_dim, added_dim, num_placed = (
         None if file.values.get(key) is None else file.whole_number(key) for key in keys
@@ -260,7 +259,7 @@ def _read_image_tokens(file: ConfigFile, dim: int, condition_channels: int) -> t
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 16)
     if num_channels != transformer.num_channels:
@@ -294,7 +293,7 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
 
 
 def check_pipeline(folder: AnyFolder) -> None:
-    """Whether the folder's pipeline is one for its transformer. Raises ModelLoadError that names the file and the
+    """Check that the folder's pipeline is one for its transformer. Raises ModelLoadError that names the file and the
     key."""
     read_geometry(folder)
     path = folder / INDEX_FILE

@@ -24,15 +24,15 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 # Attention to the tokens of an image.
 IMAGE_ROLE = "wan.image_cross"
 
-# Of a text or of an image's tokens, for one block: both [B, L or I, heads, head_dim]. They depend on nothing that
-# changes from step to step.
+# Keys and values of a text or of an image's tokens, for one block: both [B, L or I, heads, head_dim]. They depend on
+# nothing that changes from step to step.
 KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Where a block stands, for its attention layers. index of num_blocks, of its kind; path: the module's in its
-    model; self_role, text_role: of its attention to the grid and to the text."""
+    """Position of a block in its model, for its attention layers. index of num_blocks, of its kind; path: the module's
+    in its model; self_role, text_role: of its attention to the grid and to the text."""
 
     index: int
     num_blocks: int
@@ -41,7 +41,7 @@ class BlockPlace:
     text_role: str = "cross"
 
     def layer(self, role: str, part: str) -> LayerInfo:
-        """Of one of its attention layers. part: the layer's path in the block."""
+        """Return the info of one of its attention layers. part: the layer's path in the block."""
         return LayerInfo(self.index, self.num_blocks, role, f"{self.path}.{part}")
 
 
@@ -54,7 +54,7 @@ class CrossKeys:
 
 
 class WanImageEmbedding(ImageEmbedding):
-    """positions: learned ones of the tokens of two images, which are added first; None in models of one image."""
+    """Image embedding. positions: learned ones of two images' tokens, added first; None in models of one image."""
 
     def __init__(self, config: WanTransformerConfig) -> None:
         assert config.image_dim is not None
@@ -63,14 +63,14 @@ class WanImageEmbedding(ImageEmbedding):
         self.positions = None if placed is None else nn.Parameter(torch.zeros(1, placed, config.image_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, I, image_dim] to [B, I, D]."""
+        """Map [B, I, image_dim] to [B, I, D]."""
         return super().forward(x if self.positions is None else x + self.positions)
 
 
 class WanImageCrossAttention(nn.Module):
     """Attention to the tokens of an image, with the queries of the attention to the text."""
 
-    # By `keys_and_values`, and not by forward.
+    # Read by `keys_and_values`, not by forward.
     read_once = ("kv", "norm_k")
 
     def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
@@ -81,7 +81,7 @@ class WanImageCrossAttention(nn.Module):
         self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
     def keys_and_values(self, image: torch.Tensor) -> KeysAndValues:
-        """Of an image's tokens [B, I, D]."""
+        """Return the keys and values of an image's tokens [B, I, D]."""
         k, v = norm_and_rotate(self.kv(image).unflatten(-1, (2, self.attention.num_heads, -1)), (self.norm_k,), None)
         return k, v
 
@@ -89,7 +89,7 @@ class WanImageCrossAttention(nn.Module):
 class WanCrossAttention(nn.Module):
     """Attention to the text and, added to it, to the tokens of an image in models with an image encoder."""
 
-    # By `keys_and_values`, and not by forward.
+    # Read by `keys_and_values`, not by forward.
     read_once = ("kv", "norm_k")
 
     def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
@@ -104,15 +104,15 @@ class WanCrossAttention(nn.Module):
         self.image = None if config.image_dim is None else WanImageCrossAttention(config, place, policy)
 
     def keys_and_values(self, text: torch.Tensor) -> KeysAndValues:
-        """Of text [B, L, D]."""
+        """Return the keys and values of text [B, L, D]."""
         k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.attention.num_heads, -1)), (self.norm_k,), None)
         return k, v
 
     def forward(
         self, x: LinearInput, keys: CrossKeys, context: AttentionContext, image_context: AttentionContext | None
     ) -> torch.Tensor:
-        """x: [B, S, D], which may be quantised where q takes that; context.layout: the text; image_context.layout: the
-        tokens of the image."""
+        """Attend to the text and the image. x: [B, S, D], which may be quantised where q takes that; context.layout:
+        the text; image_context.layout: the tokens of the image."""
         (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.attention.num_heads, -1)), (self.norm_q,), None)
         attended = self.attention(q, *keys.text, context)
         if self.image is not None and keys.image is not None:

@@ -21,7 +21,7 @@ COMPONENTS = ("transformer", "transformer_2")
 
 
 class WanExperts(DiffusionTransformer):
-    """Expert 0 predicts at timesteps from `boundary` (in [0, 1000]) up, expert 1 below it. make: the class of both."""
+    """Two experts: 0 predicts at timesteps from `boundary` (in [0, 1000]) up, 1 below it. make: their class."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WanExperts(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. context.step.expert says which expert predicts."""
+        """Return the velocity by the expert of context.step.expert."""
         velocity: torch.Tensor = self.experts[context.step.expert](latents, timestep, inputs, context)
         return velocity
 
@@ -59,7 +59,7 @@ class WanExperts(DiffusionTransformer):
     def with_positions(
         self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
     ) -> FrameCache:
-        """See DiffusionTransformer.with_positions. The two may differ in the size of a head."""
+        """Return the cache with the expert's positions: the two may differ in the size of a head."""
         return self.expert(expert).with_positions(cache, shape, sharding)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:

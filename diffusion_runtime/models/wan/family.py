@@ -51,9 +51,10 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 from diffusion_runtime.weights.checkpoint import Piece
 
-# Of a folder whose scheduler says no shift: that of diffusers' WanPipeline.
+# The flow shift for a folder whose scheduler sets none: that of diffusers' WanPipeline.
 _DEFAULTS = {**published_defaults("wan2.1-14b"), "flow_shift": 3.0}
-# Where the examples of other models' authors differ. Those of 14 B make 480p as well, which stays the default.
+# Defaults in which the examples of other models' authors differ. Those of 14 B make 480p as well, which stays the
+# default.
 _SAMPLING = ("num_inference_steps", "guidance_scale", "guidance_scale_2")
 _EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", *_SAMPLING)
 _IMAGE_EXPERT_DEFAULTS = published_defaults("wan2.2-i2v-a14b", *_SAMPLING)
@@ -82,7 +83,7 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: two experts, or images to start from and to end with."""
+    """Return the model with its folder's pipeline: two experts, or images to start from and to end with."""
     return _with_flow_map(_with_chunks(_with_experts(_with_control(_with_images(model)))))
 
 
@@ -194,7 +195,7 @@ def _experts_of(transformer: DiffusionTransformer) -> Mapping[str, nn.Module]:
 
 
 def _add_gates(module: nn.Module, names: Collection[str]) -> None:
-    """Only the names of a checkpoint's tensors say whether it has gates. names: of all of them."""
+    """Add gates to a module whose checkpoint has them, as only `names`, of all its tensors, show."""
     assert isinstance(module, WanTransformer)
     if any(f".{GATE}." in name for name in names):
         module.add_gates()

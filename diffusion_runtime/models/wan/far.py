@@ -1,6 +1,5 @@
 """AnyFlow-FAR (arXiv:2605.13724, on FAR, arXiv:2503.19325): how a folder of the causal flow maps cuts a video into
-chunks, and what it keeps of them. The cache: attention/cache/history.py; the network: far_transformer.py.
-"""
+chunks, and what it keeps of them. The cache: attention/cache/history.py; the network: far_transformer.py."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.wan.flow_map import AUTHORS_CLASS, FLOW_MAP_CLASSES
 
-# What the published checkpoints have: 21 latent frames, 81 frames.
+# Chunk lengths of the published checkpoints: 21 latent frames, 81 frames.
 _PARTITION = (1, 3, 3, 3, 3, 3, 3, 2)
-# Tokens of large patches turn by the middle of the positions that they stand for. The checkpoints average the turns of
-# all of these, which has the same direction up to this many: the fastest channels turn by one radian per position.
+# Tokens of large patches turn by the middle of their positions. The checkpoints average the turns of all of these,
+# which has the same direction up to this many: the fastest channels turn by one radian per position.
 _LARGEST_SPAN = 6
 
 
 def is_far(file: ConfigFile, class_name: str) -> bool:
-    """Whether a transformer's config is a causal flow map's. Raises ModelLoadError that names the file and the key."""
+    """Return whether a config is a causal flow map's. Raises ModelLoadError that names the file and the key."""
     return class_name == FLOW_MAP_CLASSES[1] or (class_name == AUTHORS_CLASS and file.flag("init_far_model", False))
 
 
 def read_history(file: ConfigFile, patch: tuple[int, int, int]) -> CompressedHistory:
-    """The keys full_chunk_limit (chunks in sight token by token, the one that is made included) and
+    """Read the keys full_chunk_limit (chunks in sight token by token, the current one included) and
     compressed_patch_size. patch: of the others. Raises ModelLoadError that names the file and the key."""
     limit = file.whole_number("full_chunk_limit", 3)
     if limit < 2:
@@ -37,8 +36,8 @@ def read_history(file: ConfigFile, patch: tuple[int, int, int]) -> CompressedHis
 
 
 def read_far_defaults(folder: AnyFolder, component: str = "transformer") -> dict[str, Any]:
-    """Request values by field name, out of the key chunk_partition: a first chunk, chunks of one size, and what is
-    left. Raises ModelLoadError that names the file and the key."""
+    """Read request values by field name, from the key chunk_partition: a first chunk, chunks of one size, and the rest.
+    Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
     sizes = file.values.get("chunk_partition") or _PARTITION
     if not isinstance(sizes, list | tuple) or any(type(size) is not int or size < 1 for size in sizes):

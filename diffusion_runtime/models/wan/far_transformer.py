@@ -24,7 +24,7 @@ from diffusion_runtime.parallel.sharding import SequenceSharding
 
 
 class FarTransformer(WanTransformer):
-    """See WanTransformer. history_embedding: of large patches."""
+    """Wan transformer with older frames in large patches. history_embedding: of large patches."""
 
     def __init__(self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
         super().__init__(config, geometry, policy)
@@ -33,18 +33,17 @@ class FarTransformer(WanTransformer):
         self.history_embedding = PatchEmbedding(config.in_channels, config.dim, config.history.patch)
 
     def patches(self, latents: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """See WanTransformer.patches."""
+        """Return the tokens and their grid, in large patches in a pass over older frames."""
         if not _is_compressed(context.cache):
             return super().patches(latents, context)
         grid, patch = self.history.grid(latents.shape), self.history.patch
-        # What does not fill a patch is left out, as a convolution does.
+        # A remainder that does not fill a patch is left out, as a convolution does.
         whole = latents[..., : grid[1] * patch[1], : grid[2] * patch[2]]
         return self.history_embedding(whole), grid
 
     def with_positions(
         self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
     ) -> FrameCache:
-        """See DiffusionTransformer.with_positions."""
         if not _is_compressed(cache):
             return super().with_positions(cache, shape, sharding, expert)
         _, height, width = self.history.grid(shape)

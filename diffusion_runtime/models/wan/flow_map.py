@@ -1,9 +1,9 @@
 """AnyFlow (arXiv:2605.13724): Wan checkpoints that predict the mean velocity from a timestep t to a later one r.
 
-Where other models say which way the latents move at t, a flow map says how far they get until r, so that one checkpoint
-makes a video in any number of steps. It has one network more, which embeds r; the rest is Wan's, and one Euler step is
-x_r = x_t - (sigma_t - sigma_r) * v(x_t, t, r). The causal checkpoints (AnyFlow-FAR) keep older frames in patches four
-times as large: far.py.
+Other models predict the direction of the latents at t; a flow map predicts how far they get until r, so that one
+checkpoint makes a video in any number of steps. It has one network more, which embeds r; the rest is Wan's, and one
+Euler step is x_r = x_t - (sigma_t - sigma_r) * v(x_t, t, r). The causal checkpoints (AnyFlow-FAR) keep older frames in
+patches four times as large: far.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FLOW_MAP_PIPELINES = ("AnyFlowPipeline", "WanAnyFlowPipeline")
 FAR_PIPELINES = ("AnyFlowFARPipeline", "FARWanAnyFlowPipeline")
 FLOW_MAP_KEYS = ("gate_value", "deltatime_type")
 FAR_KEYS = ("chunk_partition", "compressed_patch_size", "full_chunk_limit")
-# Of the authors' class: which kind of checkpoint it is.
+# Keys of the authors' class for the kind of checkpoint.
 AUTHORS_KEYS = ("init_flowmap_model", "init_far_model", *FAR_KEYS)
-# What the authors' examples make: any number of steps does, and guidance is part of the weights.
+# Defaults of the authors' examples: any number of steps works, and guidance is part of the weights.
 FLOW_MAP_DEFAULTS = {
     "num_inference_steps": 4,
     "guidance_scale": 1.0,
@@ -43,16 +43,16 @@ _SAMPLERS = ("flow_map_euler", "flow_match_euler")
 
 @dataclass(frozen=True)
 class FlowMapConfig:
-    """share: of the embedding of r in that of both timesteps, from 0 to 1. is_interval: whether t - r is embedded in
-    place of r."""
+    """Settings of a flow map. share: of the embedding of r in that of both timesteps, from 0 to 1. is_interval: whether
+    t - r is embedded in place of r."""
 
     share: float
     is_interval: bool
 
 
 def read_flow_map(file: ConfigFile) -> FlowMapConfig:
-    """The keys gate_value and deltatime_type of a transformer's config. Raises ModelLoadError that names the file and
-    the key."""
+    """Read the keys gate_value and deltatime_type of a transformer's config. Raises ModelLoadError that names the file
+    and the key."""
     if file.values.get("init_flowmap_model", True) is not True:
         raise file.error("init_flowmap_model", "true", file.values["init_flowmap_model"])
     share, target = file.number("gate_value", 0.25), file.values.get("deltatime_type", "r")
@@ -73,7 +73,7 @@ class FlowMapEmbedding(nn.Module):
         self.target = TimestepEmbedding(num_waves, dim)
 
     def forward(self, timestep: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        """[batch, dim]. timestep: t, [batch], in [0, 1000]; r is step.next_timestep."""
+        """Embed both timesteps to [batch, dim]. timestep: t, [batch], in [0, 1000]; r is step.next_timestep."""
         assert step.next_timestep is not None, "a flow map takes the timestep that a step leads to"
         target = torch.full_like(timestep, step.next_timestep)
         embedded = self.target(timestep - target if self.config.is_interval else target)
@@ -82,16 +82,16 @@ class FlowMapEmbedding(nn.Module):
 
 
 def embedding_pieces(ours: str, theirs: str, num_waves: int, dim: int) -> Iterator[NamedPieces]:
-    """Of a FlowMapEmbedding. theirs: the checkpoint's name of all that embeds conditions."""
+    """Yield the pieces of a FlowMapEmbedding. theirs: the checkpoint's name of the condition embedder."""
     yield from two_layer_pieces(f"{ours}.start", f"{theirs}.time_embedder", num_waves, dim)
     yield from two_layer_pieces(f"{ours}.target", f"{theirs}.delta_embedder", num_waves, dim)
 
 
 class FlowMapSchedule(FlowSchedule):
-    """Noise levels of a flow map: any do."""
+    """Noise levels of a flow map, which may be any."""
 
     def check_sampler(self, name: str) -> None:
-        """Raises RequestError for samplers that take the velocity at t, or one from which all noise can be removed."""
+        """Refuse samplers that take the velocity at t, or one to remove all noise with. Raises RequestError."""
         if name not in _SAMPLERS:
             raise RequestError(
                 f"sampler: {name} does not integrate the mean velocity from one timestep to the next, which this model "

@@ -6,7 +6,7 @@ from diffusion_runtime.models.wan.config import GATE
 from diffusion_runtime.weights.lora.names import LoraNames, block_names
 
 _PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-# A second cross-attention, over an image, in Wan 2.1 I2V and FLF2V alone.
+# A second cross-attention, over an image, only in Wan 2.1 I2V and FLF2V.
 _IMAGE_PARTS = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
 _IMAGE_EMBEDDER = {
     "img_emb.proj.0": "condition_embedder.image_embedder.norm1",

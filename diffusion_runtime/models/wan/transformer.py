@@ -4,11 +4,11 @@
 
 A block is self-attention over the frames x height x width grid, cross-attention to the text, and a feed-forward
 network; the timestep shifts, scales and gates the first and the last. A video that starts from an image has that image
-as its first latent frame, whose tokens are at timestep 0 all along (Wan 2.2 TI2V); or the encoded clip of all that is
-known, and a mask that says what is, beside its latents (I2V, FLF2V), and in Wan 2.1 an image encoder's tokens in a
+as its first latent frame, whose tokens are at timestep 0 all along (Wan 2.2 TI2V); or the encoded clip of the known
+frames, and a mask of them, next to its latents (I2V, FLF2V), and in Wan 2.1 an image encoder's tokens in a
 cross-attention of their own. A causal checkpoint has the same weights and makes a video chunk by chunk: its tokens
-attend to those of earlier frames in a key-value cache (context.cache). Shapes in this file:
-B batch, S grid tokens, L text tokens, I image tokens, D width (num_heads * head_dim).
+attend to those of earlier frames in a key-value cache (context.cache). Shapes in this file: B batch, S grid tokens, L
+text tokens, I image tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class WanSelfAttention(nn.Module):
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:
-        """That read x."""
+        """Linear layers that read x."""
         return (self.qkv,) if self.gate is None else (self.qkv, self.gate)
 
     def forward(self, x: LinearInput, rotations: torch.Tensor | None, context: AttentionContext) -> torch.Tensor:
-        """x: [B, S, D], which may be quantised where input_layers take that; rotations: [S, head_dim / 2], complex, or
-        None where context.cache has them; context.layout: the grid."""
+        """Attend. x: [B, S, D], which may be quantised where input_layers take that; rotations: [S, head_dim / 2],
+        complex, or None where context.cache has them; context.layout: the grid."""
         product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
         gate = None
         if self.gate is not None and self.attention.takes_gate(product, context):
@@ -100,7 +100,7 @@ class WanSelfAttention(nn.Module):
 
 
 class WanBlock(nn.Module):
-    """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
+    """Block. modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
     def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class WanBlock(nn.Module):
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs, keys: CrossKeys) -> torch.Tensor:
-        """x: [B, S, D], overwritten and returned. keys: of text and image, for this block. With inputs.keys_only x
-        stays as it is."""
+        """Run the block and return x [B, S, D], which is overwritten. keys: of text and image, for this block. With
+        inputs.keys_only x is unchanged."""
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
         shifts = [(tokens, rows[0], rows[1]) for tokens, rows in runs]
         modulated = _modulated(self.self_attention.input_layers, x, shifts, self.eps)
@@ -133,7 +133,7 @@ class WanBlock(nn.Module):
     def _cross_normed(
         self, x: torch.Tensor, branch: torch.Tensor, gates: Sequence[tuple[slice, torch.Tensor]]
     ) -> LinearInput:
-        """x += branch * gate, then the norm of the cross-attention, where there is one. gates: with their tokens."""
+        """Add branch * gate to x; return the cross-attention's norm of it, if any. gates: with their tokens."""
         norm, layers = self.cross_norm, (self.cross_attention.q,)
         if norm is not None and len(gates) == 1:
             return norm_for(layers, x, norm.as_norm, branch=Branch(branch, gates[0][1]))
@@ -149,8 +149,8 @@ def _modulated(
     eps: float,
     branch: torch.Tensor | None = None,
 ) -> LinearInput:
-    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens, as the input of
-    `layers`. branch: added to x first, in place."""
+    """Return the modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens, as the
+    input of `layers`. branch: added to x first, in place."""
     if len(runs) == 1:
         ((_, shift, scale),) = runs
         added = None if branch is None else Branch(branch)
@@ -164,7 +164,7 @@ def _modulated(
 
 
 def _is_commit(context: AttentionContext) -> bool:
-    """Whether a pass is made for the keys and values alone that it leaves in the cache."""
+    """Return whether a pass is made only for the keys and values that it leaves in the cache."""
     return context.cache is not None and context.step.phase == "commit" and not context.is_compiled
 
 
@@ -180,13 +180,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What every block of one forward pass reads.
+    """Inputs of every block of one forward pass.
 
-    runs: of tokens that share a timestep, in order.
-    rotations: [S, head_dim / 2], complex; None where grid_context.cache has them.
-    grid_context, text_context, image_context: the forward pass as self-attention and the cross-attentions see it;
-    None without tokens of an image.
-    keys_only: whether the keys and values that self-attention leaves in the cache are all that is read of the block.
+    runs: of tokens that share a timestep, in order. rotations: [S, head_dim / 2], complex; None where
+    grid_context.cache has them. grid_context, text_context, image_context: the forward pass as self-attention and the
+    cross-attentions see it; None without tokens of an image. keys_only: whether only the keys and values that
+    self-attention leaves in the cache are read of the block.
     """
 
     runs: tuple[_Run, ...]
@@ -198,7 +197,7 @@ class BlockInputs:
 
 
 class WanTransformer(DiffusionTransformer):
-    """The whole denoiser. In a model of another dtype the timestep embedding, the modulation, the layer norms and the
+    """The whole denoiser. In a model of another dtype, the timestep embedding, the modulation, the layer norms and the
     gated sums are still computed in float32, as in training."""
 
     def __init__(
@@ -234,9 +233,9 @@ class WanTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. The text's padding is attended to, as in training. A commit leaves keys and
-        values in the cache: of its last block nothing else is computed, and zeros are returned. Compiled blocks compute
-        all of it, as they do in other passes."""
+        """Return the velocity. The text's padding is attended to, as in training. A commit leaves keys and values in
+        the cache: of its last block nothing else is computed, and zeros are returned. Compiled blocks compute all of
+        it, as they do in other passes."""
         text, image = inputs.text.embeddings, self.image_of(inputs)
         x, grid = self.patches(self._with_image(latents, image).to(self.out.weight.dtype), context)
         if image is None or self.config.condition_channels:
@@ -280,16 +279,16 @@ class WanTransformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
 
     def patches(self, latents: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """The tokens [B, S, D] of latents with what stands in them or beside them, and their grid."""
+        """Return the tokens [B, S, D] of latents with the image in them or next to them, and their grid."""
         grid = self.geometry.grid(latents.shape)
         return self.patch_embedding(latents), grid
 
     def image_of(self, inputs: DenoiserInputs) -> ImageCondition | None:
-        """What stands in the latents or beside them."""
+        """Return the image in the latents or next to them."""
         return inputs.image
 
     def streams(self, x: torch.Tensor, inputs: DenoiserInputs, sharding: SequenceSharding) -> Streams:
-        """What goes from block to block. x: the grid's tokens [B, S, D] of this process."""
+        """Return the streams that go from block to block. x: the grid's tokens [B, S, D] of this process."""
         return (x,)
 
     def run_blocks_of(
@@ -298,14 +297,14 @@ class WanTransformer(DiffusionTransformer):
         keys: Sequence[CrossKeys],
         inputs: DenoiserInputs,
     ) -> Sequence[RunBlock]:
-        """The blocks with all that they read. keys: of every one of `text_blocks`."""
+        """Return the blocks with all their inputs. keys: of each of `text_blocks`."""
         every = [block_inputs] * self.num_blocks
         if _is_commit(block_inputs.grid_context):
             every[-1] = dataclasses.replace(block_inputs, keys_only=True)
         return [overwriting(block, *read) for block, *read in zip(self.blocks, every, keys, strict=True)]
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
-        """Without the lengths of the text, whose padding is attended to."""
+        """Return the inputs without the lengths of the text, whose padding is attended to."""
         read = super().read_inputs(inputs)
         return dataclasses.replace(read, text=dataclasses.replace(read.text, lengths=()))
 
@@ -320,8 +319,8 @@ class WanTransformer(DiffusionTransformer):
         return self._with_image(latents, inputs.image)
 
     def _with_image(self, latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
-        """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one; in a model
-        with channels for a condition, with that behind them."""
+        """Return latents [B, channels, frames, height, width] whose first frame is the image's, where there is one; in
+        a model with channels for a condition, with that after them."""
         if self.config.condition_channels:
             if image is None:
                 raise RequestError("image_path: this checkpoint makes videos from an image; give one")
@@ -331,7 +330,7 @@ class WanTransformer(DiffusionTransformer):
         return torch.cat([image.latents.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)
 
     def _image_tokens(self, image: ImageCondition | None) -> torch.Tensor | None:
-        """Of the image encoder, [B, I, image_dim]; None in models without one."""
+        """Return the tokens of the image encoder, [B, I, image_dim]; None in models without one."""
         if self.image_embedding is None:
             return None
         assert image is not None
@@ -346,8 +345,8 @@ class WanTransformer(DiffusionTransformer):
         sharding: SequenceSharding,
         step: StepInfo,
     ) -> tuple[_Run, ...]:
-        """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`, which may be that
-        of each frame; those of them that this process holds."""
+        """Return the tokens of an image that is the first frame at timestep 0, and the rest at `timestep`, which may be
+        that of each frame; those of them that this process holds."""
         if timestep.dim() == 2:
             runs_of_frames = frame_runs(grid, sharding, step.frame_timesteps)
             return tuple(self._run(tokens, timestep[:, frame], step) for tokens, frame in runs_of_frames)
@@ -367,12 +366,11 @@ class WanTransformer(DiffusionTransformer):
     def with_positions(
         self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
     ) -> FrameCache:
-        """See DiffusionTransformer.with_positions."""
         grid, head_dim = self.geometry.grid(tuple(shape)), self.config.head_dim
         return with_positions(cache, grid, head_dim, sharding, self.out.weight.device)
 
     def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
-        """[S, head_dim / 2], complex."""
+        """Return [S, head_dim / 2], complex."""
         head_dim, device = self.config.head_dim, self.out.weight.device
         # Two experts may differ in the size of a head.
         return cached_for_request(
@@ -383,7 +381,7 @@ class WanTransformer(DiffusionTransformer):
         )
 
     def _embedded(self, timestep: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        """[B, D], in the dtype of the embedding's weights."""
+        """Embed the timestep to [B, D], in the dtype of the embedding's weights."""
         embedding = self.time_embedding
         embedded: torch.Tensor = (
             embedding(timestep, step) if isinstance(embedding, FlowMapEmbedding) else embedding(timestep)
@@ -396,14 +394,14 @@ class WanTransformer(DiffusionTransformer):
         return _Run(tokens, embedding, time)
 
     def _modulated_input(self, timestep: torch.Tensor, step: StepInfo) -> ModulatedInput:
-        """Of the timestep alone, as TeaCache's authors do for Wan; not of an image's tokens, which one process of
-        several may hold alone."""
+        """Return the input that TeaCache compares: of the timestep alone, as TeaCache's authors do for Wan; not of an
+        image's tokens, which one process of several may hold alone."""
         timestep = timestep if timestep.dim() == 1 else timestep[:, 0]
         run = self._run(slice(0), timestep, step)
         return ModulatedInput(self._embedded(timestep, step).float()[:, None], run.time.flatten(1)[:, None])
 
     def _text_keys(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[KeysAndValues, ...]:
-        """Every block's keys and values of a text [B, L, text_dim]."""
+        """Return every block's keys and values of a text [B, L, text_dim]."""
 
         def project() -> tuple[KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
@@ -416,7 +414,7 @@ class WanTransformer(DiffusionTransformer):
         return cached_for_prompt("text_projection", embeddings, context, project)
 
     def _image_keys(self, tokens: torch.Tensor | None, context: AttentionContext) -> tuple[KeysAndValues | None, ...]:
-        """Every block's keys and values of an image encoder's tokens [B, I, image_dim]."""
+        """Return every block's keys and values of an image encoder's tokens [B, I, image_dim]."""
         embedding = self.image_embedding
         if tokens is None or embedding is None:
             return (None,) * len(self.text_blocks())
@@ -433,14 +431,14 @@ class WanTransformer(DiffusionTransformer):
         return cached_for_prompt("image_projection", tokens, context, project)
 
     def text_blocks(self) -> Sequence[WanBlock]:
-        """Whatever attends to the text."""
+        """Return the blocks that attend to the text."""
         return tuple(self._blocks())
 
     def _blocks(self) -> Iterator[WanBlock]:
         return (block for block in self.blocks if isinstance(block, WanBlock))
 
     def add_gates(self) -> None:
-        """Give every block the gate of Video Sparse Attention, without values: the checkpoint brings them."""
+        """Give every block the gate of Video Sparse Attention, without values, which the checkpoint has."""
         self.config = dataclasses.replace(self.config, has_gate=True)
         for block in self._blocks():
             with torch.device("meta"):

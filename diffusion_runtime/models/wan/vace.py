@@ -1,5 +1,5 @@
-"""Wan VACE (arXiv:2503.07598): a Wan transformer with control blocks, which read a control video, what of it is made
-anew, and reference images.
+"""Wan VACE (arXiv:2503.07598): a Wan transformer with control blocks, which read a control video, a mask of its
+regenerated part, and reference images.
 
     control -> patches -> projection, + the grid's tokens -> c
     at some blocks:  c = control block(c);  x = block(x);  x += scale * hint(c)
@@ -30,7 +30,7 @@ CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE = "wan.control_self", "wan.control_cross"
 
 
 class WanControlledBlock(WanBlock):
-    """A block with a control block beside it. hint: what the control's tokens add to the grid's."""
+    """A block with a control block. hint: map of the control's tokens to their addition to the grid's."""
 
     def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__(config, place, policy)
@@ -52,15 +52,16 @@ class WanControlledBlock(WanBlock):
         control_keys: CrossKeys,
         scale: torch.Tensor,
     ) -> torch.Tensor:
-        """x, control: [B, S, D], both overwritten; x is returned. scale: of the hint, a number."""
+        """Run both blocks. x, control: [B, S, D], both overwritten; x is returned. scale: of the hint, a number."""
         self.control(control, inputs, control_keys)
         WanBlock.forward(self, x, inputs, keys)
         return x.add_(self.hint(control) * scale)
 
 
 class WanVaceTransformer(WanTransformer):
-    """inputs.image.latents: the control [B, control channels, frames, height, width], of as many frames as the
-    latents. inputs.request.conditioning_scale: one number for all hints, or one for each; None is 1."""
+    """Wan transformer with control blocks. inputs.image.latents: the control [B, control channels, frames, height,
+    width], of as many frames as the latents. inputs.request.conditioning_scale: one number for all hints, or one for
+    each; None is 1."""
 
     def __init__(
         self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy, *, prefix: str = ""
@@ -74,11 +75,11 @@ class WanVaceTransformer(WanTransformer):
         return made(self.config, place, policy)
 
     def image_of(self, inputs: DenoiserInputs) -> ImageCondition | None:
-        """None: nothing stands in the latents or beside them."""
+        """Return None: no image is in the latents or next to them."""
         return None
 
     def streams(self, x: torch.Tensor, inputs: DenoiserInputs, sharding: SequenceSharding) -> Streams:
-        """The grid's tokens, and the control's."""
+        """Return the grid's tokens, and the control's."""
         assert inputs.image is not None, "the control is made of every request"
         control = self.control_embedding(inputs.image.latents.to(x.device, x.dtype))
         return x, self.control_in(sharding.shard(control)).add_(x)
@@ -86,7 +87,6 @@ class WanVaceTransformer(WanTransformer):
     def run_blocks_of(
         self, block_inputs: BlockInputs, keys: Sequence[CrossKeys], inputs: DenoiserInputs
     ) -> Sequence[RunBlock]:
-        """See WanTransformer.run_blocks_of."""
         of_control = iter(zip(keys[self.num_blocks :], self._scales(inputs), strict=True))
 
         def bound(block: WanBlock, own: CrossKeys) -> RunBlock:
@@ -105,12 +105,12 @@ class WanVaceTransformer(WanTransformer):
         return [bound(block, own) for block, own in zip(self._blocks(), keys, strict=False)]
 
     def text_blocks(self) -> Sequence[WanBlock]:
-        """The blocks, then the control blocks."""
+        """Return the blocks, then the control blocks."""
         blocks = tuple(self._blocks())
         return *blocks, *(block.control for block in blocks if isinstance(block, WanControlledBlock))
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """The frames of the clip, without those of the reference images before them."""
+        """Return the frames of the clip, without those of the reference images before them."""
         return latents[:, :, -self.geometry.sample_shape(inputs.size)[1] :]
 
     def _scales(self, inputs: DenoiserInputs) -> Sequence[float]:

@@ -1,7 +1,7 @@
-"""What VACE's control blocks read: the kept part of a control video, the part that is made anew, and the mask.
+"""Input of VACE's control blocks: the kept part of a control video, the regenerated part, and the mask.
 
-Channels: the latents of the video with what is made anew in grey; those with what is kept in grey; and of the mask one
-channel for each pixel of a latent's square, at the frame in the middle of a latent frame. Reference images stand
+Channels: the latents of the video with the regenerated part in grey; those with the kept part in grey; and one channel
+of the mask for each pixel of a latent's square, at the frame in the middle of a latent frame. Reference images come
 before, on white, with a second half of zeros and an empty mask; the last image comes first, as in diffusers.
 """
 
@@ -22,7 +22,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest, imag
 
 
 class WanControlConditioner(ImageConditioner):
-    """encoder: of clips."""
+    """Conditioner of control videos. encoder: of clips."""
 
     def __init__(self, encoder: WanImageConditioner, control: VideoControl) -> None:
         self._encoder = encoder
@@ -30,15 +30,13 @@ class WanControlConditioner(ImageConditioner):
 
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
-        """See ImageConditioner.libraries."""
         return self._encoder.libraries
 
     def fast(self) -> WanControlConditioner:
-        """See ImageConditioner.fast."""
         return WanControlConditioner(self._encoder.fast(), self._control)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition. Without a control video everything is made anew."""
+        """Return the condition. Without a control video everything is regenerated."""
         latents, mask = self._video(request, size)
         for path in image_paths(request, "image_path"):
             reference = self._encoder.encode_frames(self._on_white(path, size)[:, None])
@@ -48,7 +46,7 @@ class WanControlConditioner(ImageConditioner):
         return ImageCondition(torch.cat([latents, mask.to(latents.device)], dim=1))
 
     def _video(self, request: GenerationRequest, size: ClipSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two encoded parts [1, 2 * channels, frames, height, width], and the mask's channels."""
+        """Return the two encoded parts [1, 2 * channels, frames, height, width], and the mask's channels."""
         sides = size.num_frames, size.height, size.width
         mask = torch.ones(sides)
         if request.video_path is None:
@@ -63,7 +61,7 @@ class WanControlConditioner(ImageConditioner):
         return torch.cat(parts, dim=1), self._packed(mask)
 
     def _packed(self, mask: torch.Tensor) -> torch.Tensor:
-        """[frames, height, width] in pixels to [1, factor * factor, latent frames, latent height, latent width]."""
+        """Map [frames, height, width] in pixels to [1, factor * factor, latent frames, latent height, latent width]."""
         geometry = self._control.geometry
         frames, height, width = mask.shape
         factor = geometry.spatial_factor
@@ -73,7 +71,7 @@ class WanControlConditioner(ImageConditioner):
         return F.interpolate(squares.flatten(0, 1)[None], size=sides, mode="nearest-exact")
 
     def _on_white(self, path: str, size: ClipSize) -> torch.Tensor:
-        """A reference image in the middle of the clip's size, [3, height, width] in [-1, 1]."""
+        """Return a reference image in the middle of the clip's size, [3, height, width] in [-1, 1]."""
         from PIL import Image
 
         picture = open_picture(path)
@@ -87,7 +85,7 @@ class WanControlConditioner(ImageConditioner):
 
 
 def _read(path: str, field: str, sides: tuple[int, int, int], *, grey: bool = False) -> torch.Tensor:
-    """uint8, [frames, height, width, 3], or without the last axis; a file of one frame stands for every frame."""
+    """Read uint8 [frames, height, width, 3], or without the last axis; one frame is repeated for the clip."""
     frames, height, width = sides
     count = 1 if inspect_clip(path, field, frames).is_still else frames
     read = torch.from_numpy(read_clip(path, field, count, height, width, grey=grey))

@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers Wan checkpoint make up each of ours.
+"""Weight map: the tensors of a diffusers Wan checkpoint that make up each of ours.
 
 Projections that read the same input are one tensor here (q, k, v of self-attention; k, v of cross-attention), and the
 patch convolution is a linear map of the same numbers.
@@ -28,12 +28,12 @@ _FLOAT32_PARTS = frozenset({"time_embedding", "modulation", "out_modulation", "c
 
 
 def stays_float32(name: str) -> bool:
-    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
     return not _FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
 def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {
         "patch_embedding.projection.weight": (
@@ -62,7 +62,7 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
 
 
 def _control(config: WanTransformerConfig) -> Iterator[NamedPieces]:
-    """Of VACE. Control blocks are numbered there; here each is a part of the block that its hint is added to."""
+    """Yield the pieces of VACE. A control block is numbered there, and here a part of the block it adds to."""
     if not config.control_layers:
         return
     dim = config.dim
@@ -89,7 +89,7 @@ def _image_embedding(ours: str, theirs: str, config: WanTransformerConfig) -> It
 
 
 def _block(block: str, stored: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
-    """block: our name of it; stored: the checkpoint's."""
+    """Yield the pieces of a block. block: our name of it; stored: the checkpoint's."""
     dim = config.dim
     yield f"{block}.modulation", (Piece(f"{stored}.scale_shift_table", (1, 6, dim)),)
     ours, theirs = f"{block}.self_attention", f"{stored}.attn1"
@@ -112,7 +112,7 @@ def _block(block: str, stored: str, config: WanTransformerConfig) -> Iterator[Na
 
 
 def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
-    """Norms of q and k, and the projection after attention."""
+    """Yield the norms of q and k, and the projection after attention."""
     yield f"{ours}.norm_q.weight", (Piece(f"{theirs}.norm_q.weight", (dim,)),)
     yield f"{ours}.norm_k.weight", (Piece(f"{theirs}.norm_k.weight", (dim,)),)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)

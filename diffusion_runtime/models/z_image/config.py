@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 
-# Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.
+# Both sequences, of the picture and of the text, are padded to a multiple of this with trained tokens.
 TOKEN_MULTIPLE = 32
 # The conditioning vector is no wider than this, whatever the width of the transformer.
 _MAX_CONDITIONING = 256
@@ -20,7 +20,7 @@ _KEYS = (
     "n_refiner_layers",
     "n_heads",
     "n_kv_heads",
-    # In published files beside n_heads, which says the same; no version of the class knows it.
+    # In published files next to n_heads, which means the same; no version of the class knows it.
     "nheads",
     "norm_eps",
     "qk_norm",
@@ -50,7 +50,7 @@ class ZImageTransformerConfig:
     axes: tuple[int, ...]
     theta: float
     eps: float
-    # What published configs do not say: the class fixes it.
+    # Not in published configs: the class fixes it.
     num_waves: int = 256
     timestep_hidden_dim: int = 1024
     qk_eps: float = 1e-5
@@ -76,7 +76,7 @@ class ZImageTransformerConfig:
 
 
 def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
     fixed = {"all_patch_size": [2], "all_f_patch_size": [1], "siglip_feat_dim": None, "t_scale": 1000}
@@ -107,7 +107,7 @@ def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
-    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", transformer.num_channels)
     if num_channels != transformer.num_channels:

@@ -26,21 +26,21 @@ TEMPLATE = PromptTemplate("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assista
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights."""
+    """Load the text encoder. Raises ModelLoadError for missing, damaged or other files, and missing weights."""
     return load_language_model("qwen3", folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=1)
 
 
-# Of Z-Image. Z-Image-Turbo has 3.
+# Flow shift of Z-Image. Z-Image-Turbo has 3.
 _BASE_FLOW_SHIFT = 6.0
-# Those of Z-Image, which is not distilled.
+# Defaults of Z-Image, which is not distilled.
 _BASE_DEFAULTS = published_defaults("z-image", "num_inference_steps", "guidance_scale")
 
 _Model = Model[ZImageTransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """The defaults of the model before distillation where the scheduler has its flow shift: published folders of the
-    two differ in nothing else that can be read."""
+    """Return the model with the defaults of the one before distillation where the scheduler has its flow shift:
+    published folders of the two differ in nothing else that can be read."""
     # A norm of the authors' own files, which their model does not use.
     model = dataclasses.replace(model, is_ignored=lambda name: name == "norm_final.weight")
     if model.scheduler.defaults.get("flow_shift") != _BASE_FLOW_SHIFT:
@@ -53,9 +53,9 @@ FAMILY = ModelFamily(
     transformer_classes=("ZImageTransformer2DModel",),
     pipeline_classes=("ZImagePipeline",),
     diffusers_components=(AUTOENCODER,),
-    # The refiner of the text has no grid: backends that need one pass over it, as over any cross-attention.
+    # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
     roles=(("self", "self"), (TEXT_ROLE, "cross")),
-    # cond + scale * (cond - uncond): 0 turns guidance off, where other models say 1.
+    # cond + scale * (cond - uncond): 0 turns guidance off, where other models use 1.
     guidance_offset=1.0,
     defaults=published_defaults("z-image-turbo"),
     read_config=read_transformer_config,

@@ -53,7 +53,7 @@ class ZImageAttention(nn.Module):
         self.attention = attention
 
     def forward(self, x: LinearInput, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x: [B, tokens, D]; rotations: [B or nothing, tokens, head_dim / 2], complex."""
+        """Attend. x: [B, tokens, D]; rotations: [B or nothing, tokens, head_dim / 2], complex."""
         product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
         attended = rotated_attention(self.attention, product, (self.norm_q, self.norm_k), rotations, context)
         out: torch.Tensor = self.out(attended.flatten(2))
@@ -61,7 +61,7 @@ class ZImageAttention(nn.Module):
 
 
 class ZImageBlock(nn.Module):
-    """modulation: makes scale and gate of attention and of the feed-forward; None in the text's refiner."""
+    """Block. modulation: makes scale and gate of attention and of the feed-forward; None in the text's refiner."""
 
     def __init__(self, config: ZImageTransformerConfig, attention: AttentionLayer, *, is_modulated: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ZImageBlock(nn.Module):
         rotations: torch.Tensor,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """x: [B, tokens, D], overwritten and returned. conditioning: [B, conditioning_dim], with modulation."""
+        """Run the block; return x [B, tokens, D], overwritten. conditioning: [B, conditioning_dim], with modulation."""
         scale = gate = ffn_scale = ffn_gate = None
         if self.modulation is not None:
             scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
@@ -92,13 +92,13 @@ class ZImageBlock(nn.Module):
         return add_branch_(x, Branch(self.feed_forward(normalized), ffn_gate, self.ffn_out_norm.as_norm))
 
     def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
-        """Of a model whose first block this is."""
+        """Return the input of the first block after modulation, which TeaCache compares."""
         assert self.modulation is not None
         scale, *_ = self._rows(self.modulation, conditioning)
         return ModulatedInput(modulated_norm(x, self.attention_norm.as_norm, scale=scale))
 
     def _rows(self, modulation: Linear, conditioning: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Scale and gate of the attention, then of the feed-forward, each [B, D]."""
+        """Return scale and gate of the attention, then of the feed-forward, each [B, D]."""
         rows: torch.Tensor = modulation(conditioning)
         return rows.chunk(4, dim=-1)
 
@@ -151,7 +151,7 @@ class ZImageTransformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """See DiffusionTransformer.forward. The model's own time runs from noise at 0 to data at 1000."""
+        """Return the velocity. The model's own time runs from noise at 0 to data at 1000."""
         grid = self.geometry.grid(latents.shape)
         context = self.in_token_order(context, grid, latents.device)
         sharding = context.sharding
@@ -195,7 +195,7 @@ class ZImageTransformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.config.patch).neg().to(latents.dtype)
 
     def _text(self, text: Conditions, lengths: Sequence[int], context: AttentionContext) -> torch.Tensor:
-        """[B, L, D] of a text, refined. lengths: of each sample with what fills it up."""
+        """Return the refined tokens [B, L, D] of a text. lengths: of each sample, padding included."""
         num_tokens = max(lengths)
         embeddings = text.embeddings[:, :num_tokens].to(self.out.weight.dtype)
         x: torch.Tensor = self.text_embedding(modulated_norm(embeddings, self.text_norm.as_norm))
@@ -212,21 +212,21 @@ class ZImageTransformer(DiffusionTransformer):
     def _rotations(
         self, grid: tuple[int, int, int], lengths: tuple[int, ...], context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the picture [B or nothing, S + P, head_dim / 2], and of the picture and the text behind it. lengths: of
-        each sample's text with what fills it up."""
+        """Return the rotations of the picture [B or nothing, S + P, head_dim / 2], and of the picture followed by the
+        text. lengths: of each sample's text, padding included."""
         picture = [self._grid_rotations(grid, length, context) for length in lengths]
         text = self._text_rotations(max(lengths), self.out.weight.device)
         return _of_each(picture), _of_each([torch.cat([rotations, text]) for rotations in picture])
 
     def _text_rotations(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """[L, head_dim / 2]: the text lies along the first axis, from 1 on."""
+        """Return [L, head_dim / 2]: the text is along the first axis, from 1 on."""
         axes = (range(1, num_tokens + 1), range(1), range(1))
         return position_rotations(axes, self.config.axes, device, self.config.theta)
 
     def _grid_rotations(
         self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext
     ) -> torch.Tensor:
-        """[S + P, head_dim / 2]: the picture lies behind its text on the first axis; what fills it up is not turned."""
+        """Return [S + P, head_dim / 2]: the picture follows its text on the first axis; its padding is not turned."""
         first = num_text_tokens + 1
         axes = (range(first, first + grid[0]), range(grid[1]), range(grid[2]))
         table = position_rotations(axes, self.config.axes, self.out.weight.device, self.config.theta)
@@ -235,10 +235,10 @@ class ZImageTransformer(DiffusionTransformer):
 
 
 def filled(num_tokens: int) -> int:
-    """`num_tokens` with what fills them up."""
+    """Return `num_tokens` with their padding."""
     return num_tokens + -num_tokens % TOKEN_MULTIPLE
 
 
 def _of_each(rotations: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[tokens, head_dim / 2] of one sample, [B, tokens, head_dim / 2] of several."""
+    """Return [tokens, head_dim / 2] of one sample, [B, tokens, head_dim / 2] of several."""
     return rotations[0] if len(rotations) == 1 else torch.stack(list(rotations))

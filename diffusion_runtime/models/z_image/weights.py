@@ -1,4 +1,4 @@
-"""Weight map: which tensors of a diffusers Z-Image checkpoint make up each of ours."""
+"""Weight map: the tensors of a diffusers Z-Image checkpoint that make up each of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATCH = "2-1"
 
 
 def transformer_pieces(config: ZImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return dict(_all_pieces(config))
 
 
