@@ -5,7 +5,7 @@
     python -m benchmarks.backend_quality --device cuda --dtype bfloat16 --num-prompts 64 --output gpu.json
     python -m benchmarks.backend_quality --merge a.json gpu.json times.json --output FILE
     python -m benchmarks.backend_quality --show benchmarks/results/backend_quality.json     # as Markdown tables
-    python -m benchmarks.backend_quality --write docs/backend_quality.md     # those of the committed results, in a page
+    python -m benchmarks.backend_quality --write docs/quality.md     # those of the committed results, in a page
 
 Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first; cross-attention stays with
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the

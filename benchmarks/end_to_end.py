@@ -3,7 +3,7 @@
     python -m benchmarks.end_to_end --seconds 540 --output benchmarks/results/end_to_end.json
     python -m benchmarks.end_to_end --models shapes wan2.1-1.3b --settings torch_sdpa fa4 --output FILE
     python -m benchmarks.end_to_end --case "shapes --preset fast" --setting "fp8: --quantization fp8" --output FILE
-    python -m benchmarks.end_to_end --write docs/end_to_end.md      # the table of the committed results
+    python -m benchmarks.end_to_end --write docs/benchmarks.md      # the table of the committed results
 
 Every pair of a case (a model and its size) and a setting (flags of `bench generate`) is a process of its own. One that
 the output has for this device is not run again, so the same command goes on where --seconds ended it; --again runs

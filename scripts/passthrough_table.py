@@ -3,10 +3,10 @@
     python scripts/passthrough_table.py                 # every class, some minutes
     python scripts/passthrough_table.py --only FluxPipeline --show
 
-Every class gets a row. A class that no request can run says why; any other is built of tiny random components
-(scripts/passthrough_parts.py), written as a folder, loaded by `load_pipeline(backend="diffusers")`, run for two steps
-on a CPU, attached to, and run again with a sparse backend on its self-attention. Each row is made in a process of its
-own.
+Every class has a row, and rows of one outcome share a line. A class that no request can run says why; any other is
+built of tiny random components (scripts/passthrough_parts.py), written as a folder, loaded by
+`load_pipeline(backend="diffusers")`, run for two steps on a CPU, attached to, and run again with a sparse backend on
+its self-attention. Each row is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row:
 
 
 def make_row(name: str) -> Row:
-    """Of one class."""
+    """Make the row of one class."""
     from passthrough_parts import NotBuiltError, build_pipeline, prompt_taking_classes
 
     from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
@@ -224,18 +224,36 @@ def table_of(rows: Sequence[Row], version: str) -> str:
         "",
         f"Not in the table, as diffusers has them only where these packages are installed: {absent}.",
         "",
-        "| pipeline | runs | attention modules reached | sparse |",
-        "|---|---|---|---|",
-        *(f"| {row.pipeline} | {row.runs} | {row.reached} | {row.sparse} |" for row in rows),
+        "| runs | with a sparse backend | pipelines, with the attention modules reached |",
+        "|---|---|---|",
+        *_lines_of(rows),
     ]
     return "\n".join(lines)
 
 
+def _lines_of(rows: Sequence[Row]) -> Iterator[str]:
+    """One line for all classes of one outcome; what runs comes first, then by the reason."""
+    outcomes: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.runs != "yes", row.sparse != "yes", row.runs, row.sparse)):
+        outcomes.setdefault((row.runs, row.sparse), []).append(row)
+    for (runs, sparse), found in outcomes.items():
+        names = ", ".join(
+            f"{row.pipeline} {row.reached}".strip() for row in sorted(found, key=lambda row: row.pipeline)
+        )
+        yield f"| {runs} | {sparse} | {names} |"
+
+
 def rows_of(page: str) -> list[Row]:
-    """The rows of the table in a page."""
+    """Return the rows of the table in a page, sorted by class."""
     inside = page.split(BEGIN)[1].split(END)[0]
-    found = [line.strip("|").split("|") for line in inside.splitlines() if line.startswith("| ")]
-    return [Row(*(cell.strip() for cell in cells)) for cells in found[1:]]
+    lines = [line.strip("|").split("|") for line in inside.splitlines() if line.startswith("| ")]
+    found = []
+    for cells in lines[1:]:
+        runs, sparse, names = (cell.strip() for cell in cells)
+        for each in names.split(", "):
+            pipeline, _, reached = each.partition(" ")
+            found.append(Row(pipeline, runs, reached, sparse))
+    return sorted(found, key=lambda row: row.pipeline)
 
 
 def write_table(rows: Sequence[Row], page: Path = PAGE) -> None:

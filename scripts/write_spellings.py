@@ -13,18 +13,24 @@ BEGIN, END = "<!-- {} of scripts/write_spellings.py -->", "<!-- end of the table
 
 
 def table_text(rows: Sequence[Spelling]) -> str:
-    """Those with a counterpart first, then the others with the reason."""
+    """Return the rows with a counterpart, then the others with the reason; spellings that share one stand in one line."""
     lines = []
-    taken = [row for row in rows if row.means]
+    taken = joined([(row.spelling, (row.origin, f"`{row.means}`", row.remark)) for row in rows if row.means])
     if taken:
-        lines += ["| spelling | of | here | remark |", "|---|---|---|---|"]
-        lines += [f"| `{row.spelling}` | {row.origin} | `{row.means}` | {row.remark} |" for row in taken]
-    refused = [row for row in rows if not row.means]
+        lines += ["| spelling | of | here | remark |", "|---|---|---|---|", *taken]
+    refused = joined([(row.spelling, (row.origin, row.remark, row.instead)) for row in rows if not row.means])
     if refused:
         lines += [""] if lines else []
-        lines += ["| without a counterpart | of | why | instead |", "|---|---|---|---|"]
-        lines += [f"| `{row.spelling}` | {row.origin} | {row.remark} | {row.instead} |" for row in refused]
+        lines += ["| without a counterpart | of | why | instead |", "|---|---|---|---|", *refused]
     return "\n".join(lines)
+
+
+def joined(rows: Sequence[tuple[str, tuple[str, str, str]]]) -> list[str]:
+    """Return one line of a table for all spellings with the same other cells, in the order of the first ones."""
+    spellings: dict[tuple[str, str, str], list[str]] = {}
+    for spelling, cells in rows:
+        spellings.setdefault(cells, []).append(f"`{spelling}`")
+    return [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in spellings.items()]
 
 
 def page_text(page: str) -> str:

@@ -25,7 +25,7 @@ QUANTIZATION = "8-bit linear layers"
 TENSOR = "Tensor parallel"
 OUTPUT = "Output"
 STREAMING = "While it is made"
-PHASES = "Attention by phase (docs/causal_cache.md)"
+PHASES = "Attention by phase (docs/causal_video.md)"
 
 
 def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -325,14 +325,14 @@ PlanFor: TypeAlias = Annotated[
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Show what would run; load no weights, write nothing.", "--dry-run")]
 Profile: TypeAlias = Annotated[
     str | None,
-    _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/profiling.md.", "--profile", metavar="FILE.json"),
+    _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/instruments.md.", "--profile", metavar="FILE.json"),
 ]
 Stream: TypeAlias = Annotated[
     str | None,
     _flag(
         STREAMING,
         "Write an mp4 that can be watched while it is made; - is standard output. For causal models; see "
-        "docs/streaming.md.",
+        "docs/causal_video.md.",
         "--stream",
         metavar="FILE.mp4",
     ),
@@ -350,7 +350,7 @@ AttentionPlot: TypeAlias = Annotated[
     str | None,
     _flag(
         OUTPUT,
-        "A picture of the density of attention by layer and step, and of one plan. See docs/attention_plot.md.",
+        "A picture of the density of attention by layer and step, and of one plan. See docs/instruments.md.",
         "--attention-plot",
         metavar="FILE.png",
     ),

@@ -265,13 +265,13 @@ class GenerationRequest:
     # Which steps may be left out (step_cache_options.py), with its options behind a colon; None computes every step.
     step_cache: str | None = request_field(
         help=f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
-        "easycache:threshold=0.1. See docs/step_cache.md.",
+        "easycache:threshold=0.1. See docs/faster.md.",
         check=MethodText(StepCacheSettings, metavar="CACHE"),
     )
     # Early steps on smaller latents (progressive_options.py); None runs every step at full size.
     progressive_resolution: str | None = request_field(
         help=f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
-        "behind a colon, dct:delta=0.05. See docs/progressive_resolution.md.",
+        "behind a colon, dct:delta=0.05. See docs/faster.md.",
         check=MethodText(ProgressiveSettings),
     )
     # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
@@ -337,13 +337,13 @@ class GenerationRequest:
     )
     kv_cache_dtype: str | None = request_field(
         help="Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See "
-        "docs/causal_cache.md.",
+        "docs/causal_video.md.",
         check=OneOf(KV_CACHE_DTYPES),
         is_of_chunks=True,
     )
     # Tokens of a page of cached keys; None keeps them in a row.
     page_size: int | None = request_field(
-        help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_cache.md.",
+        help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_video.md.",
         check=Count(minimum=1),
         is_of_chunks=True,
     )

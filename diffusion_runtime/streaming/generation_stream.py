@@ -435,7 +435,7 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
     if not rules.sampling.is_causal:
         raise RequestError(
             "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
-            "stream out, or take a causal model, such as --model-path shapes-causal (docs/streaming.md)"
+            "stream out, or take a causal model, such as --model-path shapes-causal (docs/causal_video.md)"
         )
     if not endless:
         return

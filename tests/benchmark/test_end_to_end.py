@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.end_to_end import CASES, committed, table, with_table
 from diffusion_runtime.models.published import published_models
 
-PAGE = Path(__file__).parents[2] / "docs" / "end_to_end.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def test_every_case_names_a_model() -> None:
@@ -40,4 +40,4 @@ def test_cells_are_figures_reasons_or_empty() -> None:
 
 def test_the_page_shows_the_committed_results() -> None:
     page = PAGE.read_text()
-    assert with_table(page, committed()) == page, "run: python -m benchmarks.end_to_end --write docs/end_to_end.md"
+    assert with_table(page, committed()) == page, "run: python -m benchmarks.end_to_end --write docs/benchmarks.md"

@@ -454,3 +454,21 @@ def test_no_cache_of_the_process_holds_tensors() -> None:
                     if cached and "Tensor" in ast.unparse(function.returns):
                         found.append(f"{here(path)}: {function.name}")
     assert not found, found
+
+
+def documented_rows() -> list[set[str]]:
+    """The rows of ARCHITECTURE.md: names with commas, two spaces or more, what the row holds."""
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    block = text.partition("## Rows")[2].partition("```text\n")[2].partition("```")[0]
+    return [set(line.split("  ")[0].split(", ")) for line in block.splitlines()]
+
+
+def test_the_rows_of_the_document_are_these() -> None:
+    assert documented_rows() == ROWS
+
+
+def test_the_document_says_what_to_change_in_every_folder() -> None:
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.partition("## Where do I change...")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
+    assert named == set(ROW_OF) - {"pipeline"}

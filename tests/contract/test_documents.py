@@ -80,3 +80,30 @@ def test_every_ratio_names_its_baseline_the_strongest_first() -> None:
         "| 84 ms (diffusers: 170) |",
     ):
         assert claims_without_baseline(claim), claim
+
+
+# The longest a document may be, in lines.
+MOST_LINES = {"README.md": 120, "ARCHITECTURE.md": 200, "CHANGELOG.md": 40}
+MOST_LINES_OF_A_PAGE = 250
+
+
+def test_documents_are_short() -> None:
+    documents = [*(ROOT / name for name in MOST_LINES), *(ROOT / "docs").glob("*.md")]
+    lengths = {document.name: len(document.read_text(encoding="utf-8").splitlines()) for document in documents}
+    too_long = {name: length for name, length in lengths.items() if length > MOST_LINES.get(name, MOST_LINES_OF_A_PAGE)}
+    assert too_long == {}
+
+
+# Links in texts of the package: help, messages, comments of configs.
+PAGE_NAME = re.compile(r"\bdocs/(\w+\.md)")
+
+
+def test_pages_that_the_package_names_exist() -> None:
+    texts = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml"), *PACKAGE.rglob("*.json"), *(ROOT / "configs").glob("*")]
+    missing = {
+        f"{path.relative_to(ROOT)}: {page}"
+        for path in texts
+        for page in PAGE_NAME.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / "docs" / page).is_file()
+    }
+    assert missing == set()

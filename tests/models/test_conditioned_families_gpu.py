@@ -45,7 +45,7 @@ WAN_SIZES = {"height": 32, "width": 48, "num_frames": 9}
 # Of the tiny autoencoder of FLUX.1, 2 x 2 pixels a latent.
 MASK_CHANNELS = 4
 # One unit in the last of bfloat16's 8 bits: fused kernels round in another order, 1.0 to 1.8 % in a whole forward with
-# random weights (docs/fused_kernels.md), where the eager formulas on a CPU may happen to round next to nothing.
+# random weights (docs/gpu_execution.md), where the eager formulas on a CPU may happen to round next to nothing.
 ONE_ROUNDING = 2**-7
 # Pictures to edit are scaled to a megapixel; here to as many pixels less.
 SMALLER = 256

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.backend_quality import NO_GPU_RUN, RESULTS, merged, tables, with_tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "backend_quality.md"
+PAGE = Path(__file__).parents[2] / "docs" / "quality.md"
 RATES = {"joint": {"rate": 1.0, "low": 0.7, "high": 1.0}}
 FIGURES = {"density": 1.0, "denoise_seconds": 0.1, "latent_relative_l2": 0.0, "psnr_db": 100.0,
            "accuracy": {"one_object": RATES, "two_objects": RATES}}  # fmt: skip
@@ -46,5 +46,5 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
 def test_the_page_shows_the_committed_results() -> None:
     page = PAGE.read_text()
     assert with_tables(page, json.loads(RESULTS.read_text())) == page, (
-        "run: python -m benchmarks.backend_quality --write docs/backend_quality.md"
+        "run: python -m benchmarks.backend_quality --write docs/quality.md"
     )
