@@ -167,7 +167,9 @@ def _or_zeros(grad: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
 def _gradients_recorded() -> Iterator[None]:
     """Record gradients within an operator, which torch runs below autograd."""
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        keys = torch._C.DispatchKey
+        # Of views too: results that are written into parts of a tensor are otherwise lost to it.
+        for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         yield
 
