@@ -101,7 +101,7 @@ def compare(context: typer.Context, **given: Any) -> None:
 
 
 def _finished(made: Mapping[str, int], num_clips: int, folder: str | None) -> str:
-    """What an interrupted comparison has left, and how to go on. made: clips by setting."""
+    """Say what an interrupted comparison has left, and how to go on. made: clips by setting."""
     if not made:
         return "nothing was finished"
     counts = ", ".join(f"{name} {count} of {num_clips}" for name, count in made.items())

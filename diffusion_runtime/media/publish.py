@@ -209,7 +209,7 @@ def take_name(source: Path, path: Path) -> bool:
 
 
 def _take_name_without_links(source: Path, path: Path) -> bool:
-    """As take_name, on a file system without hard links: reserve the name, then move over it."""
+    """Do the same on a file system without hard links: reserve the name, then move over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileExistsError:

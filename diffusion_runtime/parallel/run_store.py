@@ -130,7 +130,7 @@ def _meeting(process: ProcessInfo) -> str:
 
 
 def _uses_agent_store() -> bool:
-    """Whether torch's launcher keeps the store; else rank 0 does."""
+    """Tell whether torch's launcher keeps the store; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -173,8 +173,10 @@ def _open(process: ProcessInfo, timeout: timedelta) -> Store:
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What `function` returns or raises; None where it takes longer. It goes on in a thread then, as nothing ends a
-    wait inside of torch."""
+    """Return what `function` returns, raise what it raises; None where it takes longer.
+
+    It goes on in a thread then, as nothing ends a wait inside of torch.
+    """
     done: list[Callable[[], T]] = []
 
     def run() -> None:

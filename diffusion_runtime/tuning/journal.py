@@ -32,7 +32,7 @@ class Journal:
 
     @staticmethod
     def kept_in(path: Path) -> str:
-        """What an interrupted tuning has left, and how to go on, for people."""
+        """Say what an interrupted tuning has left, and how to go on, for people."""
         content: Any = read_json_file(path, str(path)) if path.exists() else {}
         values = content.get("values") if isinstance(content, dict) else None
         if not isinstance(values, dict) or not values:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.media.publish import replace_text
+from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.outputs import MAX_SLUG_BYTES, Outputs, make_folders, remove_empty, slug
 
@@ -141,6 +141,6 @@ def test_a_folder_that_another_run_makes_at_the_same_time_is_no_failure(
 
 
 def test_a_text_is_written_whole_where_its_folder_was_removed(tmp_path: Path) -> None:
-    replace_text(tmp_path / "gone" / "x.txt", "whole")
+    publish_text(tmp_path / "gone" / "x.txt", "whole")
     assert (tmp_path / "gone" / "x.txt").read_text() == "whole"
     assert [each.name for each in (tmp_path / "gone").iterdir()] == ["x.txt"]

@@ -12,7 +12,7 @@ SHIPPED_LORAS = {"shapes-fast": _ASSETS / "shapes_fast"}
 
 
 def lora_path(path: str, key: str = "lora") -> Path:
-    """Where a LoRA is: the folder of a shipped one, else the path itself, `~` expanded. Raises ConfigError for a path
+    """Find a LoRA: the folder of a shipped one, else the path itself, `~` expanded. Raises ConfigError for a path
     that no file can have, which `key` named."""
     shipped = SHIPPED_LORAS.get(path)
     return user_path(path, key) if shipped is None else shipped
