@@ -81,8 +81,11 @@ def names_of(found: object) -> set[str]:
 
 def format_paragraph(paragraph: str, names: set[str]) -> list[str]:
     """A paragraph that describes some of `names` becomes a list of them; any other stays, as one block of text."""
-    if paragraph.startswith(" ") or ">>>" in paragraph:
+    if ">>>" in paragraph:
         return paragraph.splitlines()
+    if paragraph.startswith(" "):
+        # A drawing or a table: as it stands.
+        return ["::", "", *paragraph.splitlines()]
     text = " ".join(paragraph.split())
     parts = FIELD.split(text)
     # Texts and names by turns; names that are none of the object's belong to the text before them.
