@@ -47,8 +47,14 @@ def format_docstring(_app: Any, _kind: str, _name: str, found: object, _options:
     """Our docstrings as reStructuredText: descriptions of arguments and fields as lists, no markup but `code`."""
     formatted: list[str] = []
     names = names_of(found)
+    before = ""
     for paragraph in "\n".join(lines).split("\n\n"):
+        # A drawing or a table is shown as it stands; an example has its mark behind the sentence before.
+        is_indented = paragraph.startswith(" ") and not before.startswith(" ")
+        if is_indented and ">>>" not in paragraph and not before.endswith("::"):
+            formatted += ["::", ""]
         formatted += [*format_paragraph(paragraph, names), ""]
+        before = paragraph
     if found is GenerationRequest:
         formatted += [f"- ``{name}``: {escape(declared.help)}" for name, declared in REQUEST_FIELDS.items()]
     lines[:] = formatted
@@ -81,11 +87,8 @@ def names_of(found: object) -> set[str]:
 
 def format_paragraph(paragraph: str, names: set[str]) -> list[str]:
     """A paragraph that describes some of `names` becomes a list of them; any other stays, as one block of text."""
-    if ">>>" in paragraph:
+    if paragraph.startswith(" ") or ">>>" in paragraph:
         return paragraph.splitlines()
-    if paragraph.startswith(" "):
-        # A drawing or a table: as it stands.
-        return ["::", "", *paragraph.splitlines()]
     text = " ".join(paragraph.split())
     parts = FIELD.split(text)
     # Texts and names by turns; names that are none of the object's belong to the text before them.
