@@ -47,8 +47,14 @@ def format_docstring(_app: Any, _kind: str, _name: str, found: object, _options:
     """Our docstrings as reStructuredText: descriptions of arguments and fields as lists, no markup but `code`."""
     formatted: list[str] = []
     names = names_of(found)
+    before = ""
     for paragraph in "\n".join(lines).split("\n\n"):
+        # A drawing or a table is shown as it stands; an example has its mark behind the sentence before.
+        is_indented = paragraph.startswith(" ") and not before.startswith(" ")
+        if is_indented and ">>>" not in paragraph and not before.endswith("::"):
+            formatted += ["::", ""]
         formatted += [*format_paragraph(paragraph, names), ""]
+        before = paragraph
     if found is GenerationRequest:
         formatted += [f"- ``{name}``: {escape(declared.help)}" for name, declared in REQUEST_FIELDS.items()]
     lines[:] = formatted

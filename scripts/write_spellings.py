@@ -13,24 +13,29 @@ BEGIN, END = "<!-- {} of scripts/write_spellings.py -->", "<!-- end of the table
 
 
 def table_text(rows: Sequence[Spelling]) -> str:
-    """Return the rows with a counterpart, then the others with the reason; spellings that share one stand in one line."""
+    """Return the rows with a counterpart, then the others with the reason; spellings that share one share a line."""
     lines = []
-    taken = joined([(row.spelling, (row.origin, f"`{row.means}`", row.remark)) for row in rows if row.means])
+    taken = joined([(row, (f"`{row.means}`", row.remark)) for row in rows if row.means])
     if taken:
         lines += ["| spelling | of | here | remark |", "|---|---|---|---|", *taken]
-    refused = joined([(row.spelling, (row.origin, row.remark, row.instead)) for row in rows if not row.means])
+    refused = joined([(row, (row.remark, row.instead)) for row in rows if not row.means])
     if refused:
         lines += [""] if lines else []
         lines += ["| without a counterpart | of | why | instead |", "|---|---|---|---|", *refused]
     return "\n".join(lines)
 
 
-def joined(rows: Sequence[tuple[str, tuple[str, str, str]]]) -> list[str]:
-    """Return one line of a table for all spellings with the same other cells, in the order of the first ones."""
-    spellings: dict[tuple[str, str, str], list[str]] = {}
-    for spelling, cells in rows:
-        spellings.setdefault(cells, []).append(f"`{spelling}`")
-    return [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in spellings.items()]
+def joined(rows: Sequence[tuple[Spelling, tuple[str, str]]]) -> list[str]:
+    """Return one line of a table for all spellings with the same cells behind them, in the order of the first ones."""
+    groups: dict[tuple[str, str], list[Spelling]] = {}
+    for row, cells in rows:
+        groups.setdefault(cells, []).append(row)
+    lines = []
+    for cells, group in groups.items():
+        origins = dict.fromkeys(origin for row in group for origin in row.origin.split(", "))
+        names = ", ".join(f"`{row.spelling}`" for row in group)
+        lines.append(f"| {names} | {', '.join(origins)} | {' | '.join(cells)} |")
+    return lines
 
 
 def page_text(page: str) -> str:
