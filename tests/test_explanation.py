@@ -153,7 +153,9 @@ def test_what_is_said_is_what_runs() -> None:
 def test_steps_at_half_the_size_cost_what_they_compute() -> None:
     """Of progressive resolution; a second stage is counted by the same sizes."""
     found = explained(progressive_resolution="dct:A=100,beta=2")
-    steps = BatchSettings.of([found.request], prepare(RuntimeConfig("shapes", device="cpu")).rules).step_sizes()
+    steps = BatchSettings.of(
+        [found.request], prepare(RuntimeConfig("shapes", device="cpu")).rules.sampling
+    ).sizes.step_sizes()
     assert [size.height for size, _ in steps] == [32, 64]
     assert sum(count for _, count in steps) == found.num_steps == len(found.schedule[0].backends) == 4
     pairs = sum(count * (4 * (size.height // 16) ** 2) ** 2 for size, count in steps)

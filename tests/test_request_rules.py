@@ -92,7 +92,8 @@ def test_what_only_some_models_use_is_refused_by_the_others() -> None:
         request = GenerationRequest("a", **{name: another(name, None)})
         with pytest.raises(
             RequestError,
-            match=rf"^{name}: .*\w; (use that|leave (it|--[a-z-]+) out( or use --model-path shapes-causal)?)$",
+            match=rf"^{name}: .*\w; (write --guidance-scale [0-9.]+|leave (it|--[a-z-]+) out"
+            "( or use --model-path shapes-causal)?)$",
         ):
             IMAGES.resolve(request)
         # The one switch: nothing else has to know the field.

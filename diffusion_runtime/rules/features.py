@@ -38,7 +38,7 @@ class ChosenRequest:
         settings, request, sampling = self.settings, self.settings.shared, self.settings.sampling
         cache, terms = step_cache_of(request), settings.guidance.terms
         options, sampler = None if cache is None else cache.options, SAMPLERS[str(request.sampler)]
-        other_steps = request.first_chunk_steps not in (None, request.num_inference_steps)
+        other_steps = request.first_chunk_steps not in (None, request.num_inference_steps) and not is_rolling(request)
         return {
             "second stage": lambda: bool(settings.second_levels),
             "step cache": lambda: cache is not None,

@@ -140,7 +140,7 @@ def test_attention_and_costs_are_those_of_both_stages(
     resolved = prepared.rules.resolve(request())
     found = explain(prepared, resolved)
     assert asked == {2 + len(LEVELS)} == {found.num_steps}
-    halves, whole = BatchSettings.of([resolved], prepared.rules.sampling).step_sizes()
+    halves, whole = BatchSettings.of([resolved], prepared.rules.sampling).sizes.step_sizes()
     assert (halves[0], halves[1], whole[0], whole[1]) == (HALF, 2, SIZE, len(LEVELS))
 
 

@@ -455,7 +455,7 @@ def test_a_rolling_window(pipeline: Pipeline) -> None:
     clean = {given.plan.first_frame: given.latents for given in passes if given.step.phase == "commit"}
     assert sorted(clean) == [0, 1, 2, 3, 4, 5]
     resolved = pipeline.resolve(dataclasses.replace(request, kv_window=0))
-    planned = passes_of(resolved, BatchSettings.of([resolved], pipeline.rules.sampling).chunks)
+    planned = passes_of(resolved, BatchSettings.of([resolved], pipeline.rules.sampling).chunking.plan)
     assert list(planned) == [(given.plan.frames, given.step.phase) for given in passes]
     noise = ChunkNoise((16, 4, 4), [4])
     for window, given in enumerate(denoised):

@@ -259,8 +259,8 @@ def test_stored_in_8_bits_and_offloaded(folder: Path, pipeline: Pipeline) -> Non
     assert 0 < numpy.abs(plain.frames.astype(float) - small.frames).mean() < 6
     transfers = StrictTransfers()
     streamed = load_offloaded(str(folder), "layers", {"transformer": 1}, transfers)
-    assert streamed.offloading is not None
-    for part in streamed.offloading.parts:
+    assert streamed.parts.offloading is not None
+    for part in streamed.parts.offloading.parts:
         transfers.hide(part.arena.bytes)
     assert numpy.array_equal(streamed(REQUEST).frames, plain.frames)
 

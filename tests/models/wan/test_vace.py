@@ -266,10 +266,10 @@ def test_sparse_layers_and_offloaded_blocks_compute_the_same(folder_of: FolderOf
     expected = load(folder)(asked).frames
     transfers = StrictTransfers()
     streamed = load_offloaded(str(folder), "layers", {"transformer": 1}, transfers)
-    assert streamed.offloading is not None
-    for part in streamed.offloading.parts:
+    assert streamed.parts.offloading is not None
+    for part in streamed.parts.offloading.parts:
         transfers.hide(part.arena.bytes)
-    assert any(part.stream is not None for part in streamed.offloading.parts)
+    assert any(part.stream is not None for part in streamed.parts.offloading.parts)
     assert numpy.array_equal(streamed(asked).frames, expected)
     # The control's tokens stand in the order of the tiles as well, where all layers agree on one.
     tiles = {"backend": "sliding_tile_attn", "extra": {"window": [1, 3, 3], "tile_size": [2, 2, 3]}}
