@@ -247,7 +247,7 @@ class _AttendedShape:
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer.layer.index
-        packs = any(decision.dense is not None for _, decision in layer.decisions)
+        packs = any(decision.dense is not None for _, decision in layer.decisions.possible)
         self._num_copies = 4 if packs or layer.policy.mesh.sequence.size > 1 else 0
 
     def __call__(
