@@ -135,6 +135,9 @@ class AttentionLayer(nn.Module, ABC):
         # False outside of torch.compile, without a look at anything.
         if torch.compiler.is_dynamo_compiling():
             return self._record_operator(q, k, v, context, gate, mask, block_mask)
+        context = AttentionContext() if context is None else context
+        if context.shapes_only:
+            return self._allocate(q, k, v, context)
         check_heads(
             q,
             k,
@@ -144,7 +147,6 @@ class AttentionLayer(nn.Module, ABC):
             head_dim=self.head_dim,
             layer=self.layer,
         )
-        context = AttentionContext() if context is None else context
         served = self.decisions.served(q, context, gate=gate, mask=mask, block_mask=block_mask)
         inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
         if not served.shared:
@@ -178,6 +180,8 @@ class AttentionLayer(nn.Module, ABC):
 
         q: says how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
         """
+        if context.shapes_only:
+            return
         cache = context.cache
         assert self.cached_keys, "of a layer that caches keys"
         assert cache is not None, "of a pass with a key-value cache"
@@ -199,6 +203,9 @@ class AttentionLayer(nn.Module, ABC):
             # The operator leaves it out where it is not taken.
             return True
         context = AttentionContext() if context is None else context
+        if context.shapes_only:
+            # The backend is not asked on the meta device; a gate that is computed takes more.
+            return True
         served = self.decisions.served(x, context)
         return "gate" in served.resolved.backend.capability.features
 
@@ -213,6 +220,9 @@ class AttentionLayer(nn.Module, ABC):
         """
         layout = context.layout
         if torch.compiler.is_dynamo_compiling() or layout is None or layout.tile == RASTER or product.numel() == 0:
+            return None
+        if context.shapes_only:
+            # Rows of blocks are among the copies that _allocate makes.
             return None
         q, k, v = product.unbind(2)
         served = self.decisions.served(q, context, gate=gate)
@@ -275,6 +285,19 @@ class AttentionLayer(nn.Module, ABC):
         if gate is not None and not self.takes_gate(q, context):
             gate = None
         return self.forward(q, k, v, context, gate=gate, mask=mask), None
+
+    def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Return an output like the queries, of a pass for shapes only. While it is made, allocate the sums of each
+        row; copies of queries, keys, values and output in the order of blocks where the backend chooses among keys, or for
+        the other processes; keys and values joined with those of a prefix."""
+        packs = any(decision.dense is not None for _, decision in self.decisions.possible)
+        num_copies = 4 if packs or self.policy.mesh.sequence.size > 1 else 0
+        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        copies = torch.empty(num_copies, *q.shape, dtype=q.dtype, device=q.device)
+        joined = () if context.prefix is None else context.prefix.joined(self.layer.index, k, v, 0, 0)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        del sums, copies, joined
+        return out
 
     def _run(
         self,
