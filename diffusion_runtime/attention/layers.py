@@ -288,8 +288,8 @@ class AttentionLayer(nn.Module, ABC):
 
     def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return an output like the queries, of a pass for shapes only. While it is made, allocate the sums of each
-        row; copies of queries, keys, values and output in the order of blocks where the backend chooses among keys, or for
-        the other processes; keys and values joined with those of a prefix."""
+        row; copies of queries, keys, values and output in the order of blocks where the backend chooses among keys, or
+        for the other processes; keys and values joined with those of a prefix."""
         packs = any(decision.dense is not None for _, decision in self.decisions.possible)
         num_copies = 4 if packs or self.policy.mesh.sequence.size > 1 else 0
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
