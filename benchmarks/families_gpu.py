@@ -113,7 +113,11 @@ def measure(family: str, step: FamilyStep, backends: Sequence[str | None], repea
                 theirs_times.append(timed(lambda: step_of_theirs(theirs, inputs)))
             ours_times.append(timed(lambda ours=ours: step_of_ours(ours, inputs)))
         ours_ms, theirs_ms = statistics.median(ours_times), statistics.median(theirs_times)
-        used = next(layer for layer in ours.attention_layers() if layer.layer.role == "self").decisions[0][1].backend
+        used = (
+            next(layer for layer in ours.attention_layers() if layer.layer.role == "self")
+            .decisions.possible[0][1]
+            .backend
+        )
         yield Row(
             family=family,
             step=step.name,

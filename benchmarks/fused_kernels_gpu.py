@@ -463,7 +463,7 @@ def forward_row(
     clock.synchronize()
     row: dict[str, Any] = {"step": step.name, "build_s": time.perf_counter() - begin}
     layer = next(layer for layer in model.attention_layers() if layer.layer.role == "self")
-    row["backend"] = layer.decisions[0][1].backend
+    row["backend"] = layer.decisions.possible[0][1].backend
     found, times, first = {}, {"reference": [], "auto": []}, {}  # type: ignore[var-annotated]
     state = RequestCache()
     for setting in times:

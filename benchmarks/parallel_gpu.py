@@ -341,7 +341,7 @@ def sent_bytes(problem: Problem, variant: Variant) -> int:
 def backend_of(problem: Problem, variant: Variant, meshes: Meshes) -> str:
     """Of self-attention."""
     model = build(problem, variant, mesh_of(variant, meshes), torch.bfloat16)
-    return next(iter(model.attention_layers())).decisions[0][1].backend
+    return next(iter(model.attention_layers())).decisions.possible[0][1].backend
 
 
 def main() -> int:

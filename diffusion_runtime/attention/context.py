@@ -151,8 +151,9 @@ class AttentionContext:
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
     torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
     that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
-    attends to and none computes again, such as those of reference images. handle: what operators in compiled graphs
-    have of it (attention/opaque.py), None for one that is made while torch.compile traces.
+    attends to and none computes again, such as those of reference images. shapes_only: whether attention layers make
+    outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
+    operators in compiled graphs have of it (attention/opaque.py), None for one that is made while torch.compile traces.
     """
 
     layout: TokenLayout | None = None
@@ -166,6 +167,7 @@ class AttentionContext:
     is_compiled: bool = False
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
+    shapes_only: bool = False
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -6,12 +6,12 @@ processes share, through an exchange; with one process they equal LocalAttention
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,29 +20,22 @@ from torch.nn.attention.flex_attention import BlockMask
 from diffusion_runtime.attention.backends.calling import (
     check_heads,
     check_shapes,
-    expected_implementation,
     run_backend,
 )
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
     AttentionResult,
-    Backend,
-    CallForm,
-    KnownCall,
 )
 from diffusion_runtime.attention.backends.masks import check_mask
-from diffusion_runtime.attention.backends.registry import num_changes
-from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend_parts
 from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix, write_to_cache
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.layer_decisions import LayerDecisions, LayerShape, ResolvedCall
 from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention, refusal_of_recording
-from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
+from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
-from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
-from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
+from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -52,27 +45,6 @@ from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.report.attention_density import Kept
 
 _STEP = StepInfo()
-
-
-@dataclasses.dataclass(frozen=True)
-class _ResolvedCall:
-    """What serves one call: a decision, and the exchange that suits its backend. shared: how, empty for one process;
-    needs_lse: whether parts are merged by it."""
-
-    resolved: Resolved
-    exchange: Exchange
-    shared: str
-    needs_lse: bool
-
-
-class _DecisionKey(NamedTuple):
-    """All that a decision depends on at a call; calls with equal keys share one decision. needs: FEATURES it uses."""
-
-    forced: tuple[ForcedChoice, ...]
-    rules: HeldRules
-    dtype: torch.dtype
-    device: torch.device
-    needs: frozenset[str]
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -86,8 +58,8 @@ class AttentionLayer(nn.Module, ABC):
     of them.
 
     As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
-    (tensor parallel): first_head is the first of them among num_heads_total. requirements: what is known of the layer
-    before it is called. decisions: (when, decision), what may serve it.
+    (tensor parallel): first_head is the first of them among num_heads_total. decisions: what serves its calls, which
+    answers questions before there is one.
 
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
     options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
@@ -111,8 +83,8 @@ class AttentionLayer(nn.Module, ABC):
         if num_heads % num_kv_heads:
             raise ConfigError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         self.layer = LayerInfo() if layer is None else layer
-        self.policy = AttentionPolicy() if policy is None else policy
-        tensor = self.policy.mesh.tensor
+        policy = AttentionPolicy() if policy is None else policy
+        tensor = policy.mesh.tensor
         check_shared_heads(math.gcd(num_heads, num_kv_heads), tensor.size, self.layer.role)
         self.num_heads_total = num_heads
         self.num_heads = num_heads // tensor.size
@@ -123,51 +95,19 @@ class AttentionLayer(nn.Module, ABC):
         self.causal = causal
         self.cached_keys = cached_keys
         if exchange is None:
-            exchange = self._make_exchange(self.policy.mesh, self.policy.num_head_groups)
+            exchange = self._make_exchange(policy.mesh, policy.num_head_groups)
         exchange.check(self.num_heads, self.num_kv_heads, causal=causal)
-        self._exchange = exchange
-        self._exchange_with_every_key = exchange.with_every_key(self.num_heads)
         # What compiled graphs have of it.
         self._handle = ATTENTIONS.handle_of(self)
-        self._known: dict[_DecisionKey, _ResolvedCall] = {}
-        self._known_at = num_changes()
-        self.requirements = dataclasses.replace(
-            self.policy.requirements(
-                self.layer, head_dim=head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
-            ),
-            needs=features_used(scale=scale, causal=causal, cached_keys=cached_keys),
-            keys_in_parts=self._exchange.needs_lse,
-            every_key_on_demand=self._exchange_with_every_key is not None,
+        shape = LayerShape(
+            self.num_heads, self.num_kv_heads, self.num_heads_total, head_dim, scale, causal, cached_keys
         )
-        self.decisions: tuple[tuple[str, Decision], ...] = ()
-        self._decide()
+        self.decisions = LayerDecisions(self.layer, shape, policy, exchange)
 
-    def choose(self, policy: AttentionPolicy) -> None:
-        """Decide again, for the calls from here on, by another policy for the same device, dtype and processes.
-
-        Raises what the constructor raises for a choice that cannot run, and leaves everything as it was.
-        """
-        before = self.policy, self.decisions, self._known
-        self.policy, self._known = policy, {}
-        try:
-            self._decide()
-        except Exception:
-            self.policy, self.decisions, self._known = before
-            raise
-
-    def _decide(self) -> None:
-        possible = self.policy.possible_decisions(self.requirements, self.layer)
-        self.decisions = tuple((when, self._with_exchange(decision)) for when, decision in possible)
-        for _, decision in self.decisions:
-            self.policy.announce(decision, self.layer.role)
-        self._check_moments(self.policy.held_rules(self.layer), (), num_steps=None)
-
-    def check_request(self, num_steps: int) -> None:
-        """Ask the backends of a request of `num_steps` whether their options can serve this layer; it costs little.
-
-        Raises ConfigError when one cannot, and BackendUnavailableError when a choice that is forced now cannot run.
-        """
-        self._check_moments(self.policy.held_rules(self.layer, num_steps), current_force(), num_steps)
+    @property
+    def policy(self) -> AttentionPolicy:
+        """The choices that it decides by."""
+        return self.decisions.policy
 
     def forward(
         self,
@@ -195,6 +135,9 @@ class AttentionLayer(nn.Module, ABC):
         # False outside of torch.compile, without a look at anything.
         if torch.compiler.is_dynamo_compiling():
             return self._record_operator(q, k, v, context, gate, mask, block_mask)
+        context = AttentionContext() if context is None else context
+        if context.shapes_only:
+            return self._allocate(q, k, v, context)
         check_heads(
             q,
             k,
@@ -204,14 +147,14 @@ class AttentionLayer(nn.Module, ABC):
             head_dim=self.head_dim,
             layer=self.layer,
         )
-        context = AttentionContext() if context is None else context
-        served = self._served(q, context, gate=gate, mask=mask, block_mask=block_mask)
+        served = self.decisions.served(q, context, gate=gate, mask=mask, block_mask=block_mask)
         inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
             kept_here = [Kept(result.plan, result.skip_counts)]
             self._count(context, served, result.implementation, kept_here, result.keys)
-            self._count_skipped(context, result)
+            if result.skip_counts is not None:
+                context.recorder.record_skipped(self.layer, result.skip_counts)
             return result.out
         if block_mask is not None:
             raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
@@ -222,7 +165,8 @@ class AttentionLayer(nn.Module, ABC):
             result = self._run(inputs, context, served)
             names.append((result.implementation, result.keys))
             kept.append(Kept(result.plan, result.skip_counts))
-            self._count_skipped(context, result)
+            if result.skip_counts is not None:
+                context.recorder.record_skipped(self.layer, result.skip_counts)
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)
@@ -236,6 +180,8 @@ class AttentionLayer(nn.Module, ABC):
 
         q: says how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
         """
+        if context.shapes_only:
+            return
         cache = context.cache
         assert self.cached_keys, "of a layer that caches keys"
         assert cache is not None, "of a pass with a key-value cache"
@@ -245,7 +191,7 @@ class AttentionLayer(nn.Module, ABC):
             return inputs.q, None
 
         inputs = AttentionInputs(q, k, v, context.layout, None, None, self.first_head, self.num_heads_total)
-        self._served(q, context).exchange.attend(inputs, run)
+        self.decisions.served(q, context).exchange.attend(inputs, run)
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
         """Whether the backend that serves the next call has a gated branch; a gate for any other is not worth making.
@@ -257,7 +203,10 @@ class AttentionLayer(nn.Module, ABC):
             # The operator leaves it out where it is not taken.
             return True
         context = AttentionContext() if context is None else context
-        served = self._served(x, context)
+        if context.shapes_only:
+            # The backend is not asked on the meta device; a gate that is computed takes more.
+            return True
+        served = self.decisions.served(x, context)
         return "gate" in served.resolved.backend.capability.features
 
     def token_blocks(
@@ -272,8 +221,11 @@ class AttentionLayer(nn.Module, ABC):
         layout = context.layout
         if torch.compiler.is_dynamo_compiling() or layout is None or layout.tile == RASTER or product.numel() == 0:
             return None
+        if context.shapes_only:
+            # Rows of blocks are among the copies that _allocate makes.
+            return None
         q, k, v = product.unbind(2)
-        served = self._served(q, context, gate=gate)
+        served = self.decisions.served(q, context, gate=gate)
         if served.shared:
             # Processes exchange heads in between.
             return None
@@ -293,56 +245,7 @@ class AttentionLayer(nn.Module, ABC):
         """The name of the backend that serves a call whose q is like x; the others as in `forward`. Raises
         BackendUnavailableError when no backend of the choice can serve it."""
         context = AttentionContext() if context is None else context
-        return self._served(x, context, gate=gate, mask=mask, block_mask=block_mask).resolved.decision.backend
-
-    def replay_refusals(self) -> tuple[str, ...]:
-        """Why its calls cannot be replayed from a CUDA graph, of every backend that may serve it as it was built."""
-        served = [resolve_decision(decision) for _, decision in self.decisions]
-        known = [(each.backend, each.options) for each in served]
-        known += [(each.dense.backend, each.dense.options) for each in served if each.dense is not None]
-        reasons = [(backend.name, backend.replay_refusal(options)) for backend, options in known]
-        return tuple(sorted({f"{name}: {reason}" for name, reason in reasons if reason is not None}))
-
-    def step_key(self, step: StepInfo) -> Hashable:
-        """What of a step decides which kernels its calls run, by all that has served it so far."""
-        keys = (_step_keys(served.resolved, self.layer, step) for served in self._known.values())
-        # A set: another decision for the same backend and options changes nothing.
-        return self.policy.rules_now(self.layer, step), frozenset(key for several in keys for key in several)
-
-    def preferred_tiles(self, layout: TokenLayout, num_steps: int) -> frozenset[Extent]:
-        """The orders of the grid's tokens that this layer prefers at some step of a request; empty where any will do.
-        layout: of the grid, without the text."""
-        if self.causal:
-            return frozenset({RASTER})
-        device, forced = self.policy.torch_device, current_force()
-        needs = features_used(layout=layout, scale=self.scale, cached_keys=self.cached_keys)
-        tiles = set()
-        for rules in self.policy.held_rules(self.layer, num_steps):
-            resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device, needs)).resolved
-            tiles.add(resolved.backend.preferred_tile(resolved.options, layout, self.layer))
-        return frozenset(tile for tile in tiles if tile is not None)
-
-    def resolved_at(self, step: StepInfo, layout: TokenLayout | None) -> Resolved:
-        """What serves a call at a step of a request whose keys sit as `layout` says, asked before there is one."""
-        device = self.policy.torch_device
-        needs = features_used(layout=layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
-        rules = self.policy.rules_now(self.layer, step)
-        return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
-
-    def lossy_commits(self) -> tuple[Decision, ...]:
-        """The choices that give up accuracy where the keys of finished frames are computed: their backend declares an
-        error bound, or leaves out keys. Empty for a layer that caches none."""
-        if not self.cached_keys:
-            return ()
-        device = self.policy.torch_device
-        found = []
-        for rules in self.policy.held_in_commits(self.layer):
-            key = _DecisionKey((), rules, self.policy.dtype, device, self.requirements.needs)
-            resolved = self._served_at(key).resolved
-            is_lossy = resolved.backend.error_bound_on(self.policy.hardware) is not None
-            if resolved.decision.source != "platform" and (is_lossy or resolved.backend.capability.needs_every_key):
-                found.append(resolved.decision)
-        return tuple(found)
+        return self.decisions.served(x, context, gate=gate, mask=mask, block_mask=block_mask).resolved.decision.backend
 
     def _record_operator(
         self,
@@ -383,11 +286,24 @@ class AttentionLayer(nn.Module, ABC):
             gate = None
         return self.forward(q, k, v, context, gate=gate, mask=mask), None
 
+    def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Return an output like the queries, of a pass for shapes only. While it is made, allocate the sums of each
+        row; copies of queries, keys, values and output in the order of blocks where the backend chooses among keys, or
+        for the other processes; keys and values joined with those of a prefix."""
+        packs = any(decision.dense is not None for _, decision in self.decisions.possible)
+        num_copies = 4 if packs or self.policy.mesh.sequence.size > 1 else 0
+        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        copies = torch.empty(num_copies, *q.shape, dtype=q.dtype, device=q.device)
+        joined = () if context.prefix is None else context.prefix.joined(self.layer.index, k, v, 0, 0)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        del sums, copies, joined
+        return out
+
     def _run(
         self,
         inputs: AttentionInputs,
         context: AttentionContext,
-        served: _ResolvedCall,
+        served: ResolvedCall,
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
@@ -430,7 +346,7 @@ class AttentionLayer(nn.Module, ABC):
     def _count(
         self,
         context: AttentionContext,
-        served: _ResolvedCall,
+        served: ResolvedCall,
         implementation: str,
         kept: Sequence[Kept],
         keys: str,
@@ -456,135 +372,22 @@ class AttentionLayer(nn.Module, ABC):
             heads = f"{self.num_heads} of {self.num_heads_total} heads on each process"
             context.recorder.note(f"{self.layer.role}: {heads} (tensor parallel {degree})")
 
-    def _count_skipped(self, context: AttentionContext, result: AttentionResult) -> None:
-        if result.skip_counts is not None:
-            context.recorder.record_skipped(self.layer, result.skip_counts)
-
-    def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
-        """What the report of a request will say computed a call at `step`, asked before there is one; None where that
-        is found at the call."""
-        backend, known = self._expected_call(step, form)
-        return expected_implementation(backend, known)
-
-    def expected_warning(self, step: StepInfo, form: KnownCall) -> str | None:
-        """As expected_implementation: what the call would warn of, None for nothing."""
-        backend, known = self._expected_call(step, form)
-        return backend.expected_warning(known)
-
-    def _expected_call(self, step: StepInfo, form: KnownCall) -> tuple[Backend, CallForm]:
-        device = self.policy.torch_device
-        features = features_used(layout=form.layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
-        rules = self.policy.rules_now(self.layer, step)
-        served = self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, features))
-        resolved = served.resolved
-        known = CallForm(
-            hardware=self.policy.hardware_of(device),
-            dtype=form.dtype,
-            q_shape=form.q_shape,
-            k_shape=form.k_shape,
-            layout=form.layout,
-            options=resolved.options,
-            layer=self.layer,
-            step=step,
-            dense=resolved.dense,
-            mask=form.mask,
-            has_gate=form.has_gate,
-            scale=self.scale,
-            causal=self.causal,
-            return_lse=served.needs_lse,
-        )
-        return resolved.backend, known
-
-    def _served(
-        self,
-        x: torch.Tensor,
-        context: AttentionContext,
-        *,
-        gate: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        block_mask: BlockMask | None = None,
-    ) -> _ResolvedCall:
-        """What serves one call, whose q is like x; the decision is kept for every later call like it."""
-        key = _DecisionKey(
-            current_force(),
-            self.policy.rules_now(self.layer, context.step),
-            x.dtype,
-            x.device,
-            features_used(
-                layout=context.layout,
-                gate=gate,
-                mask=mask,
-                block_mask=block_mask,
-                scale=self.scale,
-                causal=self.causal,
-                cached_keys=self.cached_keys,
-            ),
-        )
-        return self._served_at(key)
-
-    def _exchange_for(self, backend: Backend) -> Exchange:
-        if not backend.capability.needs_every_key:
-            return self._exchange
-        assert self._exchange_with_every_key is not None, "selection refuses such a backend"
-        return self._exchange_with_every_key
-
-    def _check_moments(
-        self, held: Iterable[HeldRules], forced: tuple[ForcedChoice, ...], num_steps: int | None
-    ) -> None:
-        device = self.policy.torch_device
-        for rules in held:
-            key = _DecisionKey(forced, rules, self.policy.dtype, device, self.requirements.needs)
-            resolved = self._served_at(key).resolved
-            resolved.backend.check(resolved.options, self.layer, self.num_heads_total, num_steps)
-            if self._exchange_for(resolved.backend).splits_heads or self.num_heads < self.num_heads_total:
-                resolved.backend.check_split_heads(resolved.options)
-            if resolved.dense is not None:
-                resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads_total, num_steps)
-
-    def _served_at(self, key: _DecisionKey) -> _ResolvedCall:
-        if self._known_at != num_changes():
-            self._known, self._known_at = {}, num_changes()
-        known = self._known
-        served = known.get(key)
-        if served is None:
-            resolved = self._resolve(key)
-            exchange = self._exchange_for(resolved.backend)
-            served = known[key] = _ResolvedCall(resolved, exchange, exchange.describe(), exchange.needs_lse)
-        return served
-
-    def _resolve(self, key: _DecisionKey) -> Resolved:
-        hardware = self.policy.hardware_of(key.device)
-        requirements = dataclasses.replace(
-            self.requirements, dtype=dtype_name(key.dtype), hardware=hardware, needs=key.needs
-        )
-        decision = select(requirements, self.policy.levels(key.rules, key.forced))
-        self.policy.announce(decision, self.layer.role)
-        return resolve_decision(self._with_exchange(decision))
-
-    def _with_exchange(self, decision: Decision) -> Decision:
-        """The decision with a remark where its backend cannot share the sequence as the others do."""
-        exchange = self._exchange_for(resolve_decision(decision).backend)
-        if exchange.needs_lse or not self._exchange.needs_lse:
-            return decision
-        remark = f"it looks at every key, so {exchange.describe()} instead of {self._exchange.describe()}"
-        return dataclasses.replace(decision, reason=f"{decision.reason}; {remark}")
-
     @staticmethod
     @abstractmethod
     def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
         """How a layer of this class shares a sequence on a mesh."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the decisions made here: a copy may run on another machine, or with other backends registered.
-        # Without the handle, which is this layer's and not the copy's.
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"} | {"_known": {}}
+        # Without the handle, which is this layer's and not the copy's. A shallow copy decides for itself, too.
+        own = {name: value for name, value in self.__dict__.items() if name != "_handle"}
+        return own | {"decisions": copy.copy(self.decisions)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = ATTENTIONS.handle_of(self)
 
     def extra_repr(self) -> str:
-        backends = ", ".join(decision.backend for _, decision in self.decisions)
+        backends = ", ".join(decision.backend for _, decision in self.decisions.possible)
         return f"role={self.layer.role}, num_heads={self.num_heads}, head_dim={self.head_dim}, backend={backends}"
 
 
@@ -596,17 +399,6 @@ def check_shared_heads(num_heads: int, degree: int, role: str) -> None:
             f"parallel.tensor_parallel_size: {degree} processes cannot share the {num_heads} heads of attention of "
             f"role {role} evenly; degrees that divide them: {even}"
         )
-
-
-def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:
-    """Of the backend that serves a call and of the one that serves its dense calls, where these differ by step."""
-    dense = resolved.dense
-    several = [(resolved.backend, resolved.options)]
-    several += [] if dense is None else [(dense.backend, dense.options)]
-    for backend, options in several:
-        key = backend.step_key(options, layer, step)
-        if key != ():
-            yield backend.name, options, key
 
 
 class LocalAttention(AttentionLayer):

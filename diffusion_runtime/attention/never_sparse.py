@@ -16,7 +16,7 @@ def never_sparse(layers: Iterable[AttentionLayer], grid: Extent, num_steps: int)
     (frames, height, width), at no step and in no layer: why, and what to change."""
     named: dict[tuple[str, str], list[AttentionLayer]] = {}
     for layer in layers:
-        for _, decision in layer.decisions:
+        for _, decision in layer.decisions.possible:
             if isinstance(resolve_decision(decision).backend, SparseBackend):
                 of_role = named.setdefault((layer.layer.role, decision.backend), [])
                 if layer not in of_role:
@@ -35,7 +35,7 @@ def _reasons(name: str, layers: list[AttentionLayer], layout: TokenLayout, num_s
     for layer in reversed(layers):
         for index in reversed(range(num_steps)):
             step = StepInfo(index, num_steps)
-            resolved = layer.resolved_at(step, layout)
+            resolved = layer.decisions.resolved_at(step, layout)
             backend, options = resolved.backend, resolved.options
             if backend.name != name or not isinstance(backend, SparseBackend):
                 continue

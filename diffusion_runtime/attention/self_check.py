@@ -135,7 +135,7 @@ class SelfChecker:
             return [SelfCheck(use, "off") for use in uses]
         if not uses:
             return []
-        requirements = layers[0].requirements
+        requirements = layers[0].decisions.requirements
         device = layers[0].policy.device
 
         def check_all() -> str:
@@ -176,11 +176,11 @@ def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
     may hand calls to."""
     uses: dict[tuple[str, int, str], CheckedUse] = {}
     for layer in layers:
-        for _, decision in layer.decisions:
-            for backend in _serving(decision, layer.requirements):
+        for _, decision in layer.decisions.possible:
+            for backend in _serving(decision, layer.decisions.requirements):
                 requirements, key = (
-                    layer.requirements,
-                    (backend.name, layer.requirements.head_dim, layer.requirements.dtype),
+                    layer.decisions.requirements,
+                    (backend.name, layer.decisions.requirements.head_dim, layer.decisions.requirements.dtype),
                 )
                 version = str(backend.probe(requirements.hardware).version)
                 known = uses.get(key, CheckedUse(backend.name, version, key[1], key[2], (), ()))

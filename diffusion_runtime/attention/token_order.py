@@ -41,7 +41,7 @@ def in_shared_order(
 def shared_tile(layers: Iterable[AttentionLayer], grid: Extent, num_steps: int) -> Extent:
     """The order that all layers prefer at all steps, as TokenLayout.tile; raster order where they differ."""
     layout = TokenLayout(grid)
-    tiles = frozenset[Extent]().union(*(layer.preferred_tiles(layout, num_steps) for layer in layers))
+    tiles = frozenset[Extent]().union(*(layer.decisions.preferred_tiles(layout, num_steps) for layer in layers))
     if len(tiles) != 1:
         return RASTER
     (tile,) = tiles

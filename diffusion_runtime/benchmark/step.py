@@ -308,7 +308,7 @@ def _default_modes(device: torch.device) -> tuple[str, ...]:
 def _backends_of(model: DiffusionTransformer) -> list[str]:
     """Return the backends that self-attention was given."""
     layers = [layer for layer in model.attention_layers() if layer.layer.role == "self"]
-    return list(dict.fromkeys(layer.decisions[0][1].backend for layer in layers))
+    return list(dict.fromkeys(layer.decisions.possible[0][1].backend for layer in layers))
 
 
 def _forward_of(

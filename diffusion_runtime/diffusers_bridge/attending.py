@@ -67,13 +67,13 @@ class ModuleAttention:
         """True if the chosen backend depends on the step."""
         if self._policy.cli.schedule or self._policy.config.schedule:
             return True
-        served = [resolve_decision(each) for layer in self._layers.values() for _, each in layer.decisions]
+        served = [resolve_decision(each) for layer in self._layers.values() for _, each in layer.decisions.possible]
         return any(each.backend.depends_on_step(each.options, self.found.layer) for each in served)
 
     def check_request(self, num_steps: int) -> None:
         """Check options that depend on the number of steps. Raises ConfigError for options made for another number."""
         for layer in self._layers.values():
-            layer.check_request(num_steps)
+            layer.decisions.check_request(num_steps)
 
     def attend(
         self,

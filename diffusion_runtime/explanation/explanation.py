@@ -381,7 +381,7 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
     warnings: dict[str, None] = {}
     for index in steps:
         step = StepInfo(index=index, num_steps=num_steps)
-        resolved = cost.layer.resolved_at(step, cost.layout)
+        resolved = cost.layer.decisions.resolved_at(step, cost.layout)
         share = resolved.backend.expected_density(resolved.options, cost.layout, cost.layer.layer, step)
         is_dense = resolved.dense is not None and share == 1.0
         dense = f": dense {resolved.dense.backend.name}" if is_dense and resolved.dense is not None else ""
@@ -390,14 +390,14 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
         # What of the step decides which kernels run, so that a layer is asked once and not at every step.
         kind = id(resolved), resolved.backend.step_key(resolved.options, cost.layer.layer, step)
         if kind not in known:
-            known[kind] = cost.layer.expected_implementation(step, cost.call)
-            if (warning := cost.layer.expected_warning(step, cost.call)) is not None:
+            known[kind] = cost.layer.decisions.expected_implementation(step, cost.call)
+            if (warning := cost.layer.decisions.expected_warning(step, cost.call)) is not None:
                 warnings[warning] = None
         implementations.append(known[kind])
     commit = None
     if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
-        ran = commits.layer.resolved_at(last, commits.layout).decision.backend
+        ran = commits.layer.decisions.resolved_at(last, commits.layout).decision.backend
         commit = ran if commits.in_commits else NOT_RUN
     return LayerSchedule(
         cost.role, cost.index, tuple(backends), tuple(density), commit, tuple(implementations), tuple(warnings)

@@ -87,4 +87,4 @@ def _reasons(
     if reason is not None:
         yield reason
     for layer in layers:
-        yield from (f"{layer.layer.role}: {reason}" for reason in layer.replay_refusals())
+        yield from (f"{layer.layer.role}: {reason}" for reason in layer.decisions.replay_refusals())

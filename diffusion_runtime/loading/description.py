@@ -113,7 +113,7 @@ def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttentio
     """One row per role and decision, in the order in which layers run."""
     rows: list[PlannedAttention] = []
     for layer in layers:
-        for when, decision in layer.decisions:
+        for when, decision in layer.decisions.possible:
             for index, row in enumerate(rows):
                 if (row.role, row.when, row.decision) == (layer.layer.role, when, decision):
                     rows[index] = dataclasses.replace(

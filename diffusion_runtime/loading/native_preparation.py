@@ -183,7 +183,7 @@ def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> Library
 
 
 def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
-    lossy = {(each.backend, each.reason) for layer in layers for each in layer.lossy_commits()}
+    lossy = {(each.backend, each.reason) for layer in layers for each in layer.decisions.lossy_commits()}
     for backend, reason in sorted(lossy):
         _logger.warning(
             "attention backend %s gives up accuracy and also computes commits (%s): what a commit loses, every later "

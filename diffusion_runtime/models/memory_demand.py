@@ -5,7 +5,6 @@ Nothing is read but json and the heads of weight files: a folder whose weights a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from torch import nn
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
-from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.core.step_info import StepInfo
@@ -160,14 +158,14 @@ def step_demand(
         state = RequestCache()
         plan_steps(state, steps)
         for branch, count in num_samples.items():
-            context = AttentionContext(step=dataclasses.replace(steps[0], branch=branch), state=state)
+            now = dataclasses.replace(steps[0], branch=branch)
+            context = AttentionContext(step=now, state=state, shapes_only=True)
             transformer(latents[:count], timestep[:count], inputs[branch], context)
         rows = table_bytes(state)
         return state
 
-    with _planned_attention(transformer):
-        counted = peak_bytes(step, _META)
-        kept = num_others * kept_bytes(step, _META) if num_others else 0
+    counted = peak_bytes(step, _META)
+    kept = num_others * kept_bytes(step, _META) if num_others else 0
     held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.is_causal else 0)
     # Every process that shares the tokens has all rows.
     total = (counted - rows) // num_sharers + rows + kept + held * planned.num_samples * 4
@@ -216,55 +214,11 @@ def forward_on_meta(
     inputs = _inputs(model, shapes, dtype, planned, num_samples)
 
     def run() -> None:
-        with torch.no_grad(), _planned_attention(transformer):
-            transformer(latents, timestep, inputs, AttentionContext(step=step, state=state, cache=cache))
+        context = AttentionContext(step=step, state=state, cache=cache, shapes_only=True)
+        with torch.no_grad():
+            transformer(latents, timestep, inputs, context)
 
     return run
-
-
-@contextlib.contextmanager
-def _planned_attention(transformer: nn.Module) -> Iterator[None]:
-    """Context manager: attention layers make an output and allocate what their backend needs, and compute nothing."""
-    layers = [layer for layer in transformer.modules() if isinstance(layer, AttentionLayer)]
-    for layer in layers:
-        layer.forward = _AttendedShape(layer)  # type: ignore[method-assign]
-        # The backend that serves a call is not asked on the meta device; a gate that is computed takes more, and rows
-        # of blocks are among the copies that are counted.
-        layer.takes_gate = lambda *_: True  # type: ignore[method-assign]
-        layer.token_blocks = lambda *_: None  # type: ignore[method-assign]
-        layer.write_keys = lambda *_: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward, layer.takes_gate, layer.token_blocks, layer.write_keys
-
-
-class _AttendedShape:
-    """Stand-in for attention: an output like the queries; with it, while it is made, the sums of each row, and copies
-    of queries, keys, values and output in the order of blocks where the backend chooses among keys, or for the other
-    processes; keys and values joined with those of a prefix."""
-
-    def __init__(self, layer: AttentionLayer) -> None:
-        self._layer = layer.layer.index
-        packs = any(decision.dense is not None for _, decision in layer.decisions)
-        self._num_copies = 4 if packs or layer.policy.mesh.sequence.size > 1 else 0
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: AttentionContext | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        copies = torch.empty(self._num_copies, *q.shape, dtype=q.dtype, device=q.device)
-        prefix = None if context is None else context.prefix
-        joined = () if prefix is None else prefix.joined(self._layer, k, v, 0, 0)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        del sums, copies, joined
-        return out
 
 
 def _inputs(

@@ -80,8 +80,8 @@ def attention_choices(pipeline: Pipeline, choices: AttentionConfig) -> Iterator[
     try:
         for layer, policy in layers:
             # One policy for all, as the model was built with: what is announced is announced once.
-            layer.choose(policies.setdefault(id(policy), dataclasses.replace(policy, cli=choices)))
+            layer.decisions.choose(policies.setdefault(id(policy), dataclasses.replace(policy, cli=choices)))
         yield
     finally:
         for layer, policy in layers:
-            layer.choose(policy)
+            layer.decisions.choose(policy)

@@ -71,7 +71,7 @@ class RequestRules:
             try_first_chunk(settings)
         self._images.check(settings)
         for layer in self.attention_layers:
-            layer.check_request(settings.num_steps)
+            layer.decisions.check_request(settings.num_steps)
         values |= progressive_values(settings, sampler, self.spectrum)
         values |= self.step_caches.values(settings.shared, self.num_blocks, is_distilled=self._is_distilled)
         return dataclasses.replace(settings.shared, **values)

@@ -99,7 +99,7 @@ def test_layers_are_copied_and_pickled_after_a_call(layer_class: type, blocky: s
     layer = layer_class(4, 16, policy=policy({"default": {"backend": blocky, "extra": {"topk": 5}}}))
     out = layer(q, k, v)
     for copied in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert copied.decisions == layer.decisions
+        assert copied.decisions.possible == layer.decisions.possible
         assert torch.equal(copied(q, k, v), out)
 
 
@@ -169,9 +169,9 @@ def test_a_backend_is_asked_about_its_options_at_construction_and_for_every_requ
 ) -> None:
     layer = LocalAttention(4, 16, 4, layer=LayerInfo(2, 6), policy=policy("asked"))
     assert asked == [(3, 2, 4, None)]
-    layer.check_request(8)
+    layer.decisions.check_request(8)
     with pytest.raises(ConfigError, match="topk 3 in 7 steps of layer 2 of 6"):
-        layer.check_request(7)
+        layer.decisions.check_request(7)
     assert asked[1:] == [(3, 2, 4, 8), (3, 2, 4, 7)]
     with pytest.raises(ConfigError, match="topk 4 in None steps"):
         LocalAttention(4, 16, policy=policy({"default": "asked", "schedule": [{"steps": "5", "extra": {"topk": 4}}]}))
@@ -186,21 +186,21 @@ def test_a_backend_is_asked_only_about_what_can_hold(asked: list[tuple[int, int,
     layer = LocalAttention(4, 16, policy=policy(config))
     assert set(asked) == {(3, 0, 4, None)}
     asked.clear()
-    layer.check_request(7)
+    layer.decisions.check_request(7)
     assert asked == []
-    layer.check_request(8)
+    layer.decisions.check_request(8)
     assert asked == [(3, 0, 4, 8)]
     cross = LocalAttention(4, 16, layer=LayerInfo(role="cross"), policy=policy("asked"))
-    cross.check_request(7)
+    cross.decisions.check_request(7)
 
 
 def test_a_choice_that_is_forced_around_a_request_is_asked_too(asked: list[tuple[int, int, int, int | None]]) -> None:
     layer = LocalAttention(4, 16, policy=policy("torch_sdpa"))
-    layer.check_request(7)
+    layer.decisions.check_request(7)
     with force_attention_backend("asked"), pytest.raises(ConfigError, match="topk 3 in 7 steps"):
-        layer.check_request(7)
+        layer.decisions.check_request(7)
     with force_attention_backend("fa"), pytest.raises(BackendUnavailableError, match="not on cpu"):
-        layer.check_request(7)
+        layer.decisions.check_request(7)
 
 
 @table("seed", range(12))
@@ -256,7 +256,11 @@ def test_the_schedule_picks_by_step_and_layer(blocky: str) -> None:
     middle = LocalAttention(4, 16, layer=LayerInfo(2, 6), policy=policy(config))
     assert run_steps(first, AttentionContext(), 4) == [("torch_sdpa", "0", "0-1"), ("reference", "0", "2-3")]
     assert [row[0] for row in run_steps(middle, AttentionContext(), 4)] == ["torch_sdpa", "blocky", "blocky"]
-    assert [when for when, _ in first.decisions] == ["always", "steps 0-1, layers all", "steps all, layers 0,-1"]
+    assert [when for when, _ in first.decisions.possible] == [
+        "always",
+        "steps 0-1, layers all",
+        "steps all, layers 0,-1",
+    ]
 
 
 def test_a_scheduled_choice_passes_over_roles_it_is_not_made_for(blocky: str) -> None:

@@ -115,7 +115,9 @@ def test_the_next_candidate_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> 
         rows = pipeline.recipe["attention"]
         assert {row["backend"] for row in rows} == {"torch_sdpa"}
         assert all("its self-check failed here" in row["rejected"][0][1] for row in rows)
-        assert all(layer.decisions[0][1].backend == "torch_sdpa" for layer in pipeline.transformer.attention_layers())
+        assert all(
+            layer.decisions.possible[0][1].backend == "torch_sdpa" for layer in pipeline.transformer.attention_layers()
+        )
     # What is known to be wrong is refused wherever the process chooses next, where nobody said that it may run.
     with pytest.raises(BackendUnavailableError, match="self-check failed"):
         select_backend(head_dim=64, dtype="float32", device="cpu", num_heads=6, config="foreign")
@@ -256,7 +258,7 @@ def test_dense_steps_and_measured_candidates_are_checked(monkeypatch: pytest.Mon
     monkeypatch.setattr(select, "platform_candidates", lambda hardware: ("foreign", "torch_sdpa"))
     pipeline: Any = load_pipeline("shapes", device="cpu", attention={"per_role": {"self": {"backend": "vmoba_attn"}}})
     layer = next(iter(pipeline.transformer.attention_layers()))
-    requirements, dense = layer.requirements, layer.decisions[0][1].dense
+    requirements, dense = layer.decisions.requirements, layer.decisions.possible[0][1].dense
     assert dense is not None
     assert dense.backend == "torch_sdpa"
     forget_wrong()
@@ -272,7 +274,7 @@ def test_processes_agree_on_what_the_first_one_found(foreign: type[Foreign]) -> 
         layers, checks = SelfChecker(from_first=from_first).build_checked(
             lambda: [LocalAttention(2, 16, policy=policy)], lambda built: built
         )
-        return layers[0].decisions[0][1].backend, [check.status for check in checks]
+        return layers[0].decisions.possible[0][1].backend, [check.status for check in checks]
 
     told: list[str] = []
 
@@ -311,7 +313,7 @@ def test_attach_checks_as_well() -> None:
         assert any("off: its numbers are not checked" in note for note in handle.report().notes)
     with attach(model, "foreign,torch_sdpa") as handle:
         layers = [layer for module in handle.modules for layer in module.layers]
-        assert {decision.backend for layer in layers for _, decision in layer.decisions} == {"torch_sdpa"}
+        assert {decision.backend for layer in layers for _, decision in layer.decisions.possible} == {"torch_sdpa"}
 
 
 @pytest.mark.usefixtures("wrong")

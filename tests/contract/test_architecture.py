@@ -44,7 +44,7 @@ ATTENTION_ROWS = [
     {"functional", "autotune", "machine_cache"},
     {"token_order", "never_sparse"},
     {"layers", "sparse"},
-    {"cached_calls"},
+    {"cached_calls", "layer_decisions"},
     {"policy"},
     {"select"},
     {"force"},

@@ -399,7 +399,7 @@ def test_a_backend_that_declares_nothing_is_not_captured(
     graphs = Requests(Model(default="counting_attn")).check()
     assert graphs.eager == {f"counting_attn: {Backend.not_replayed}": 6}
     (layer, _) = Model(default="counting_attn").attention
-    assert layer.replay_refusals() == ("counting_attn: it does not declare that its calls can be replayed",)
+    assert layer.decisions.replay_refusals() == ("counting_attn: it does not declare that its calls can be replayed",)
 
 
 def test_state_that_a_step_changes_is_not_replayed() -> None:

@@ -181,7 +181,7 @@ def test_a_ring_refuses_backends_without_a_log_sum_exp() -> None:
         UlyssesAttention(4, 16, policy=policy("without_lse", ulysses=2, ring=2))
         layer = USPAttention(4, 16, policy=policy(ring=2))
         with force_attention_backend("without_lse"), pytest.raises(BackendUnavailableError, match="no log-sum-exp"):
-            layer.check_request(4)
+            layer.decisions.check_request(4)
     finally:
         unregister_backend("without_lse")
 

@@ -230,7 +230,7 @@ class GraphedForward:
         chunks = self._layers[0].policy.chunk_rules(step) if self._layers else ()
         moment = (step.index, step.num_steps, step.expert, step.phase, current_force(), num_changes(), chunks)
         if moment not in self._step_keys:
-            key = tuple(layer.step_key(step) for layer in self._layers)
+            key = tuple(layer.decisions.step_key(step) for layer in self._layers)
             self._step_keys[moment] = key, moment[3:]
         return self._step_keys[moment]
 

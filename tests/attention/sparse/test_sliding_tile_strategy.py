@@ -142,7 +142,7 @@ def test_dense_steps_layers_and_heads_at_the_end_need_no_keys(tmp_path: Path, ca
     caplog.clear()
     cli = AttentionConfig.parse({"default": {"backend": NAME, "extra": TILES | options}})
     layer = LocalAttention(2, 16, layer=LayerInfo(0, 2), policy=AttentionPolicy(cli=cli))
-    layer.check_request(3)
+    layer.decisions.check_request(3)
     context, (q, k, v) = AttentionContext(LAYOUT), random_qkv(LAYOUT)
     for step in range(3):
         layer(q, k, v, dataclasses.replace(context, step=StepInfo(step, 3)))

@@ -265,8 +265,8 @@ def test_asking_makes_no_second_decision() -> None:
     layer = LocalAttention(2, 16, policy=AttentionPolicy(environment=None))
     q, k, v, _ = inputs()
     layer.takes_gate(q)
-    decided = dict(layer._known)
+    decided = dict(layer.decisions._known)
     layer(q, k, v)
     layer.takes_gate(q)
-    assert layer._known == decided
+    assert layer.decisions._known == decided
     assert len(decided) == 1

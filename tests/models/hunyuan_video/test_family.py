@@ -16,7 +16,7 @@ def test_a_choice_by_role_reaches_the_refiner_and_a_sparse_one_passes_over_it(ti
     model = family_for_folder(tiny_folder).describe(tiny_folder)
     policy = AttentionPolicy(config=AttentionConfig.parse(choice))
     layers = model.build_transformer(policy).attention_layers()
-    chosen = {layer.layer.role: layer.decisions[0][1].backend for layer in layers}
+    chosen = {layer.layer.role: layer.decisions.possible[0][1].backend for layer in layers}
     assert chosen == {"self": "video_sparse_attn", "hunyuan_video.text_refiner": "flex_attn"}
     wrong = {"per_role": {"hunyuan_video.text_refiner": {"backend": "video_sparse_attn"}}}
     with pytest.raises(BackendUnavailableError, match="video_sparse_attn"):

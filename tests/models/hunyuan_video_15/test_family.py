@@ -33,7 +33,7 @@ def test_a_sparse_choice_passes_over_the_refiner(text_to_video: Path) -> None:
     model = family_for_folder(text_to_video).describe(text_to_video)
     policy = AttentionPolicy(config=AttentionConfig.parse("video_sparse_attn"))
     layers = model.build_transformer(policy).attention_layers()
-    chosen = {layer.layer.role: layer.decisions[0][1].backend for layer in layers}
+    chosen = {layer.layer.role: layer.decisions.possible[0][1].backend for layer in layers}
     assert chosen == {"self": "video_sparse_attn", "hunyuan_video_15.text_refiner": "torch_sdpa"}
     wrong = {"per_role": {"hunyuan_video_15.text_refiner": {"backend": "video_sparse_attn"}}}
     with pytest.raises(BackendUnavailableError, match="video_sparse_attn"):

@@ -20,7 +20,7 @@ from tables import table
 from tiny_ltx2 import ONE_SCALE, VIDEO_CHANNELS
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
-from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.layer_decisions import LayerDecisions
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
@@ -135,7 +135,7 @@ def test_attention_and_costs_are_those_of_both_stages(
     tiny_folder: Path, upsampler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: set[int] = set()
-    monkeypatch.setattr(AttentionLayer, "check_request", lambda self, num_steps: asked.add(num_steps))
+    monkeypatch.setattr(LayerDecisions, "check_request", lambda self, num_steps: asked.add(num_steps))
     prepared = prepare(RuntimeConfig(str(tiny_folder), device="cpu", upsampler_path=str(upsampler)))
     resolved = prepared.rules.resolve(request())
     found = explain(prepared, resolved)

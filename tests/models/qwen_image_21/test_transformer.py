@@ -187,7 +187,7 @@ def test_each_phase_has_its_own_choices(tiny_qwen_image_21_folder: Path) -> None
         policy = AttentionPolicy(config=AttentionConfig.parse(choices), has_phases=True)
         layers = FAMILY.describe(tiny_qwen_image_21_folder).build_transformer(policy).attention_layers()
         found = {
-            layer.causal: layer.resolved_at(StepInfo(phase="commit" if layer.causal else "denoise"), None)
+            layer.causal: layer.decisions.resolved_at(StepInfo(phase="commit" if layer.causal else "denoise"), None)
             for layer in layers
             # A picture's tokens are of the text's phase, and not causal.
             if not layer.layer.name.endswith("picture_attention")
