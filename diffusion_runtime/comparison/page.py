@@ -17,7 +17,7 @@ from diffusion_runtime.media.publish import publish_text
 
 
 def write_page(result: Comparison, path: Path) -> None:
-    """The whole page or none. Raises OutputError."""
+    """Write the whole page or none. Raises OutputError."""
     publish_text(path, render(result), "--html")
 
 

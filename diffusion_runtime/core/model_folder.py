@@ -19,14 +19,14 @@ from diffusion_runtime.untrusted.files import check_file, read_file
 from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_file
 
 INDEX_FILE = "model_index.json"
-# What a folder of diffusers' modular pipelines has instead, or beside it.
+# What a folder of diffusers' modular pipelines has instead, or in addition.
 MODULAR_INDEX_FILE = "modular_model_index.json"
 # A repository of the hub, as a modular index names it.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
 LINKS = ".links"
-# Beside such links, where they lead to a file of several components: the prefix of this one's tensors.
+# Next to such links, where they lead to a file of several components: the prefix of this one's tensors.
 PART_MARK = "part_of_file.json"
 
 # What libraries read of a folder, in addition to weights. The largest published tokenizer.json has 33 MB.

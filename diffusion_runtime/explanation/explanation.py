@@ -292,8 +292,7 @@ def _costs_of_chunks(
 ) -> tuple[list[tuple[ForwardCost, int]], int]:
     """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
     first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
-    branch that runs.
-    """
+    branch that runs."""
     num_first = _num_first_steps(settings)
     # By all that a pass costs by, of the first chunk and of the others.
     found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})

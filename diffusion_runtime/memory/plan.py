@@ -37,8 +37,7 @@ WEIGHTS = "weights"
 class DeviceKind:
     """Properties of a kind of device that its plans depend on. workspace: bytes in addition to the tensors of a phase.
     num_slots: buffers of streamed blocks. waits_in_files: offloaded weights are read from their files when needed,
-    because there is no other memory to hold them.
-    """
+    because there is no other memory to hold them."""
 
     workspace: int = WORKSPACE_BYTES
     num_slots: int = NUM_SLOTS
@@ -72,8 +71,7 @@ class MemoryDemand:
     the step's activations that are rows of all timesteps, computed before the first step. num_local: processes of this
     machine; each holds its own transformers where they are offloaded, the first alone the encoders. whole_text: why the
     encoders cannot be read from their files by blocks, empty if they can; the blocks of `text` are those of the largest
-    encoder.
-    """
+    encoder."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -93,8 +91,7 @@ class MemoryPlan:
     each part; resident: by streamed part, how many blocks stay on the device. keeps_transformer: whether it may stay
     while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible, of all its
     processes; host_limit: what is free there, None if unknown; waits_in_files: offloaded weights are read from their
-    files instead. reason: why this offloading.
-    """
+    files instead. reason: why this offloading."""
 
     demand: MemoryDemand
     offload: Offload

@@ -114,7 +114,7 @@ def connect(process: ProcessInfo, timeout: timedelta) -> RunStore:
 
 def _meet(run_store: RunStore, process: ProcessInfo, timeout: timedelta) -> None:
     """Raises as `connect`, and torch's own error where the store has ended."""
-    # Before it counts as joined: nobody goes on with a rank of another size.
+    # Before it counts as joined: no rank goes on with one of another size.
     _agree_on_size(run_store, process)
     if run_store.count(f"joined/{process.rank}") > 1:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _meeting(process: ProcessInfo) -> str:
 
 
 def _uses_agent_store() -> bool:
-    """Whether torch's launcher keeps the store; else rank 0 does."""
+    """Return True if torch's launcher keeps the store; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -173,8 +173,8 @@ def _open(process: ProcessInfo, timeout: timedelta) -> Store:
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What `function` returns or raises; None where it takes longer. It goes on in a thread then, as nothing ends a
-    wait inside of torch."""
+    """Return what `function` returns, or raise what it raises; None if it takes longer. It then continues in a thread,
+    as nothing ends a wait inside of torch."""
     done: list[Callable[[], T]] = []
 
     def run() -> None:

@@ -354,7 +354,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         """No chunk follows: the pipeline is free again, unless a fork goes on. What was made stays known.
 
         While a chunk is computed (another thread, a hook of the model) this returns at once, and the pipeline is free
-        when that chunk has ended: whoever computes it gets its frames, and no chunk after it.
+        when that chunk has ended: the computing thread gets its frames, and no chunk after it.
         """
         if self._is_closed:
             return
