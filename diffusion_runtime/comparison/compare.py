@@ -264,8 +264,7 @@ class _Run:
     def _attention(
         self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
     ) -> tuple[float | None, float | None]:
-        """Return the seconds of attention, and the density where it depends on the content, from further clips that are
-        not timed."""
+        """Return the seconds of attention, and a density that depends on content, from clips that are not timed."""
         if not isinstance(pipeline, Pipeline):
             return None, None
         seconds = counted = None

@@ -94,8 +94,7 @@ def _clip(row: Row, letter: str, colour: str, index: int) -> Mapping[str, Any]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, Any]:
-    """rows: figures by column. Columns in which no row has a figure are left out, so that the others fit next to each
-    other."""
+    """rows: figures by column. Columns without any figure are left out, so that the others fit next to each other."""
     columns, cells = filled_columns(list(rows[0]), [list(row.values()) for row in rows])
     return {"title": title, "columns": columns, "rows": cells}
 

@@ -81,8 +81,7 @@ class ModelFolder:
         return str(self.path)
 
     def read_json(self, *names: str) -> dict[str, Any]:
-        """Read a JSON object once. names: of the folders in between and of the file. The result is the caller's own
-        copy."""
+        """Read a JSON object once. names: of the folders in between and the file. Returns the caller's own copy."""
         path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)

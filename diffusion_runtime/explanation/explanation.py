@@ -245,8 +245,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
 
 
 def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
-    """Return the stage with a ControlNet that does not run in some of its steps. Its cost is the mean over the
-    steps."""
+    """Return the stage with a ControlNet that skips some steps. Its cost is the mean over the steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
     if not isinstance(prepared.model.control, ImageControl) or all(runs):
         return stage
@@ -469,8 +468,7 @@ class ImplementationRow:
 
 
 def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ...]:
-    """Return what computes the calls of the denoising steps, by role, omitting layers in the steps in which they do not
-    run."""
+    """Return what computes the calls of the denoising steps, by role, without layers in steps that skip them."""
     places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
     for row in explanation.schedule:
         for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):

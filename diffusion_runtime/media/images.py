@@ -121,8 +121,7 @@ def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
-    """Convert a Pillow image to RGB in sRGB, and return it with remarks. profile: the ICC profile of its colours, None
-    for sRGB."""
+    """Convert a Pillow image to sRGB; return it and remarks. profile: the ICC profile of its colours, None for sRGB."""
     if not profile:
         return image.convert("RGB"), ()
     try:

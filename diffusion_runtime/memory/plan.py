@@ -120,8 +120,7 @@ class MemoryPlan:
 
     @property
     def whole_text(self) -> str:
-        """Reason why the text encoders are whole while they encode although their blocks would be streamed, else
-        empty."""
+        """Reason why text encoders are whole while encoding although their blocks would be streamed, else empty."""
         is_asked = self.waits_in_files and self.offload == "layers" and self.demand.whole_text
         return f"whole while it encodes: {self.demand.whole_text}" if is_asked else ""
 
@@ -340,8 +339,7 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
 
 
 def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) -> tuple[int, int]:
-    """Return how many blocks of a part stay on the device next to `beside` other bytes, and the bytes that the part
-    takes then."""
+    """Return how many blocks of a part stay on the device next to `beside` other bytes, and the part's bytes then."""
     blocks = part.blocks
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
@@ -400,8 +398,7 @@ def ways_to_fit(
     *,
     host_limit: int | None = None,
 ) -> str:
-    """Return which remedies fit where a plan, the last of those for `choices`, does not. more: the memory needed
-    without remedies."""
+    """Return which remedies fit where a plan, the last of those for `choices`, does not. more: needed without any."""
     short = {phase for phase, num_bytes in plan.phases.items() if num_bytes > limit}
     place, more = _Place(limit, host_limit, kind), more or f"{size_text(plan.peak)} of memory"
     return _ways(remedies.lowering(short), choices, place, plan.peak, more)

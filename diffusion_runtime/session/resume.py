@@ -107,8 +107,7 @@ def _difference(identity: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -
 
 
 def _numbers_in(folder: Path) -> dict[str, set[int]]:
-    """Return for each name in `folder` without its number, such as `out` of `out-2.mp4`, the numbers that it has
-    there."""
+    """Return the numbers in `folder` of each name without its number, such as `out` of `out-2.mp4`."""
     numbers: dict[str, set[int]] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         name, _, number = path.stem.rpartition("-")

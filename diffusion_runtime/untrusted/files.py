@@ -119,8 +119,7 @@ def check_file(
     missing: type[DiffusionRuntimeError] | None = None,
     advice: str = "",
 ) -> Path:
-    """Check a file as open_file does and return its path, for a library that opens it by name. Raises what open_file
-    raises."""
+    """Check a file as open_file does and return its path, for libraries that open by name. Raises what it raises."""
     open_file(path, key, max_bytes=max_bytes, error=error, missing=missing, advice=advice).close()
     return Path(path)
 
