@@ -112,8 +112,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def part_prefix(folder: Path) -> str:
-    """The prefix of the component's tensors in the files of its folder: empty but in a folder of links to a file that
-    holds several components. Raises ModelLoadError."""
+    """Return the prefix of the component's tensors in the files of its folder: empty but in a folder of links to a file
+    that holds several components. Raises ModelLoadError."""
     mark = folder / PART_MARK
     if not folder.parent.name.endswith(LINKS) or not mark.is_file():
         return ""
@@ -147,7 +147,7 @@ def has_both_indexes(folder: Path) -> bool:
 
 
 def modular_class(path: Path, name: str, folder: object) -> ModelLoadError:
-    """An error to raise for a model_index.json, at `path`, that names the class of a modular pipeline."""
+    """Return the error for a model_index.json, at `path`, that names the class of a modular pipeline."""
     return ModelLoadError(
         f"{path}: key '_class_name': {shown(name)} is a modular pipeline of diffusers, and modular pipelines are not "
         f"supported yet: {_modular_advice(folder)}"

@@ -34,7 +34,7 @@ class RuntimeOption:
 
 
 def options_of(config: type) -> dict[str, RuntimeOption]:
-    """The declared options of a dataclass by their names. Raises KeyError for a field without."""
+    """Return the declared options of a dataclass by their names. Raises KeyError for a field without."""
     return {field.name: field.metadata[_KEY] for field in dataclasses.fields(config)}
 
 

@@ -322,8 +322,8 @@ def _costs_of_chunks(
 def _passes_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[tuple[CachePlan, StepInfo, int]]:
-    """Every pass of a video and its step, a commit's that of the chunk behind it; and in how many passes of the
-    transformer it is made, by its guidance branches and, of a commit, by the experts of later chunks."""
+    """Yield every pass of a video with its step, for a commit that of the chunk after it, and the number of transformer
+    passes it takes, by its guidance branches and, for a commit, by the experts of later chunks."""
     request, chunks, passes = planned.request, settings.chunking.plan, settings.chunking.cache_passes()
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}

@@ -42,8 +42,8 @@ def open_picture(path: str, field: str = "image_path") -> Any:
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """What `open_picture` finds in a file. size: width and height of the image. remarks: what of the file is not used
-    as it is, as sentences. brightest: the highest grey level, 0 to 255."""
+    """Facts that `open_picture` finds in a file. size: width and height of the image. remarks: what of the file is not
+    used as it is, as sentences. brightest: the highest grey level, 0 to 255."""
 
     size: tuple[int, int]
     remarks: tuple[str, ...]

@@ -197,7 +197,7 @@ class RankRunner:
 
 
 def _describe(rank: int, error: BaseException) -> RankFailure:
-    """An error as a user sees it. What is wrong with the command is wrong on every rank, and none is named."""
+    """Describe an error as a user sees it. A fault of the command is the same on every rank, and none is named."""
     failure = Failure.of(error)
     from diffusion_runtime.errors import BackendUnavailableError, UsageError
 
