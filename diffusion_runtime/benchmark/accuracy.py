@@ -53,7 +53,7 @@ class ExactRows:
 
 
 def error_bound(backend: Backend, dtype: torch.dtype, hardware: Hardware) -> float | None:
-    """Return the largest allowed error of a backend on normally distributed inputs, or None where pairs are left out by
+    """Return the largest allowed error of a backend on normally distributed inputs; None if it omits pairs by
     design."""
     if backend.error_bound is None and not backend.lossless:
         return None

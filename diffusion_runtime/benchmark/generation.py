@@ -1,5 +1,4 @@
-"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own next to
-them."""
+"""Benchmarks whole generations by stage: cold, the first in the process, and warm; next to diffusers' own."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
 
 
 def _file_format(request: GenerationRequest) -> str:
-    """Return the format that `generate` writes without --format if this machine can; without ffmpeg, the frames of a
-    video alone."""
+    """Return the format that `generate` writes without --format; without ffmpeg, the frames of a video alone."""
     if request.num_frames == 1:
         return "png"
     return "mp4" if has_ffmpeg() else "npy"

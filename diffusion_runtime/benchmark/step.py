@@ -85,8 +85,7 @@ class StepEffort:
 class StepChoice:
     """Step to be timed. modes: those of MODES in which our model runs; None for all that run on the device, on a CPU
     `eager`. with_diffusers: also diffusers' eager model, and its compiled one if ours is compiled. attention: backend
-    of our model, as --attention-backend takes it.
-    """
+    of our model, as --attention-backend takes it."""
 
     modes: Sequence[str] | None = None
     with_diffusers: bool = True

@@ -51,8 +51,7 @@ class StepRow:
         return max(0.0, self.milliseconds - self.shares.total)
 
     def share_of_matmul(self, operations: float) -> float | None:
-        """Return the share of the measured limit that one forward reaches; 8-bit products may exceed 1. operations: of
-        one forward."""
+        """Return the share of the measured limit reached; 8-bit products may exceed 1. operations: of one forward."""
         if self.milliseconds is None or self.matmul_tflops is None:
             return None
         return operations / self.milliseconds / 1e9 / self.matmul_tflops

@@ -55,8 +55,7 @@ def expected_operations(prepared: Prepared, request: GenerationRequest) -> float
 
 
 def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
-    """Return the seconds that the transformer's attention layers take in one generation, every step and guidance
-    branch."""
+    """Return the seconds of the transformer's attention layers in one generation, all steps and guidance branches."""
     with instruments.timed_attention(pipeline) as clock:
         pipeline(request, on_progress=on_progress)
     return clock.seconds()

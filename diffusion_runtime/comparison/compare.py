@@ -167,7 +167,7 @@ class _Run:
         num_clips = operations = 0
         for each in opened:
             assert each.prepared is not None
-            # A clip that warms up or times attention is made beside those that are compared.
+            # A clip that warms up or times attention is made in addition to those that are compared.
             of_each = len(each.requests) + int(self.choices.attention_time) + int(len(each.requests) == 1)
             num_clips += of_each
             operations += of_each * int(expected_operations(each.prepared, each.requests[0]))
@@ -264,8 +264,7 @@ class _Run:
     def _attention(
         self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
     ) -> tuple[float | None, float | None]:
-        """Return the seconds of attention, and the density where it depends on the content, from further clips that are
-        not timed."""
+        """Return the seconds of attention, and a density that depends on content, from clips that are not timed."""
         if not isinstance(pipeline, Pipeline):
             return None, None
         seconds = counted = None

@@ -54,8 +54,7 @@ class LatentComparison:
         return watch
 
     def beside(self, clip: int) -> LatentWatcher:
-        """Return a watcher that compares a clip with the reference's of the same index, and keeps only the last
-        latents."""
+        """Return a watcher that compares a clip with the reference's of its index, and keeps the last latents alone."""
         return LatentWatcher(self._tracks[clip], self._kept)
 
     def _kept(self, latents: torch.Tensor) -> torch.Tensor:

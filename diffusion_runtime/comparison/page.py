@@ -17,7 +17,7 @@ from diffusion_runtime.media.publish import publish_text
 
 
 def write_page(result: Comparison, path: Path) -> None:
-    """The whole page or none. Raises OutputError."""
+    """Write the whole page or none. Raises OutputError."""
     publish_text(path, render(result), "--html")
 
 
@@ -94,8 +94,7 @@ def _clip(row: Row, letter: str, colour: str, index: int) -> Mapping[str, Any]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, Any]:
-    """rows: figures by column. Columns in which no row has a figure are left out, so that the others fit next to each
-    other."""
+    """rows: figures by column. Columns without any figure are left out, so that the others fit next to each other."""
     columns, cells = filled_columns(list(rows[0]), [list(row.values()) for row in rows])
     return {"title": title, "columns": columns, "rows": cells}
 

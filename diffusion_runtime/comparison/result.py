@@ -131,8 +131,7 @@ class Row:
         return _mean([clip.metrics.get(name) for clip in self.clips])
 
     def first_step_over(self, threshold: float) -> int | None:
-        """Return the first step, from 0, whose distance is above, or None where none is, or steps cannot be
-        compared."""
+        """Return the first step, from 0, whose distance is above; None without one, or if steps cannot be compared."""
         return next(
             (step for step, value in enumerate(self.latent_l2) if value is not None and value > threshold), None
         )
@@ -191,8 +190,8 @@ class Comparison:
         return f"{speedup:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def paired_test(self, row: Row) -> PairedTest | None:
-        """Return the paired test of the reference and another row on the prompts that both were judged by, or None
-        without any."""
+        """Return the paired test of the reference and another row on the prompts judged for both, or None without
+        any."""
         pairs = [
             (its.verdict.joint, mine.verdict.joint)
             for its, mine in zip(self.reference.clips, row.clips, strict=False)

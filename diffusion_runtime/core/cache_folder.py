@@ -24,8 +24,7 @@ def cache_root() -> Path:
 
 @contextlib.contextmanager
 def complete_file(path: Path, text: str) -> Iterator[Path]:
-    """Context manager: write a file with `text` next to `path` under a name of its own; gone afterwards, unless it was
-    renamed."""
+    """Context manager: a file with `text` next to `path` under its own name; removed afterwards, unless renamed."""
     complete = path.with_name(f".{path.stem[:64]}.{os.getpid()}.{os.urandom(4).hex()}.partial")
     try:
         with open(complete, "x", encoding="utf-8") as file:

@@ -14,8 +14,7 @@ import torch
 
 
 def guard_is_needed(device: torch.device) -> bool:
-    """Return True if a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may
-    check."""
+    """Return True if a call on tensors of `device` needs the guard; takes below 1 us, so every call may check."""
     kind = device.type
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return True
@@ -45,8 +44,7 @@ def _is_autocast(device: torch.device) -> bool:
 
 
 def _has_autocast(kind: str) -> bool:
-    """Return False for a type of device without autocast, such as meta, which raises when asked whether it is
-    enabled."""
+    """Return False for device types without autocast, such as meta, which raise when asked if it is enabled."""
     # No functools.cache: torch.compile warns of what it wraps.
     if kind not in _autocast:
         _autocast[kind] = torch.amp.is_autocast_available(kind)

@@ -19,14 +19,14 @@ from diffusion_runtime.untrusted.files import check_file, read_file
 from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_file
 
 INDEX_FILE = "model_index.json"
-# What a folder of diffusers' modular pipelines has instead, or beside it.
+# What a folder of diffusers' modular pipelines has instead, or in addition.
 MODULAR_INDEX_FILE = "modular_model_index.json"
 # A repository of the hub, as a modular index names it.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
 LINKS = ".links"
-# Beside such links, where they lead to a file of several components: the prefix of this one's tensors.
+# Next to such links, where they lead to a file of several components: the prefix of this one's tensors.
 PART_MARK = "part_of_file.json"
 
 # What libraries read of a folder, in addition to weights. The largest published tokenizer.json has 33 MB.
@@ -81,8 +81,7 @@ class ModelFolder:
         return str(self.path)
 
     def read_json(self, *names: str) -> dict[str, Any]:
-        """Read a JSON object once. names: of the folders in between and of the file. The result is the caller's own
-        copy."""
+        """Read a JSON object once. names: of the folders in between and the file. Returns the caller's own copy."""
         path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)
@@ -113,8 +112,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def part_prefix(folder: Path) -> str:
-    """The prefix of the component's tensors in the files of its folder: empty but in a folder of links to a file that
-    holds several components. Raises ModelLoadError."""
+    """Return the prefix of the component's tensors in the files of its folder: empty but in a folder of links to a file
+    that holds several components. Raises ModelLoadError."""
     mark = folder / PART_MARK
     if not folder.parent.name.endswith(LINKS) or not mark.is_file():
         return ""
@@ -148,7 +147,7 @@ def has_both_indexes(folder: Path) -> bool:
 
 
 def modular_class(path: Path, name: str, folder: object) -> ModelLoadError:
-    """An error to raise for a model_index.json, at `path`, that names the class of a modular pipeline."""
+    """Return the error for a model_index.json, at `path`, that names the class of a modular pipeline."""
     return ModelLoadError(
         f"{path}: key '_class_name': {shown(name)} is a modular pipeline of diffusers, and modular pipelines are not "
         f"supported yet: {_modular_advice(folder)}"

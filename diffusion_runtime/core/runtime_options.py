@@ -1,4 +1,4 @@
-"""How an option of RuntimeConfig is declared: metadata of a dataclass field, which resume, `--from` and `tune` read."""
+"""Declaration of an option of RuntimeConfig: metadata of a dataclass field, which resume, `--from` and `tune` read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 _KEY = "runtime_option"
 
 
-# No field has a default: whoever adds an option says all of this.
+# No field has a default: adding an option means giving all of this.
 @dataclass(frozen=True)
 class RuntimeOption:
     """The declaration of one option of RuntimeConfig.
 
     changes_output: whether frames made with another value are other frames, rounding included, so that `--resume` makes
-    them anew. recorded_as: the part of a recipe (`model`, `attention`) in which `--resume` compares what the option led
-    to; None where it compares the option's own value.
+    them again. recorded_as: the part of a recipe (`model`, `attention`) in which `--resume` compares what the option
+    led to; None where it compares the option's own value.
     repeated_by_from: whether `--from` takes the value of a recipe; not so for what belongs to the machine.
     written_by_tune: whether the config that `tune` writes has it. is_weight_path: whether it names weights from
     elsewhere than the model's folder.
@@ -29,12 +29,12 @@ class RuntimeOption:
     is_weight_path: bool
 
     def as_metadata(self) -> dict[str, RuntimeOption]:
-        """For `dataclasses.field(metadata=...)`."""
+        """Return the metadata for `dataclasses.field(metadata=...)`."""
         return {_KEY: self}
 
 
 def options_of(config: type) -> dict[str, RuntimeOption]:
-    """The declared options of a dataclass by their names. Raises KeyError for a field without."""
+    """Return the declared options of a dataclass by their names. Raises KeyError for a field without."""
     return {field.name: field.metadata[_KEY] for field in dataclasses.fields(config)}
 
 
@@ -58,5 +58,5 @@ MODEL = _option(changes_output=True, recorded_as="model", repeated_by_from=True,
 ATTENTION = _option(changes_output=True, recorded_as="attention", repeated_by_from=True, written_by_tune=False)
 # Another machine may have another device and other packages; processes that share the work change nothing of it.
 MACHINE = _option(changes_output=False, repeated_by_from=False, written_by_tune=False)
-# The same of what a tuned config says all the same: how it was measured.
+# The same for what a tuned config records all the same: how it was measured.
 SPEED = _option(changes_output=False, repeated_by_from=False, written_by_tune=True)

@@ -2,7 +2,7 @@
 
 The table is spellings.yaml, read when a name that is not ours is first asked for: other commands do without.
 A spelling stands for a name of ours, with a remark where that is not quite the same; or it has no counterpart here, and
-the remark says why. `scripts/write_spellings.py` writes docs/spellings.md from the same file.
+the remark gives the reason. `scripts/write_spellings.py` writes docs/spellings.md from the same file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Spelling(NamedTuple):
         return f"{self.spelling}: {self.remark}; {self.instead}"
 
     def taken_apart(self, value: str) -> list[str] | None:
-        """The arguments that a flag with `value` stands for; None for a value that does not match its pattern."""
+        """Return the arguments that a flag with `value` stands for, or None if the value does not match its pattern."""
         match = re.fullmatch(self.value, value)
         if match is None:
             return None
@@ -67,7 +67,7 @@ def own_name(kind: Kind, name: object, ours: Container[Any]) -> Any:
 
 
 def unknown_value(kind: Kind, value: object, ours: Sequence[str]) -> str:
-    """The message for a value that is none of `ours`: where the table has it, with the reason and what to write."""
+    """Return the message for a value not in `ours`, with the reason and what to write if the table has it."""
     row = resolve(kind, value) if isinstance(value, str) else None
     if row is not None:
         return f"{kind}: {row.refusal}"
@@ -76,13 +76,14 @@ def unknown_value(kind: Kind, value: object, ours: Sequence[str]) -> str:
 
 @functools.cache
 def table_of(kind: Kind) -> Mapping[str, Spelling]:
-    """Every spelling of a kind, by the form in which `resolve` compares it."""
+    """Return every spelling of a kind, by the form in which `resolve` compares it."""
     return {_plain(kind, row.spelling): row for row in _rows()[kind]}
 
 
 @functools.cache
 def _rows() -> Mapping[Kind, tuple[Spelling, ...]]:
-    """Every row of the file. Raises TypeError for a row with an unknown column, KeyError for a kind without rows."""
+    """Read every row of the file. Raises TypeError for a row with an unknown column, KeyError for a kind without
+    rows."""
     # PyYAML takes 0.02 s to import.
     from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 

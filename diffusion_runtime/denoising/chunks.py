@@ -28,8 +28,7 @@ class Chunk:
 class ChunkPlan:
     """Cut of a video: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1 for
     models trained on [1, N, N, ...]), and a last one with the rest of num_frames, None for a video without end. A plan
-    for more frames begins as one for fewer whole chunks.
-    """
+    for more frames begins as one for fewer whole chunks."""
 
     chunk_frames: int
     first_chunk_frames: int | None = None

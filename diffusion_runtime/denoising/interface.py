@@ -29,8 +29,8 @@ class Sampler(ABC):
 
     @abstractmethod
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
-        """What `sample` gives to predict for noise on a device, call after call, known before it runs: what depends on
-        it alone is computed for all calls at once. Several calls of one step have its index."""
+        """Return the steps that `sample` gives to predict for noise on a device, call after call, known before it runs:
+        what depends on them alone is computed for all calls at once. Several calls of one step have its index."""
 
     @abstractmethod
     def sample(
@@ -40,7 +40,7 @@ class Sampler(ABC):
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,
     ) -> torch.Tensor:
-        """The clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
+        """Return the clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
 
         predict: called up to RegisteredSampler.num_predictions_per_step times per step and at least once, in the order
             of the steps, with float32 latents; returns d latents / d sigma (noise minus data) in any floating dtype.

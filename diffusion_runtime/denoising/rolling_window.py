@@ -36,8 +36,7 @@ class _Active:
 class RollingWindowSampler(ChunkSampler):
     """Sampler that denoises a window of as many chunks as it has steps; otherwise as PerChunkSampler. Frames have
     timesteps of their own (StepInfo.frame_timesteps); a pass counts as the step of its first chunk, and its timestep is
-    that of the noisiest.
-    """
+    that of the noisiest."""
 
     def __init__(self, sampler: DmdSampler, video: ChunkedVideo) -> None:
         super().__init__(video)

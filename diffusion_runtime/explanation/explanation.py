@@ -245,8 +245,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
 
 
 def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
-    """Return the stage with a ControlNet that does not run in some of its steps. Its cost is the mean over the
-    steps."""
+    """Return the stage with a ControlNet that skips some steps. Its cost is the mean over the steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
     if not isinstance(prepared.model.control, ImageControl) or all(runs):
         return stage
@@ -292,8 +291,7 @@ def _costs_of_chunks(
 ) -> tuple[list[tuple[ForwardCost, int]], int]:
     """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
     first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
-    branch that runs.
-    """
+    branch that runs."""
     num_first = _num_first_steps(settings)
     # By all that a pass costs by, of the first chunk and of the others.
     found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
@@ -324,8 +322,8 @@ def _costs_of_chunks(
 def _passes_of_chunks(
     prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[tuple[CachePlan, StepInfo, int]]:
-    """Every pass of a video and its step, a commit's that of the chunk behind it; and in how many passes of the
-    transformer it is made, by its guidance branches and, of a commit, by the experts of later chunks."""
+    """Yield every pass of a video with its step, for a commit that of the chunk after it, and the number of transformer
+    passes it takes, by its guidance branches and, for a commit, by the experts of later chunks."""
     request, chunks, passes = planned.request, settings.chunking.plan, settings.chunking.cache_passes()
     is_alone = not planned.is_guided or planned.is_batched
     places = {chunk.frames: chunk.index for chunk in chunks}
@@ -470,8 +468,7 @@ class ImplementationRow:
 
 
 def implementation_rows(explanation: Explanation) -> tuple[ImplementationRow, ...]:
-    """Return what computes the calls of the denoising steps, by role, omitting layers in the steps in which they do not
-    run."""
+    """Return what computes the calls of the denoising steps, by role, without layers in steps that skip them."""
     places: dict[tuple[str, str, str | None], tuple[dict[int, None], dict[int, None]]] = {}
     for row in explanation.schedule:
         for step, (backend, name) in enumerate(zip(row.backends, row.implementations, strict=True)):

@@ -73,8 +73,8 @@ def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
 
 
 def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> ForwardCost:
-    """Count what `run`, one forward pass on the meta device, computes. modules: those whose attention layers are
-    counted."""
+    """Count what `run`, one forward pass on the meta device, computes. modules: owners of the counted attention
+    layers."""
     calls: dict[AttentionLayer, list[tuple[int, float, KnownCall]]] = {}
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, AttentionLayer)]
     handles = [

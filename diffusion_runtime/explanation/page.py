@@ -28,7 +28,7 @@ NOTE = "Expected time: by what one H200 reached in bfloat16; `diffusion-runtime 
 
 
 def write_page(explanation: Explanation, path: Path) -> None:
-    """The whole page or none. Raises OutputError."""
+    """Write the whole page or none. Raises OutputError."""
     publish_text(path, render(explanation), "--html")
 
 

@@ -44,8 +44,7 @@ class DecodingThread:
         return self._executor.submit(self._run, decode, latents, first_frame, ready)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run `function` on the decoding thread after the chunks already submitted, so that it may read the
-        convolutions' state."""
+        """Run `function` on the decoding thread after the chunks submitted so far: it may read convolution state."""
         return self._executor.submit(self._guarded, function).result()
 
     def close(self) -> None:

@@ -313,8 +313,7 @@ class _FrameForward:
         return sum(store.num_shared_bytes for store in self._stores())
 
     def fork(self, denoiser: LatentDenoiser) -> _FrameForward:
-        """Return the forward pass of another video that continues from here. What depends on the prompt alone is
-        computed again."""
+        """Return the forward pass of another video that continues here. What depends on the prompt is recomputed."""
         twin = _FrameForward(denoiser, self.passes.fork(), dict(self._inputs), self._experts, self._guided_frames)
         twin._switched_at = self._switched_at
         twin._state.adopt(self._state, CACHED_KEYS, lambda store: cast(KeyStore, store).fork())

@@ -50,8 +50,7 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
 
 
 def _paths(value: Any) -> list[Any]:
-    """Return the paths of a field as a recipe has it: a path, several, or for images at frames lists of frame, path and
-    strength."""
+    """Return the paths of a recipe's field: one, several, or for images at frames lists of frame, path, strength."""
     return [each[1] if isinstance(each, list) and len(each) == 3 else each for each in _listed(value)]
 
 

@@ -19,7 +19,7 @@ class GenerationRules(Protocol):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Values of request fields that nobody gives."""
+        """Values of request fields that are not given."""
 
     @property
     def presets(self) -> Mapping[str, Mapping[str, Any]]:
@@ -64,7 +64,7 @@ class GenerationPipeline(Protocol):
     def __call__(
         self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
     ) -> GeneratedMedia:
-        """One video or image. Raises Cancelled, which is no DiffusionRuntimeError, where on_progress cancels it."""
+        """Generate one video or image. Raises Cancelled, no DiffusionRuntimeError, if on_progress cancels it."""
 
     def generate(
         self,
@@ -83,8 +83,7 @@ class GenerationPipeline(Protocol):
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
-        """Remarks that belong in a profile of a generation: how it differs from one without profiling, and what has
-        no name."""
+        """Remarks for a profile of a generation: how it differs from one without profiling, and what has no name."""
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

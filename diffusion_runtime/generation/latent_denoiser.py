@@ -204,8 +204,8 @@ class LatentDenoiser:
         )
 
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
-        """The guidance of these settings around a prediction that reads `step.branch`. inputs: of the conditional
-        branch; wrappers: see with_guidance."""
+        """Return the guidance of these settings around a prediction that reads `step.branch`. inputs: of the
+        conditional branch; wrappers: see with_guidance."""
         settings, geometry, exchange = self.settings, self.settings.sampling.geometry, BranchExchange.of(self.mesh)
         terms = settings.guidance.terms
 
@@ -240,7 +240,7 @@ class LatentDenoiser:
             return torch.cat([geometry.join(video[:, :end], audio), video[:, end:]], dim=1)
 
         with_terms = with_guidance_terms(predict, terms, split, join, settings.guidance.mode, exchange, wrappers)
-        # Rescaling is measured with the images as they are, those beside the clip among them.
+        # Rescaling is measured with the images as they are, including those given with the clip.
         whole = self.transformer.complete if terms.video.rescale > 0 else self.transformer.settle
 
         def of_clip(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:

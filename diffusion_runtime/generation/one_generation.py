@@ -26,8 +26,8 @@ class OneGeneration:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For one generation; given back however it ends. Raises PipelineBusyError while another one runs,
-        PipelineClosedError after `close`."""
+        """Context manager: hold the pipeline for one generation; released however it ends. Raises PipelineBusyError
+        while another one runs, PipelineClosedError after `close`."""
         this = object()
         try:
             if self._running.setdefault("generation", this) is not this:
@@ -63,18 +63,17 @@ class SharedGeneration:
         self._closing: deque[Callable[[], None]] = deque()
 
     def join(self) -> None:
-        """One more stream."""
+        """Count one more stream."""
         self._num_inside += 1
 
     def leave(self) -> None:
-        """One stream less. Call it from what `release` was given."""
+        """Count one stream less. Call it from the function given to `release`."""
         self._num_inside -= 1
         if self._num_inside == 0:
             self._resources.close()
 
     def release(self, close: Callable[[], None]) -> None:
-        """Call `close` as soon as no stream computes: now, or at the end of the turn of whoever computes, in its
-        thread."""
+        """Call `close` as soon as no stream computes: now, or at the end of the turn that computes, in its thread."""
         self._closing.append(close)
         self._close_waiting()
 
@@ -95,5 +94,5 @@ class SharedGeneration:
                     if self._closing:
                         self._closing.popleft()()
             except PipelineBusyError:
-                # Whoever holds the turn looks here when it ends.
+                # The holder of the turn looks here when it ends.
                 return

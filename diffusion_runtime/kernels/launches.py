@@ -86,8 +86,7 @@ def kind_of(tensor: torch.Tensor | None) -> Hashable:
 
 
 def may_repeat(device: torch.device) -> bool:
-    """Return True if a call with the key of an earlier one may skip its checks: everything outside the key is as
-    required."""
+    """Return True if a call with a known key may skip its checks: all that is outside the key is as required."""
     return (
         may_run_on(device)
         and not torch.is_grad_enabled()

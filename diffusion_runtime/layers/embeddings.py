@@ -191,8 +191,7 @@ class TimestepModulation(nn.Module):
         self.projection = Linear(dim, num_rows * dim)
 
     def forward(self, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows, float32 [batch, num_rows, dim], and the embedding behind them [batch, dim]. timestep:
-        [batch]."""
+        """Return the rows, float32 [batch, num_rows, dim], and their embedding [batch, dim]. timestep: [batch]."""
         embedded: torch.Tensor = self.embedding(timestep)
         rows: torch.Tensor = self.projection(F.silu(embedded)).unflatten(-1, (self.num_rows, -1))
         return rows.float(), embedded

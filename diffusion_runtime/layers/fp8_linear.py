@@ -153,8 +153,7 @@ class Fp8Linear(Linear):
         self._handle = PRODUCTS.handle_of(self)
 
     def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:
-        """Return the product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it
-        is."""
+        """Return the product of x, whose features from `gelu_from` on pass the tanh GELU first, without changing x."""
         if self._refusal(x) is None:
             return self._multiply(quantize_rows(x, gelu_from=gelu_from), x.shape[:-1])
         if gelu_from is not None:

@@ -167,8 +167,7 @@ class Linear(nn.Linear):
     def runs_in_parts(self, x: torch.Tensor) -> bool:
         """Return True if products of parts of the weight, and cuBLASLt's operators, may replace the whole product: in
         half precision on a CUDA GPU, or where memory is planned for one, with weights of x's dtype. The operators have
-        no backward; torch.compile has parts of its own.
-        """
+        no backward; torch.compile has parts of its own."""
         return (
             not torch.compiler.is_dynamo_compiling()
             and (x.is_cuda or has_shape_alone(x))

@@ -49,8 +49,7 @@ class ApartTokens:
     is_first: bool = False
 
     def split(self, num_tokens: int) -> tuple[tuple[slice, bool], ...]:
-        """Return the tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty
-        parts."""
+        """Split a stream of num_tokens, in order, into (tokens, whether they are these), without empty parts."""
         middle = self.num_tokens if self.is_first else num_tokens - self.num_tokens
         halves = (slice(0, middle), self.is_first), (slice(middle, num_tokens), not self.is_first)
         return tuple((tokens, are_apart) for tokens, are_apart in halves if tokens.start < tokens.stop)

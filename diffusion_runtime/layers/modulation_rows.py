@@ -215,8 +215,7 @@ def _index_of(timestep: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
 def _kept(
     name: str, sources: tuple[object, object], compute: Callable[[], _Table], context: AttentionContext
 ) -> _Table:
-    """Return the table under `name`, of the request or, where it has a source, of the branch; computed and reported
-    once."""
+    """Return the table `name` of the request or, if it has a source, of the branch; computed and reported once."""
     state = context.state
     scope, key = state.request if sources[1] is None else state.of_branch(context.step), (_ROWS, name)
     found = scope.find(key)

@@ -65,6 +65,5 @@ class SpatialParallel(TorchFunctionMode):
 
 
 def _padding_of_rows(args: tuple[Any, ...]) -> int:
-    """Return the row padding of the arguments with which nn.Conv2d calls conv2d: (rows, columns), the fifth
-    argument."""
+    """Return the row padding (rows, columns) of nn.Conv2d's arguments for conv2d, of which it is the fifth."""
     return int(args[4][0]) if len(args) > 4 and not isinstance(args[4], str) else 0

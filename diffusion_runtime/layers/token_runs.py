@@ -63,8 +63,7 @@ def token_runs(
 ) -> tuple[TokenRun, ...]:
     """Return the runs of the grid's tokens that this process holds: one, or two if the first frame, an image, has a
     timestep of its own. timestep, first_timestep: [B]. The tokens of an image are a contiguous range in raster order
-    alone.
-    """
+    alone."""
     if first_timestep is None:
         # Of any length, so that one compiled block serves clips of every size.
         return (TokenRun(slice(None), *rows_of(timestep)),)

@@ -161,8 +161,7 @@ def _command(path: str, most: int, *output: str) -> list[str]:
 
 
 def _video_facts(path: str, most: int) -> ClipFacts:
-    """Read the facts from ffmpeg's list of decoded frames: a header, and for each frame its stream, times, size and
-    checksum."""
+    """Read the facts from ffmpeg's list of decoded frames: a header, then each one's stream, times, size, checksum."""
     done = subprocess.run(
         _command(path, most + 1, "-f", "framecrc"), capture_output=True, timeout=_TIMEOUT, start_new_session=True
     )

@@ -77,8 +77,7 @@ class VideoEncoder:
         self._process.stderr.close()
 
     def write(self, frames: numpy.ndarray) -> bool:
-        """Write the next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` raises
-        why."""
+        """Write the next frames, uint8 RGB [frames, height, width, 3]. Returns False if ffmpeg ended: see `finish`."""
         try:
             self._stdin.write(_even(frames).data)
             self._stdin.flush()
@@ -139,8 +138,7 @@ def num_frames_in(path: Path) -> int:
 
 
 def file_argument(path: Path) -> str:
-    """Return a path in the form that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an
-    address."""
+    """Return a path that ffmpeg takes for a file: it reads `-x.mp4` as an option, `tcp:x.mp4` as an address."""
     return str(path.absolute())
 
 

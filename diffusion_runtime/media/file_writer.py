@@ -83,7 +83,7 @@ class FileWriter:
         self._abandon()
 
     def open(self, _request_index: int, header: ClipHeader) -> FrameSink:
-        """An OpenSink, for the first clip that comes. Raises OutputError where the folder cannot be written."""
+        """Open an OpenSink, for the first clip that comes. Raises OutputError where the folder cannot be written."""
         if self._header is not None or self._format in SOUND_FORMATS:
             return lambda _: None
         check_format(self._format, header.num_frames)
@@ -105,7 +105,7 @@ class FileWriter:
         return (self._header, self._format, self._target.parent) == (header, file_format, folder)
 
     def finish(self) -> Path:
-        """The temporary file, once every frame is in it. Raises OSError when writing failed."""
+        """Return the temporary file, once every frame is in it. Raises OSError when writing failed."""
         self._put(None)
         if self._thread is not None:
             self._thread.join()

@@ -23,8 +23,7 @@ _OTHER_VIDEOS = ("mov", "mkv", "webm", "avi", "m4v", "mpg", "mpeg")
 
 
 def format_of(path: str | Path) -> str:
-    """Return the format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
-    SOUND_FORMATS."""
+    """Return the format of a file name's extension. Raises ConfigError if it is not in FORMATS or SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in (*FORMATS, *SOUND_FORMATS):
         ending = f"the extension {shown('.' + suffix)}" if suffix else "no extension"

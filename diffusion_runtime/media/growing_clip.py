@@ -170,8 +170,7 @@ def check_streamable(target: str | Path) -> Path:
 
 
 def _take_free_name(target: Path) -> Path:
-    """Create an empty file of the first of the target's numbered names that is free with its sidecar. Raises
-    OutputError."""
+    """Create an empty file of the target's first numbered name that is free with its sidecar. Raises OutputError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned_files(target.parent)

@@ -42,8 +42,8 @@ def open_picture(path: str, field: str = "image_path") -> Any:
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """What `open_picture` finds in a file. size: width and height of the image. remarks: what of the file is not used
-    as it is, as sentences. brightest: the highest grey level, 0 to 255."""
+    """Facts that `open_picture` finds in a file. size: width and height of the image. remarks: what of the file is not
+    used as it is, as sentences. brightest: the highest grey level, 0 to 255."""
 
     size: tuple[int, int]
     remarks: tuple[str, ...]
@@ -121,8 +121,7 @@ def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
-    """Convert a Pillow image to RGB in sRGB, and return it with remarks. profile: the ICC profile of its colours, None
-    for sRGB."""
+    """Convert a Pillow image to sRGB; return it and remarks. profile: the ICC profile of its colours, None for sRGB."""
     if not profile:
         return image.convert("RGB"), ()
     try:

@@ -27,7 +27,8 @@ _temporary_files: set[Path] = set()
 
 @contextlib.contextmanager
 def temporary_file(folder: Path) -> Iterator[Path]:
-    """An empty file in `folder` under a unique name; removed afterwards, unless it was renamed. Raises OSError.
+    """Context manager: create an empty file in `folder` under a unique name; removed afterwards, unless it was renamed.
+    Raises OSError.
 
     It is locked while this process lives: see remove_abandoned_files.
     """
@@ -42,8 +43,9 @@ def temporary_file(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def published(target: Path, key: str = "") -> Iterator[Path]:
-    """A temporary file beside `target`, which takes its name when the block ends: over a file that is there, in a
-    folder that is made where it is missing. An error leaves everything as it was. key: the flag that named it.
+    """Context manager: a temporary file next to `target`, which takes its name when the block ends: over a file that is
+    there, in a folder that is made where it is missing. An error leaves everything as it was. key: the flag that named
+    it.
 
     Raises OutputError for a place that no file can have (a folder, FIFO or device), and for any OSError of the block.
     """
@@ -58,13 +60,13 @@ def published(target: Path, key: str = "") -> Iterator[Path]:
 
 
 def publish_text(target: Path, text: str, key: str = "") -> None:
-    """The whole file or none, as `published`."""
+    """Write the whole file or none, as `published` does."""
     with published(target, key) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def cannot_write(target: Path, error: OSError, key: str = "") -> OutputError:
-    """The error for users when a file cannot be written."""
+    """Return the error for users when a file cannot be written."""
     kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
     where = f"{key}: " if key else ""
     return kind(f"{where}cannot write {shown_path(target)}: {error.strerror or error}; nothing was left behind")

@@ -72,8 +72,7 @@ def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """Read the sidecar at `path`; None when there is none or it is something else. Raises OutputError when
-    unreadable."""
+    """Read the sidecar at `path`; None if there is none or it is something else. Raises OutputError if unreadable."""
     try:
         state = os.stat(path)
     except OSError as error:
@@ -96,8 +95,7 @@ def sidecar_of(
     peak_memory: Mapping[str, int],
     **further: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the contents of a sidecar. file: the format, and the size of what was generated; further: more sections by
-    name."""
+    """Return a sidecar's contents. file: the format, and the size of the result; further: more sections by name."""
     return {
         "schema": SIDECAR_SCHEMA,
         "file": dict(file),

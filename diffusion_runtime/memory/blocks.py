@@ -45,8 +45,7 @@ def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
 
 
 def largest_held_bytes(root: nn.Module) -> int:
-    """Return the largest number of bytes present at once of what is read outside of a forward of the blocks of a
-    module."""
+    """Return the most bytes present at once of weights that are read outside of a forward of a module's blocks."""
     held = (tensors for block in blocks_of(root) for _, tensors in read_once(block))
     return max((sum(tensor.nbytes for tensor in tensors) for tensors in held), default=0)
 

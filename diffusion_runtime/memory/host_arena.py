@@ -1,5 +1,4 @@
-"""Host arena: weights in one piece of the machine's memory, pinned (page-locked) so that copies run in parallel with
-kernels."""
+"""Host arena: weights in one piece of memory, pinned (page-locked) so that copies run in parallel with kernels."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of
-        `explain`."""
+        """Return False: else torch imports its compiler at the first operator, 1.4 of the 5.3 s of `explain`."""
         return False
 
     def __torch_dispatch__(
@@ -70,8 +69,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _turned_bytes(*tensors: torch.Tensor) -> int:
-    """Return the bytes of channels-last copies of 16-bit tensors; 0 for tensors that are so already, or of another
-    size."""
+    """Return the bytes of channels-last copies of 16-bit tensors; 0 for other sizes, and for those that are so."""
     if tensors[0].itemsize != 2 or tensors[0].stride(1) == 1:
         return 0
     return sum(tensor.nbytes for tensor in tensors)

@@ -53,8 +53,7 @@ def free_in_machine() -> int | None:
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """Return the most bytes that this process had at once so far: `machine`, and `device` for tensors on a GPU that
-    counts."""
+    """Return the most bytes that this process had at once: `machine`, and `device` for tensors on a GPU that counts."""
     found, library = {"machine": peak_in_machine()}, _library_of(device)
     if library is not None:
         found["device"] = int(library.max_memory_allocated(device))

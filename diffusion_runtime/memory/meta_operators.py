@@ -29,8 +29,7 @@ class MetaOperators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to be skipped, torch would import its compiler at the first operator, 1.4 of the 5.3 s of
-        `explain`."""
+        """Return False: else torch imports its compiler at the first operator, 1.4 of the 5.3 s of `explain`."""
         return False
 
     def __torch_dispatch__(

@@ -67,8 +67,7 @@ class Offloading:
             part.leave()
 
     def adopt(self, plan: MemoryPlan) -> None:
-        """Adopt another plan of the same kind, for example for a larger request: other numbers of blocks stay on the
-        device."""
+        """Adopt another plan of the same kind, as for a larger request: other numbers of blocks stay on the device."""
         assert (plan.offload, plan.waits_in_files) == (self.plan.offload, self.plan.waits_in_files)
         self.leave()
         for part in self.parts:

@@ -37,8 +37,7 @@ WEIGHTS = "weights"
 class DeviceKind:
     """Properties of a kind of device that its plans depend on. workspace: bytes in addition to the tensors of a phase.
     num_slots: buffers of streamed blocks. waits_in_files: offloaded weights are read from their files when needed,
-    because there is no other memory to hold them.
-    """
+    because there is no other memory to hold them."""
 
     workspace: int = WORKSPACE_BYTES
     num_slots: int = NUM_SLOTS
@@ -72,8 +71,7 @@ class MemoryDemand:
     the step's activations that are rows of all timesteps, computed before the first step. num_local: processes of this
     machine; each holds its own transformers where they are offloaded, the first alone the encoders. whole_text: why the
     encoders cannot be read from their files by blocks, empty if they can; the blocks of `text` are those of the largest
-    encoder.
-    """
+    encoder."""
 
     text: PartSize
     transformers: tuple[PartSize, ...]
@@ -93,8 +91,7 @@ class MemoryPlan:
     each part; resident: by streamed part, how many blocks stay on the device. keeps_transformer: whether it may stay
     while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible, of all its
     processes; host_limit: what is free there, None if unknown; waits_in_files: offloaded weights are read from their
-    files instead. reason: why this offloading.
-    """
+    files instead. reason: why this offloading."""
 
     demand: MemoryDemand
     offload: Offload
@@ -123,8 +120,7 @@ class MemoryPlan:
 
     @property
     def whole_text(self) -> str:
-        """Reason why the text encoders are whole while they encode although their blocks would be streamed, else
-        empty."""
+        """Reason why text encoders are whole while encoding although their blocks would be streamed, else empty."""
         is_asked = self.waits_in_files and self.offload == "layers" and self.demand.whole_text
         return f"whole while it encodes: {self.demand.whole_text}" if is_asked else ""
 
@@ -343,8 +339,7 @@ def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: De
 
 
 def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) -> tuple[int, int]:
-    """Return how many blocks of a part stay on the device next to `beside` other bytes, and the bytes that the part
-    takes then."""
+    """Return how many blocks of a part stay on the device next to `beside` other bytes, and the part's bytes then."""
     blocks = part.blocks
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
@@ -403,8 +398,7 @@ def ways_to_fit(
     *,
     host_limit: int | None = None,
 ) -> str:
-    """Return which remedies fit where a plan, the last of those for `choices`, does not. more: the memory needed
-    without remedies."""
+    """Return which remedies fit where a plan, the last of those for `choices`, does not. more: needed without any."""
     short = {phase for phase, num_bytes in plan.phases.items() if num_bytes > limit}
     place, more = _Place(limit, host_limit, kind), more or f"{size_text(plan.peak)} of memory"
     return _ways(remedies.lowering(short), choices, place, plan.peak, more)

@@ -1,5 +1,4 @@
-"""Transfers of weights to a device: on a stream of their own in parallel with the kernels (CUDA), or in turn with
-them."""
+"""Transfers of weights to a device: on their own stream in parallel with kernels (CUDA), or in turn with them."""
 
 from __future__ import annotations
 

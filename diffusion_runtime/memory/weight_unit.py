@@ -115,7 +115,6 @@ class WeightUnit:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return the module's parameters and buffers, each once, in the order of its state dict; those outside it come
-    last."""
+    """Return the module's parameters and buffers once each, in the order of its state dict; others come last."""
     order = [*module.state_dict(keep_vars=True).values(), *module.parameters(), *module.buffers()]
     return list({id(tensor): tensor for tensor in order}.values())

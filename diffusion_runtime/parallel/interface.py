@@ -48,8 +48,7 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def needs_lse(self) -> bool:
-        """True if `run` gets part of the keys at a time, and must return the log-sum-exp by which the parts are
-        merged."""
+        """True if `run` gets part of the keys at a time, and must return the log-sum-exp that merges the parts."""
 
     @property
     @abstractmethod
@@ -62,8 +61,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def with_every_key(self, num_heads: int) -> Exchange | None:
-        """Return the exchange for a backend that needs every key, with all heads of a process in one call, or None if
-        there is none."""
+        """Return the exchange for a backend that needs every key, all heads of a process in one call; None without
+        one."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -57,8 +57,7 @@ class Interrupted(Exception):
 
 
 def this_program() -> tuple[str, ...]:
-    """Return the arguments after the interpreter in the command line that starts this program again: a module or a
-    script."""
+    """Return the arguments after the interpreter that start this program again: a module or a script."""
     is_module = sys.modules["__main__"].__spec__ is not None
     # An installed command is a script too, but on some systems not one that Python can read.
     return (sys.argv[0],) if sys.argv[0].endswith(".py") and not is_module else ("-m", "diffusion_runtime")

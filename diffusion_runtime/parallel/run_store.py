@@ -64,7 +64,7 @@ class RunStore:
             return int(self._store.add(self._prefix + name, 1))
 
     def first(self, name: str, text: str) -> str:
-        """The value of a key, which is `text` for the first caller."""
+        """Return the value of a key, which is `text` for the first caller."""
         with self._lock:
             return str(self._store.compare_set(self._prefix + name, "", text).decode())
 
@@ -114,7 +114,7 @@ def connect(process: ProcessInfo, timeout: timedelta) -> RunStore:
 
 def _meet(run_store: RunStore, process: ProcessInfo, timeout: timedelta) -> None:
     """Raises as `connect`, and torch's own error where the store has ended."""
-    # Before it counts as joined: nobody goes on with a rank of another size.
+    # Before it counts as joined: no rank goes on with one of another size.
     _agree_on_size(run_store, process)
     if run_store.count(f"joined/{process.rank}") > 1:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _uses_agent_store() -> bool:
 
 
 def _open(process: ProcessInfo, timeout: timedelta) -> Store:
-    """A connection to torch's store; rank 0 starts it, where no launcher has."""
+    """Open a connection to torch's store; rank 0 starts it, where no launcher has."""
     _check_address(process)
     is_host = process.is_first and not _uses_agent_store()
     if not is_host:

@@ -88,8 +88,7 @@ class SequenceSharding:
         return slice(*bounds)
 
     def gather(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
-        """Gather all grid tokens along `dim` from the slices, in raster order on every process. num_tokens: of the
-        whole grid."""
+        """Gather all grid tokens along `dim` in raster order on every process. num_tokens: of the whole grid."""
         x = self.gather_in_order(x, num_tokens, dim)
         return x if self.order is None else x.index_select(dim, self.order.positions)
 

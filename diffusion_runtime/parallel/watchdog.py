@@ -93,15 +93,13 @@ class Watchdog:
         self._timeout = timeout
 
     def enable_hang_detection(self, timeout: float) -> None:
-        """Treat a main thread that does not move for `timeout` seconds as at fault from now on, whatever other threads
-        do."""
+        """Treat a main thread without a move for `timeout` seconds as at fault, whatever other threads do."""
         self._timeout = timeout
         self._is_loading = False
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """Context manager: this process waits for work from outside the run; however long, no other process is at
-        fault."""
+        """Context manager: this process waits for outside work; however long, no other process is at fault."""
         self._is_idle = True
         try:
             yield
@@ -154,8 +152,7 @@ class Watchdog:
         self._announce(RankFailure(0, "ProcessLostError", what))
 
     def find_stalled_rank(self, seconds: float) -> RankFailure | None:
-        """Return the rank that keeps the others waiting, after this one has waited for `seconds`, or None if all of
-        them wait."""
+        """Return the rank that keeps others waiting, after this one waited `seconds`; None if all of them wait."""
         for rank, beat in self._read_beats().items():
             if not beat.waits and not beat.has_left and rank != self._place.rank:
                 return _process_failure(rank, beat, f"has kept others waiting for {seconds:.0f} s, at {beat.place}")
@@ -243,8 +240,7 @@ class Watchdog:
         return None
 
     def _process_of(self, rank: int, beat: _Heartbeat | None) -> int | None:
-        """Return the process id of a rank on this host, else None. A rank without a heartbeat has the same launcher as
-        this one."""
+        """Return a rank's process id on this host, else None. A rank without a heartbeat has this one's launcher."""
         if beat is not None:
             is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
             return beat.process if is_here else None

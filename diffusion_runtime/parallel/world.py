@@ -276,8 +276,7 @@ class World:
         return self._watchdog.is_reporting
 
     def leave(self) -> None:
-        """Leave the run in order, after a last `agree`. Rank 0 goes last: it hosts the store without torch's
-        launcher."""
+        """Leave in order, after a last `agree`. Rank 0 goes last: it hosts the store without torch's launcher."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watchdog.stop()

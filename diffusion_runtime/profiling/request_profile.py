@@ -156,8 +156,7 @@ class RequestProfile:
         self._is_recorded = any(track == _STEPS and name == f"step {last}" for track, name, *_ in self._ranges)
 
     def _end_of_stage(self, progress: Progress) -> int:
-        """Return the end in nanoseconds of a stage whose duration is known; a stage whose beginning was not reported
-        begins now."""
+        """Return when a stage of known duration ends, in nanoseconds; one not reported as begun begins now."""
         duration = round(progress.seconds * 1e9)
         name, begun = self._begun.get(_STAGES, ("", 0))
         if name != progress.stage:
@@ -175,8 +174,7 @@ class RequestProfile:
             self._ranges.append((track, *self._begun.pop(track), time.time_ns() if at is None else at))
 
     def _with_ranges(self, trace: dict[str, Any]) -> dict[str, Any]:
-        """Return the trace with stages and steps as two tracks of their own. Its clock counts microseconds from its
-        base."""
+        """Return the trace with tracks for stages and steps. Its clock counts microseconds from its base."""
         base = int(trace.get("baseTimeNanoseconds", 0))
         tracks = (_STAGES, _STEPS)
         events: list[dict[str, Any]] = [

@@ -43,8 +43,7 @@ class ReportRow:
     kind: str = "softmax"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain values, without phase or keys if there are none, and without a kind if it is the usual
-        one."""
+        """Return the plain values, without phase or keys if there are none, or a kind if it is the usual one."""
         usual = {"phase": None, "keys": None, "kind": "softmax"}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
@@ -317,8 +316,8 @@ class AttentionRecorder:
         self._cache: CacheRow | None = None
 
     def fork(self) -> AttentionRecorder:
-        """Return the recorder of a video that continues from here: it has the notes and libraries so far, and counts
-        from now on."""
+        """Return the recorder of a video that continues here: with the notes and libraries so far, counting from now
+        on."""
         twin = AttentionRecorder(counts_density=self._density is not None)
         twin._has_phases = self._has_phases
         twin._notes, twin._libraries = dict(self._notes), list(self._libraries)
@@ -330,8 +329,7 @@ class AttentionRecorder:
 
     @contextmanager
     def taped(self) -> Iterator[CallTape]:
-        """Context manager: put what is recorded on the tape without counting it, as a captured forward pass computes
-        nothing."""
+        """Context manager: record on the tape without counting, as a captured forward pass computes nothing."""
         self._tape = CallTape()
         try:
             yield self._tape

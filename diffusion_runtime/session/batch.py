@@ -157,7 +157,7 @@ def run_batch(
 
 
 def _disk_is_full(failure: Failure | None) -> bool:
-    """By name: a failure may be another process's."""
+    """Compare by name, since a failure may be another process's."""
     return failure is not None and failure.kind == DiskFullError.__name__
 
 
@@ -175,7 +175,7 @@ def _run_item(
     request = item.request
 
     def report(failure: Failure, rest: str = "") -> None:
-        """One error line for each cause: the next item that fails of it alike says so beside."""
+        """Print one error line per cause; the next item that fails for the same cause refers to it."""
         title = title_of(request, number, num_items)
         if any(each.failure is not None and each.failure.message == failure.message for each in outcomes):
             reporter.say(f"{title}: failed alike")

@@ -28,8 +28,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(self, error: Exception | None) -> Failure | None:
-        """Return the failure that all ranks agree on, or None for success. error: what this rank met, None for
-        nothing."""
+        """Return the failure that all ranks agree on, or None. error: what this rank met, None for success."""
 
     @abstractmethod
     def from_first(self, make: Callable[[], str]) -> str:

@@ -34,8 +34,7 @@ class Interruptions:
     def install_in_starting_rank(self, *, is_launched: bool) -> None:
         """Install the handlers in one rank of a run that has not met the others: SIGTERM means that another one has
         failed, which that one reports. is_launched: our own launcher reports interruptions too. This one ends without a
-        message.
-        """
+        message."""
         signal.signal(signal.SIGINT, self._end_quietly if is_launched else self.handle)
         signal.signal(signal.SIGTERM, self._end_quietly)
 

@@ -140,8 +140,8 @@ def _files_of_name(target: Path) -> list[Path]:
 
 
 def prepare_result(path: Path, key: str) -> tuple[Path, ...]:
-    """Before the work that makes a file: the folders that were made for it, innermost first. key: the flag that named
-    it. Raises OutputError for a place that cannot be written."""
+    """Prepare the place of a result before the work that makes it, and return the folders made for it, innermost first.
+    key: the flag that named it. Raises OutputError for a place that cannot be written."""
     from diffusion_runtime.media.publish import cannot_write, temporary_file
     from diffusion_runtime.untrusted.files import check_place
 

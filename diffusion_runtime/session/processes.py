@@ -22,7 +22,7 @@ def join_processes(
     announce: Callable[[RankFailure], None] | None = None,
     thread: threading.Thread | None = None,
 ) -> Iterator[World]:
-    """The processes that were started together, by torchrun or alike; a script that was started alone is one of one.
+    """Context manager: join the processes started together, by torchrun or alike; a script alone is one of one.
 
     At the end of the block all processes wait for each other. What is raised in it ends the run on all of them, and is
     raised on.

@@ -105,8 +105,7 @@ class RankRunner:
     def _learn_why(
         self, world: World | None, seconds: float = _SECONDS_TO_LEARN_WHY, *, by_signal: bool = True
     ) -> RankFailure | None:
-        """Return why the run ends, if another process reports it within `seconds`, else None. by_signal: this one got
-        SIGTERM."""
+        """Return why the run ends if another process reports it within `seconds`. by_signal: this one got SIGTERM."""
         deadline = time.monotonic() + seconds
         try:
             while world is not None and time.monotonic() < deadline:
@@ -175,8 +174,7 @@ class RankRunner:
             raise RunEnded
 
     def _end_despite(self, unraisable: Any) -> None:
-        """Send the signal again, without a traceback, if a finalizer raised RunEnded: what a finalizer raises is
-        lost."""
+        """Send the signal again, without traceback, if a finalizer raised RunEnded, which is lost there."""
         if not isinstance(unraisable.exc_value, RunEnded):
             sys.__unraisablehook__(unraisable)
             return
@@ -199,7 +197,7 @@ class RankRunner:
 
 
 def _describe(rank: int, error: BaseException) -> RankFailure:
-    """An error as a user sees it. What is wrong with the command is wrong on every rank, and none is named."""
+    """Describe an error as a user sees it. A fault of the command is the same on every rank, and none is named."""
     failure = Failure.of(error)
     from diffusion_runtime.errors import BackendUnavailableError, UsageError
 

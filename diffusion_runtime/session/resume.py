@@ -29,7 +29,7 @@ _RUNTIME_KEYS = tuple(
 def find_finished(
     requests: Sequence[GenerationRequest], outputs: Outputs, description: Mapping[str, Any]
 ) -> list[Path | None]:
-    """For each resolved request the file that holds its result, None when it has to be made.
+    """Return for each resolved request the file that holds its result, or None if it has to be made.
 
     description: PipelineDescription.to_dict() of the model that would make it. A sidecar, or a sound, whose file is
     missing, which a process that was killed while writing may leave, is removed when it is the request's. Raises
@@ -75,7 +75,7 @@ def find_finished(
 
 
 def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe fields that determine the output, as JSON values."""
+    """Return the recipe fields that determine the output, as JSON values."""
     import json
 
     model = recipe.get("model")
@@ -97,7 +97,7 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(identity: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str:
-    """Why a file's recipe is not the wanted one."""
+    """Return why a file's recipe is not the wanted one."""
     differing = {key for key in wanted if identity is None or identity.get(key) != wanted[key]}
     if differing == {"inputs"}:
         return "an image has changed since"
@@ -107,7 +107,7 @@ def _difference(identity: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -
 
 
 def _numbers_in(folder: Path) -> dict[str, set[int]]:
-    """For each name in `folder` without its number, such as `out` of `out-2.mp4`, the numbers that it has there."""
+    """Return the numbers in `folder` of each name without its number, such as `out` of `out-2.mp4`."""
     numbers: dict[str, set[int]] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         name, _, number = path.stem.rpartition("-")
@@ -117,7 +117,7 @@ def _numbers_in(folder: Path) -> dict[str, set[int]]:
 
 
 def _recipe_identity(path: Path) -> dict[str, Any] | None:
-    """Of a file whose sidecar is there, whether or not the file is; None for any other."""
+    """Return the identity of a file whose sidecar exists, whether or not the file does; None for any other."""
     from diffusion_runtime.media import read_own_sidecar
 
     try:

@@ -68,7 +68,7 @@ def is_remembered(check: ImportCheck) -> bool:
 
 
 def remember(check: ImportCheck) -> None:
-    """Remember that the check passed. A folder that cannot be written costs a line in the log, and the next process an
+    """Remember that the check passed. A folder that cannot be written costs a log line, and the next process an
     import."""
     facts = _facts(check)
     if facts is None:

@@ -171,7 +171,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             self.close()
 
     def prompt(self, text: str) -> None:
-        """Set another prompt from the next chunk on that has not been begun. Raises RequestError for one without
+        """Set another prompt from the next chunk that has not been begun on. Raises RequestError for one without
         words."""
         dataclasses.replace(self.request, prompt=text)
         self._place.typed.append(text)
@@ -354,7 +354,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         """No chunk follows: the pipeline is free again, unless a fork goes on. What was made stays known.
 
         While a chunk is computed (another thread, a hook of the model) this returns at once, and the pipeline is free
-        when that chunk has ended: whoever computes it gets its frames, and no chunk after it.
+        when that chunk has ended: the computing thread gets its frames, and no chunk after it.
         """
         if self._is_closed:
             return
@@ -372,8 +372,7 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values kept on this process. A page shared with forks counts in parts, which add up to
-        it."""
+        """Bytes of keys and values kept on this process. A page shared with forks counts in parts that add up."""
         return self._chunks.num_bytes if self._closed_bytes is None else self._closed_bytes
 
     @property

@@ -85,8 +85,7 @@ class StreamPlace:
         return cls(request, request.prompt, list(notes), scheduled, seeds, [] if keeps_frames else None)
 
     def fork(self, seed: int | None = None) -> StreamPlace:
-        """Return the same place for a video that continues by itself. seed: from the next chunk on, None for the
-        same."""
+        """Return the same place for a video that continues alone. seed: from the next chunk on, None for the same."""
         request, seeds = self.request, dict(self.seeds)
         if seed is not None and self.num_begun == 0:
             request = dataclasses.replace(request, seed=seed)

@@ -43,7 +43,7 @@ def check_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeErro
 
 
 def user_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeError] = ConfigError) -> Path:
-    """A path that somebody typed, `~` and `~name` at its start expanded: the one way from a text to a Path, which may
+    """Return a typed path with `~` and `~name` at its start expanded: the one way from a text to a Path, which may
     then be asked for without an error of the system's own. Raises what check_path raises."""
     text = str(path)
     # Not Path.expanduser, which raises for an unknown user name.
@@ -119,8 +119,7 @@ def check_file(
     missing: type[DiffusionRuntimeError] | None = None,
     advice: str = "",
 ) -> Path:
-    """Check a file as open_file does and return its path, for a library that opens it by name. Raises what open_file
-    raises."""
+    """Check a file as open_file does and return its path, for libraries that open by name. Raises what it raises."""
     open_file(path, key, max_bytes=max_bytes, error=error, missing=missing, advice=advice).close()
     return Path(path)
 

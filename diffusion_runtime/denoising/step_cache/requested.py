@@ -41,8 +41,7 @@ def _nothing(_device: torch.device) -> None:
 class StepCache:
     """Step cache of one generation. wrappers: around the velocities of the guidance branches, innermost first; none if
     every step is computed. block_runner: of the transformer. finish: called after the last step with the latents'
-    device, on every process; it completes the counts.
-    """
+    device, on every process; it completes the counts."""
 
     wrappers: tuple[BranchWrapper, ...] = ()
     block_runner: BlockRunner = field(default_factory=BlockRunner)

@@ -60,8 +60,7 @@ def check_package(hardware: Hardware) -> None:
 
 
 def serves(hardware: Hardware) -> bool:
-    """Return True if the kernel is built for the chip (sm_90). ROCm numbers its chips the same way; none of them is
-    supported."""
+    """Return True if the kernel is built for the chip (sm_90). No ROCm chip is supported, though numbered alike."""
     return hardware.platform == "cuda" and hardware.capability == (9, 0)
 
 

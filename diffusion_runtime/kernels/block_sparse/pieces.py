@@ -110,8 +110,7 @@ def list_tiles(geometry: BlockGeometry, rows: int, rest_rows: int = 0) -> Tiles:
 
 
 def _has_rests(geometry: BlockGeometry, rows: int, rest_rows: int) -> bool:
-    """Return True if a block may leave 1 to `rest_rows` queries over after its whole tiles, as far as the host can
-    tell."""
+    """Return True if a block may leave 1 to `rest_rows` queries after its whole tiles, as far as the host knows."""
     if geometry.max_block_size <= rest_rows:
         return False
     if geometry.uniform_block_size is not None:

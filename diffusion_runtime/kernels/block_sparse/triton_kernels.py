@@ -181,8 +181,7 @@ def _add_piece(
     EMPTY_ROWS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Compute one step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of
-    them."""
+    """Compute a step of the online softmax, base 2. visible: scores that count; EMPTY_ROWS: a row may see none."""
     scores = _scores(q, k, EXACT)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))

@@ -61,8 +61,7 @@ def _by_pixel(
 def group_norm_silu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float
 ) -> torch.Tensor:
-    """Implement api.group_norm_silu. Parts are merged in float64 (Chan, Golub and LeVeque 1983): a few thousand
-    numbers."""
+    """Implement api.group_norm_silu. Parts (a few thousand) are merged in float64 (Chan, Golub and LeVeque 1983)."""
     from diffusion_runtime.kernels.norm_silu import triton_kernels as kernels
 
     channels, num_pixels = x.shape[1], x[0, 0].numel()

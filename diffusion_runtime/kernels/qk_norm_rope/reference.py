@@ -70,8 +70,7 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_by_parts(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """Rotate as `rotate` does into a new tensor, in real numbers: torch.compile generates no code for complex ones, and
-    fuses these."""
+    """Rotate into a new tensor in real numbers: torch.compile generates no code for complex ones, and fuses these."""
     cosine, sine = torch.view_as_real(rotations).unbind(-1)
     real, imaginary = torch.unflatten(x.float(), -1, (x.shape[-1] // 2, 2)).unbind(-1)
     turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)

@@ -122,8 +122,7 @@ def norm_rope_blocks(
     """Apply norm_rope to the parts q, k, v of x into packed rows out [3, batch * HEADS * tokens + TAIL, WIDTH], one
     head after the other: grid tokens block by block, then the text. Also write the block means of the first
     NUM_AVERAGED parts, taken from the numbers that are written. Grid: (blocks, then runs of TEXT_RUN text tokens;
-    parts; samples). One program sums one block in order, so every run gives the same bits.
-    """
+    parts; samples). One program sums one block in order, so every run gives the same bits."""
     run = tl.program_id(0)
     part = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -110,8 +110,7 @@ UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth",
 
 @dataclass(frozen=True)
 class CaptionSettings:
-    """Settings of captions: how much they leave out and how far they stray from the plainest wording; all shares are 0
-    to 1."""
+    """Settings of captions: how much they omit and how far they stray from the plainest wording; shares are 0 to 1."""
 
     plain_wording: float = 0.5
     """Share of phrases in the first wording listed ("moving left", "on a striped background")."""
@@ -175,8 +174,7 @@ class _Body:
 def write_caption(
     scene: SceneAttributes, random: Random, settings: CaptionSettings = CaptionSettings(), *, image: bool = False
 ) -> Caption:
-    """Write one caption of a scene with every attribute given; `image` words it for a single frame, mostly without
-    motion."""
+    """Write a caption of a scene with every attribute; `image` words it for one frame, mostly without motion."""
     if image:
         settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
     mentioned = tuple(_leave_out(one, random, settings) for one in scene.objects)
@@ -237,8 +235,7 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
 
 
 def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
-    """Return a body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
-    equal."""
+    """Return a body that states equal colours or motions once ("both moving right"); None if nothing is equal."""
     first, second = mentioned
     same_colour = first.colour is not None and first.colour == second.colour
     same_motion = first.motion is not None and first.motion == second.motion
@@ -265,8 +262,7 @@ def stream_words() -> list[str]:
 
 
 def all_words() -> list[str]:
-    """Return every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the
-    tokenizer."""
+    """Return every word (and mark) of a clip's captions, lower case, sorted: the vocabulary of the tokenizer."""
     tables = (COLOUR_WORDS, SHAPE_WORDS, MOTION_WORDS, BACKGROUND_WORDS)
     phrases = [phrase for table in tables for words in table.values() for phrase in words]
     phrases += [*VIDEO_OPENINGS, *IMAGE_OPENINGS, *JOINTS]

@@ -21,8 +21,7 @@ _COLOUR_CHANGE_COST = 10.0
 
 
 def link_tracks(regions: tuple[Region, ...], num_frames: int) -> list[list[Region]] | None:
-    """Return one list of regions per object, in order of frames, or None if the number of objects changes over the
-    clip."""
+    """Return a list of regions per object, in order of frames; None if the number of objects changes."""
     by_frame: list[list[Region]] = [[] for _ in range(num_frames)]
     for region in regions:
         by_frame[region.frame].append(region)
