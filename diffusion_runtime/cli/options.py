@@ -325,7 +325,9 @@ PlanFor: TypeAlias = Annotated[
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Show what would run; load no weights, write nothing.", "--dry-run")]
 Profile: TypeAlias = Annotated[
     str | None,
-    _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/instruments.md.", "--profile", metavar="FILE.json"),
+    _flag(
+        OUTPUT, "Trace of the first request, for Perfetto. See docs/instruments.md.", "--profile", metavar="FILE.json"
+    ),
 ]
 Stream: TypeAlias = Annotated[
     str | None,
