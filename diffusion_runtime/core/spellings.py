@@ -60,7 +60,7 @@ def resolve(kind: Kind, name: str) -> Spelling | None:
 
 def own_name(kind: Kind, name: object, ours: Container[Any]) -> Any:
     """`name` where it is one of `ours`, or stands for none of them; else the one of ours that it stands for."""
-    if name in ours or not isinstance(name, str):
+    if not isinstance(name, str) or name in ours:
         return name
     row = resolve(kind, name)
     return row.means if row is not None and row.means else name

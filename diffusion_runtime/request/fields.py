@@ -287,7 +287,7 @@ class OneOf:
     kind: ClassVar[type] = str
 
     def __call__(self, name: str, value: object) -> None:
-        if value not in self.names:
+        if not isinstance(value, str) or value not in self.names:
             raise RequestError(f"{name}: unknown value {shown(value)}.{nearest(value, self.names)}")
 
 
