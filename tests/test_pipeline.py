@@ -159,7 +159,7 @@ def test_a_schedule_runs_at_its_steps(tiny_wan_folder: Path) -> None:
 def test_what_this_model_cannot_take_is_refused(pipeline: Pipeline) -> None:
     with pytest.raises(RequestError, match="image_path: this model makes videos from text alone"):
         pipeline.resolve(GenerationRequest("a red circle", image_path="a.png"))
-    with pytest.raises(RequestError, match="true_cfg_scale: guidance_scale is this model's"):
+    with pytest.raises(RequestError, match="true_cfg_scale: this model's classifier-free guidance is guidance_scale"):
         pipeline.resolve(GenerationRequest("a red circle", true_cfg_scale=4.0))
     # It was taken and had no effect.
     with pytest.raises(RequestError, match="guidance_scale_2: this model has one expert"):

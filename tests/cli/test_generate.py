@@ -265,7 +265,7 @@ def test_info_shows_how_a_file_was_made(command: Command, tiny_flags: Flags) -> 
     assert told["attention_report"]["num_calls"] == 8
     Path("lo.pt").touch()
     assert "lo.pt: expected a file that ends in .mp4, " in (said := command("info", "lo.pt").said)
-    assert said.endswith(", .safetensors, .gguf")
+    assert said.endswith(", .safetensors, .sft, .gguf")
 
 
 @pytest.mark.parametrize(("name", "said"), [("x.wav", "1.5 s, 1 channels, 8000 Hz"), ("x.gif", "8000 Hz, in x.wav")])
