@@ -271,13 +271,14 @@ def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline
             list(stream)
             again = GenerationRequest.from_dict(stream.recipe["request"])
             assert (pipeline(again).frames == stream.media().frames).all()
-    # Texts alike, guidance changes nothing, however keys are kept.
+    # Texts alike, guidance changes nothing, however keys are kept. The shift is given: that of the sampling preset goes
+    # with its guidance alone.
     for values in (
         {"page_size": 4},
         {"kv_cache_dtype": "fp8_e4m3", "switch_mode": "recache"},
         {"positions": "window", "switch_mode": "recache_at_once"},
     ):
-        each = dataclasses.replace(alike, guided_switch_chunks=1_000_000, **values)
+        each = dataclasses.replace(alike, guided_switch_chunks=1_000_000, flow_shift=3.0, **values)
         assert (pipeline(each).frames == pipeline(dataclasses.replace(each, guidance_scale=1.0)).frames).all(), values
     prepared = prepare(RuntimeConfig(model_path=str(folder), device="cpu"))
     assert explain(prepared, pipeline.resolve(request)).num_forwards == len(passes)
