@@ -27,7 +27,9 @@ from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
+    from diffusion_runtime.generation.interface import GenerationRules
     from diffusion_runtime.media.growing_clip import GrowingClip
+    from diffusion_runtime.rules.request_rules import RequestRules
     from diffusion_runtime.streaming.generation_stream import GenerationStream
 
 SCHEMA = "diffusion_runtime.stream/1"
@@ -69,10 +71,13 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
     return dataclasses.replace(flags, output_path=flags.stream)
 
 
-def _check_native(rules: Any, backend: str) -> None:
-    """Raises ConfigError for a pipeline of diffusers, with what is its own way to long video."""
-    if backend != "diffusers" and hasattr(rules, "is_causal"):
-        return
+def _native_rules(rules: GenerationRules, backend: str) -> RequestRules:
+    """Return the rules of a native model. Raises ConfigError for a pipeline of diffusers, with what is its own way to
+    long video."""
+    from diffusion_runtime.rules.request_rules import RequestRules
+
+    if backend != "diffusers" and isinstance(rules, RequestRules):
+        return rules
     from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 
     way = long_video_way(getattr(rules, "pipeline_class", ""))
@@ -103,12 +108,10 @@ def run_stream(
     is_endless = flags.interactive and all(
         value is None for value in (settings.requests[0].num_frames, settings.requests[0].seconds)
     )
-    rules: Any = prepared.rules
-    _check_native(rules, settings.runtime.backend)
-    from diffusion_runtime.rules.batch_settings import BatchSettings
+    rules = _native_rules(prepared.rules, settings.runtime.backend)
     from diffusion_runtime.streaming.generation_stream import check_streamable
 
-    check_streamable(rules, BatchSettings.of([request], rules.sampling), endless=is_endless)
+    check_streamable(rules, rules.settings(request), endless=is_endless)
     prepare_seconds = time.perf_counter() - load_started - import_seconds
     pipeline: Any = prepared.load(lambda stage: terminal.say(f"  {stage}"), [request])
     pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})
