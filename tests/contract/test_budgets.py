@@ -62,14 +62,14 @@ def test_the_root_holds_what_everybody_imports() -> None:
 
 
 def test_files_and_lines_stay_within_their_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the change by folder; a folder that outgrows its row needs another row."""
-    found, allowed = lines_by_folder(), BUDGETS["lines"]
-    changes = {name: found[name] - allowed.get(name, 0) for name in sorted({*found, *allowed})}
+    """Print the change of every folder; the totals are held, so that a line can move between folders."""
+    found, known = lines_by_folder(), BUDGETS["lines"]
+    changes = {name: found[name] - known.get(name, 0) for name in sorted({*found, *known})}
     with capsys.disabled():
         table = [f"  {name:20} {found[name]:7,} {change:+6}" for name, change in changes.items() if change]
         print(f"\nlines of the package: {found.total():,} in {len(MODULES)} files", *table, sep="\n")
-    assert {name: change for name, change in changes.items() if change > 0} == {}, "raise its row in budgets.yaml"
-    assert len(MODULES) <= BUDGETS["files"], "raise `files` in budgets.yaml"
+    assert found.total() <= BUDGETS["most_lines"], "raise `most_lines` in budgets.yaml, with the reason in the commit"
+    assert len(MODULES) <= BUDGETS["most_files"], "raise `most_files` in budgets.yaml, with the reason in the commit"
 
 
 def test_large_classes_have_a_reason() -> None:
