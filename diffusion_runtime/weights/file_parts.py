@@ -47,10 +47,6 @@ class FilePart:
     def is_transformer(self) -> bool:
         return self.prefix in PREFIXES
 
-    @property
-    def is_left_over(self) -> bool:
-        return not self.prefix
-
 
 def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
     """The parts of a file that holds several components, in its order, with what is left over last; empty for a file
