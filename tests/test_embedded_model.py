@@ -121,7 +121,9 @@ def test_a_sampler_of_ones_own_is_of_every_chunk() -> None:
 def test_the_causal_model_goes_on_and_follows_another_prompt() -> None:
     """3 s at 128 x 128. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
     pipeline = load_pipeline("shapes-causal", device="cpu", dtype="float32")
-    request = GenerationRequest("a red circle", height=128, width=128, seconds=3, seed=1, prompt_switches=((13, "a blue circle"),))
+    request = GenerationRequest(
+        "a red circle", height=128, width=128, seconds=3, seed=1, prompt_switches=((13, "a blue circle"),)
+    )
     with pipeline.stream(request) as stream:
         frames = torch.cat([torch.from_numpy(chunk.frames) for chunk in stream])
     assert frames.shape[1:] == (128, 128, 3)
