@@ -77,7 +77,7 @@ def write_to_cache(
 
 
 def _grid_of(inputs: AttentionInputs, layer: LayerInfo, cache: FrameCache) -> Extent:
-    """Of a call over the frames of the cache's plan. Raises ConfigError for any other."""
+    """Return the grid of a call over the frames of the cache's plan. Raises ConfigError for any other."""
     plan, layout = cache.plan, inputs.layout
     if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
         raise ConfigError(
@@ -112,8 +112,8 @@ def with_prefix(
 
 
 def plan_of(call: AttentionCall, cache: FrameCache | None, parts: KeyParts | None = None) -> ForwardPlan:
-    """What a backend prepares for, once per forward pass: of cached calls the largest that the cache makes. parts: of a
-    call whose keys are read where they are stored."""
+    """Return the plan that a backend prepares once per forward pass: for cached calls, of the largest one the cache
+    makes. parts: the keys of a call that reads them where they are stored."""
     layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
     plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
     if plan is not None and layout is not None:

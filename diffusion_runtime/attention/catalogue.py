@@ -138,7 +138,7 @@ def missing_names() -> tuple[str, ...]:
 
 
 def platform_default(hardware: Hardware) -> Decision:
-    """What a usual layer (self-attention, heads of 128, the platform's usual dtype) gets when nobody chooses.
+    """Return the default choice for a usual layer (self-attention, heads of 128, the platform's usual dtype).
 
     Raises BackendUnavailableError when nothing runs there.
     """

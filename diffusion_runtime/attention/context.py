@@ -113,7 +113,7 @@ class RequestCache:
             del self._scopes[key]
 
     def is_first(self, what: str) -> bool:
-        """Whether `what` is asked for the first time in this request: for messages that are logged once."""
+        """Return True the first time it is called for `what` in this request: for messages that are logged once."""
         if what in self._seen:
             return False
         self._seen.add(what)
@@ -134,7 +134,7 @@ REQUEST_CACHES: HandleTable[RequestCache] = HandleTable()
 
 
 def _is_of(scope: Hashable, branch: str) -> bool:
-    """Whether the key of a scope is one of a guidance branch, or of a layer in it."""
+    """Return whether the key of a scope belongs to a guidance branch, or to a layer in it."""
     return isinstance(scope, tuple) and scope[1] == branch
 
 
@@ -176,7 +176,7 @@ class AttentionContext:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether it was made while torch.compile traces, without a recorder."""
+        """Return whether it was made while torch.compile traces, without a recorder."""
         return self.recorder is _UNREAD
 
     def run_blocks(

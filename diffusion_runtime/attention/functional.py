@@ -206,7 +206,7 @@ class _RecordedFunction:
         values: CallValues | None,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See RecordedAttention."""
+        """Compute a recorded call, as RecordedAttention describes."""
         assert values is not None, "a function has no context"
         name, of_spec, options, scale, causal = values.further
         backend = AttentionSpec(name, of_spec) if of_spec else name

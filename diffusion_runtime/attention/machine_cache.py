@@ -55,7 +55,7 @@ class Choice:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept."""
+    """Return the folder of measurements."""
     return cache_root() / "attention"
 
 
@@ -72,7 +72,7 @@ class MeasuredCache:
         return cache_folder() / self._name / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', shape_class)}.json"
 
     def read(self, shape_class: str) -> Choice | None:
-        """What was measured; None when nothing was, or when the file is damaged, which is logged."""
+        """Return what was measured; None when nothing was, or when the file is damaged, which is logged."""
         path = self.path(shape_class)
         try:
             return Choice.from_file(path)

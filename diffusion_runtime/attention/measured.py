@@ -73,7 +73,7 @@ def candidates(hardware: Hardware) -> list[Backend]:
 
 
 class _AnyCandidate(NarrowedCapability):
-    """What any candidate can do, each call by one of them."""
+    """The union of what the candidates can do; one of them serves each call."""
 
     def refusals(self, requirements: AttentionRequirements) -> list[str]:
         if any(not refusals(backend.name, requirements) for backend in candidates(requirements.hardware)):

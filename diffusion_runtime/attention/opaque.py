@@ -21,7 +21,7 @@ from diffusion_runtime.report.attention_report import AttentionRecorder
 
 
 class RecordedAttention(Protocol):
-    """What the operator calls: an attention layer, or the function `attention`."""
+    """The callee of the operator: an attention layer, or the function `attention`."""
 
     def run_recorded(
         self,
@@ -263,8 +263,8 @@ def _(x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
 
 
 def refusal_of_recording(context: AttentionContext | None, block_mask: object = None) -> str:
-    """Why the operator cannot stand for a call in a graph, and what to do; empty where it can. context: one that was
-    made while torch.compile traces, None for no context."""
+    """Return why the operator cannot replace a call in a graph, and what to do; empty where it can. context: one that
+    was made while torch.compile traces, None for no context."""
     if block_mask is not None:
         return "attention in a graph of torch.compile: no operator takes a block mask; give its pairs as mask="
     if context is None or context.handle is not None:

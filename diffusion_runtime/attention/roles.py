@@ -36,7 +36,7 @@ def known_roles() -> tuple[str, ...]:
 
 
 def is_role(name: object) -> bool:
-    """Whether `name` is a role, of a category, registered, or of any model there is."""
+    """Return whether `name` is a role: of a category, registered, or of any model of this package."""
     if isinstance(name, str) and name not in _category_of:
         for module in _DECLARED_IN:
             importlib.import_module(module).register_declared_roles()

@@ -54,9 +54,9 @@ Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 
 
 class TensorSource(Protocol):
-    """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
-    messages; shapes: of every tensor, by name; elsewhere: the other file or folder that they come from, None for the
-    model's own."""
+    """The source of a component's parameters: its checkpoint, or numbers of another origin. folder: for messages;
+    shapes: of every tensor, by name; elsewhere: the other file or folder that they come from, None for the model's
+    own."""
 
     @property
     def folder(self) -> Path: ...
@@ -74,7 +74,7 @@ class TensorSource(Protocol):
         """`copy_into` that goes on beside others until the result is called, which raises what it raises."""
 
     def is_changed(self, name: str) -> bool:
-        """Whether a change adds to tensor `name`."""
+        """Return whether a change adds to tensor `name`."""
 
     def quantized(self, name: str) -> tuple[StoredRows, ...]:
         """The rows of tensor `name` as they are stored, where all are quantised; empty otherwise."""
@@ -85,7 +85,7 @@ class WeightChange(ABC):
 
     @abstractmethod
     def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Whether it fits the tensors of a component (`transformer`), by name. Raises ModelLoadError that names what
+        """Check that it fits the tensors of a component (`transformer`), by name. Raises ModelLoadError that names what
         does not."""
 
     @abstractmethod
@@ -94,8 +94,8 @@ class WeightChange(ABC):
 
     @abstractmethod
     def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """What is added to tensor `name` of a component, in float32; None where nothing changes. weight: the tensor
-        without any change, in float32."""
+        """Return what is added to tensor `name` of a component, in float32; None where nothing changes. weight: the
+        tensor without any change, in float32."""
 
 
 class Checkpoint:
@@ -225,7 +225,7 @@ class Checkpoint:
         return rows if all(each.is_quantized for each in rows) else ()
 
     def is_changed(self, name: str) -> bool:
-        """Whether a change adds to tensor `name`."""
+        """Return whether a change adds to tensor `name`."""
         return name in self._changed
 
     def expect(self, names: Collection[str]) -> None:

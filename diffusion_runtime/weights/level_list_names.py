@@ -45,7 +45,8 @@ def vocoder_names(expected: Collection[str]) -> dict[str, str]:
 
 
 def _levels(expected: Collection[str]) -> Iterator[tuple[str, str]]:
-    """What stands in a level of its own by diffusers' name, such as `decoder.up_blocks.1.upsamplers.0` -> the level."""
+    """Yield pairs of a part that has its own level, by diffusers' name (`decoder.up_blocks.1.upsamplers.0`), and the
+    level."""
     for half, blocks, parts in (("encoder", "down_blocks", _DOWN), ("decoder", "up_blocks", _UP)):
         found = {_place(name, half, blocks) for name in expected} - {None}
         num_blocks = 1 + max((int(place.split(".")[2]) for place in found if place is not None), default=-1)

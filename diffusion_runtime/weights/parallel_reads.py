@@ -36,7 +36,7 @@ _Buffer: TypeAlias = tuple[torch.Tensor | None, Any]
 
 
 class _Count:
-    """Of bytes, by several threads."""
+    """A count of bytes that several threads add to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class ParallelReads:
         self._buffers: queue.SimpleQueue[_Buffer] | None = None
 
     def can_fill(self, target: torch.Tensor) -> bool:
-        """Whether `into` takes this target: contiguous, on the CPU or a CUDA device."""
+        """Return whether `into` takes this target: contiguous, on the CPU or a CUDA device."""
         return target.is_contiguous() and (target.device.type in ("cpu", "cuda") or self._always_transfers)
 
     def into(self, stored: StoredBytes, target: torch.Tensor) -> Finish:

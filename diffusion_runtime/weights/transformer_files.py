@@ -91,7 +91,7 @@ class TransformerFile:
         return open_files
 
     def files(self) -> Sequence[Path]:
-        """Those that are opened. Raises what `source` raises for a place without any."""
+        """Return the files that are opened. Raises what `source` raises for a path without any."""
         place = check_place(self.place, self.key)
         if not place.is_dir():
             return [place]

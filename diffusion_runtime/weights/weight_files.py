@@ -75,7 +75,7 @@ def find_weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def has_variant(folder: Path, stem: str, variant: str) -> bool:
-    """Whether a component has weights of a variant, such as `fp16`."""
+    """Return whether a component has weights of a variant, such as `fp16`."""
     return f".{variant}" in _variants(folder, stem)
 
 
@@ -147,8 +147,8 @@ def stored_shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
-    """Where every tensor of a safetensors file begins and ends in it, in bytes; from the head of the file alone. Raises
-    as stored_dtypes."""
+    """Return where every tensor of a safetensors file begins and ends in it, in bytes, from the head of the file alone.
+    Raises the errors of stored_dtypes."""
     head = _head(path, "data_offsets")
     with open_file(path, error=ModelLoadError) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -156,7 +156,7 @@ def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _head(path: Path, key: str) -> dict[str, Any]:
-    """What the head of a safetensors file says of every tensor, `key` among it."""
+    """Return the entry of every tensor in the head of a safetensors file; each has `key`."""
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
@@ -375,7 +375,7 @@ def _check_quantization_config(path: Path, values: Mapping[str, Any], component:
 
 
 def _is_modelopt_fp8(settings: object) -> bool:
-    """Whether a quantization_config says what ModelOpt writes for 8-bit floats with scales beside them."""
+    """Return whether a quantization_config is what ModelOpt writes for 8-bit floats with separate scales."""
     if not isinstance(settings, dict) or settings.get("quant_method") != "modelopt":
         return False
     nested = settings.get("quantization")
@@ -400,8 +400,8 @@ def find_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> 
 
 
 def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
-    """As find_component_files, by the heads of the files: raises ModelLoadError besides for weights that are quantised
-    in a way that is not read, damaged or cut off."""
+    """Check the heads of what find_component_files finds. Raises its errors, and ModelLoadError for weights that are
+    quantised in a way that is not read, damaged or cut off."""
     for component, files in find_component_files(folder, elsewhere).items():
         reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
         refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised

@@ -194,5 +194,5 @@ def unpack_rows(result: AttentionResult, batch: int) -> tuple[torch.Tensor, torc
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where each sample begins, and where the last one ends: int32 [batch + 1]."""
+    """Return where each sample begins, and where the last one ends: int32 [batch + 1]."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

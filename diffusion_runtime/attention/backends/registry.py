@@ -109,8 +109,8 @@ def unregister_backend(name: str) -> None:
 
 
 def num_changes() -> int:
-    """How often a backend was registered or unregistered so far. Decisions made at another number are made anew:
-    the same name may mean another backend by now."""
+    """Return how often a backend was registered or unregistered so far. A decision made at another number is made
+    again: the same name may now mean another backend."""
     return _num_changes
 
 

@@ -20,7 +20,7 @@ class StoredKeysReader(ABC):
 
     @abstractmethod
     def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:
-        """Why its kernels cannot read keys stored like this; None where they can. Asked on every call."""
+        """Return why its kernels cannot read keys stored like this; None where they can. It is asked on every call."""
 
     @abstractmethod
     def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:

@@ -32,7 +32,7 @@ _MAX_KNOWN_KERNELS = 512
 
 @register_backend
 class TorchSdpaBackend(Backend):
-    """What torch ships: its own choice of kernel, which the report names."""
+    """The attention that torch ships: torch chooses the kernel, and the report names it."""
 
     name = "torch_sdpa"
     aliases = ("torch",)
@@ -88,7 +88,7 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 @functools.cache
 def _tells_kernel(device_type: str) -> bool:
-    """Whether torch can be asked which kernel it takes on such devices: MPS and most NPUs lack the operator."""
+    """Return whether torch can be asked which kernel it takes on such devices: MPS and most NPUs lack the operator."""
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_fused_sdp_choice", key)
 

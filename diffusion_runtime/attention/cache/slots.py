@@ -46,8 +46,8 @@ class FrameSlots:
         return max(self.window.sink, written_to - self.num_ring_slots)
 
     def slot_of(self, frame: int) -> int:
-        """Where a frame of the video stands while it is in sight. Raises ConfigError for a frame past the end of a
-        cache that keeps all of them."""
+        """Return the slot of a frame of the video while it is in sight. Raises ConfigError for a frame past the end of
+        a cache that keeps all of them."""
         sink = self.window.sink
         place = frame
         if frame >= self.num_slots:

@@ -41,7 +41,7 @@ def checked_extent(value: Any, what: str) -> Extent:
 
 
 def attended_tiles(num_tiles: Extent, window: Extent) -> Extent:
-    """How many tiles every query tile sees along each axis; windows with equal answers are the same window."""
+    """Return how many tiles every query tile sees along each axis; windows with equal results are the same window."""
     frames, height, width = (min(2 * (w // 2) + 1, n) for n, w in zip(num_tiles, window, strict=True))
     return frames, height, width
 

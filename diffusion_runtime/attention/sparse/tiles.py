@@ -13,7 +13,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def tile_counts(grid: Extent, tile: Extent) -> Extent:
-    """How many tiles there are along each axis."""
+    """Return the number of tiles along each axis."""
     frames, height, width = (-(-extent // size) for extent, size in zip(grid, tile, strict=True))
     return frames, height, width
 

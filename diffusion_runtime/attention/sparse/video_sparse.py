@@ -265,7 +265,7 @@ class CoarseResult:
 
 
 def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
-    """How many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
+    """Return how many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
     # (1 - 0.7) * 10 is a little more than 3 in floating point, and must not become 4.
     return min(max(math.ceil((1.0 - sparsity) * num_tiles - 1e-6), 1), num_tiles)
 

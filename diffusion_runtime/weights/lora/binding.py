@@ -214,7 +214,8 @@ class _Binding:
         )
 
     def _place(self, component: str, module: ModuleChange) -> bool:
-        """Whether the changes of a module were placed; what was wrong is kept for the message otherwise."""
+        """Place the changes of a module and return whether that was possible; what was wrong is kept for the
+        message."""
         shapes = self.shapes[component]
         rows = self._rows(component, module)
         if any(_weight_name(each.module, shapes) is None for each in rows) or not rows:
@@ -241,8 +242,8 @@ class _Binding:
         return True
 
     def _other_inputs(self, module: ModuleChange, rows: Sequence[Rows], shape: tuple[int, ...]) -> str | None:
-        """What a module is that differs from this model's, of that shape, in the width of its inputs alone, where the
-        family declares that its models differ there; None otherwise."""
+        """Return what a module is whose inputs alone differ in width from this model's, of that shape, where the family
+        declares that its models differ there; None otherwise."""
         fits = all(adapter.rows == shape[0] and adapter.columns != _columns(shape) for adapter in module.weight)
         return self.target.names.resized.get(rows[0].module) if module.weight and fits else None
 

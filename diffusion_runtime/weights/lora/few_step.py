@@ -26,7 +26,7 @@ class FewStepHint:
     source: str
 
     def remark(self, path: str, num_steps: int, *, is_guided: bool) -> str | None:
-        """What is wrong with a request of so many steps; None where it may be meant so."""
+        """Return what is wrong with a request of so many steps; None where it may be intended."""
         wrong = []
         if num_steps > (MAX_FEW_STEPS if self.num_steps is None else max(2 * self.num_steps, 8)):
             wrong.append(f"{num_steps} steps")

@@ -11,7 +11,7 @@ MAX_KEY_CHARACTERS = 300
 
 
 class Role(Enum):
-    """What a tensor of a file is to its module."""
+    """The role of a tensor of a file in its module."""
 
     DOWN = "down"  # A [rank, in]
     UP = "up"  # B [out, rank]
@@ -41,7 +41,7 @@ LOHA = frozenset({Role.HADA_1_A, Role.HADA_1_B, Role.HADA_1_CORE, Role.HADA_2_A,
 
 
 class Names(Enum):
-    """Whose way of writing names a key follows."""
+    """The naming scheme that a key follows."""
 
     DIFFUSERS = "diffusers / PEFT"
     ORIGINAL = "original names (ComfyUI)"

@@ -33,7 +33,7 @@ Originals: TypeAlias = Mapping[str, str | tuple[str | Rows, ...]]
 
 @dataclass(frozen=True)
 class LoraNames:
-    """How the LoRA files of a family name its modules; `{}` stands for the index of a block.
+    """The names that LoRA files of a family give its modules; `{}` is the index of a block.
 
     title: the family's name, for messages. same: modules that the authors and diffusers call alike. originals: the
     authors' name of a module -> diffusers' module, or the ones whose rows it holds, one after the other. absent:

@@ -68,8 +68,9 @@ class ByPattern(Generic[_T]):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have their own.
-    is_lycoris: peft's LoKr or LoHa, which scales by alpha / rank whether or not its factors are decomposed."""
+    """The settings of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have
+    their own. is_lycoris: peft's LoKr or LoHa, which scales by alpha / rank whether or not its factors are
+    decomposed."""
 
     alpha: float | None = None
     rank: int | None = None
