@@ -25,8 +25,8 @@ CACHED_KEYS = "cached keys"
 
 class CachedCall(NamedTuple):
     """A call to the keys of a cache. inputs: with the keys in sight; with its own where `parts` are read in their
-    place. copied: what was done to the keys for it, as KeyStore.copied says, `in place` for none of it, empty for a
-    store that is always read in place."""
+    place. copied: what was done to the keys for it, as KeyStore.copied describes, `in place` for none of it, empty for
+    a store that is always read in place."""
 
     inputs: AttentionInputs
     copied: str = ""
@@ -93,7 +93,7 @@ def with_prefix(
     """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
     so that every process attends with the heads that it computes.
 
-    Raises ConfigError for a call whose text stands before the grid, or behind a prefix with padding.
+    Raises ConfigError for a call whose text precedes the grid, or behind a prefix with padding.
     """
     layout, name = inputs.layout, layer.name or layer.role
     if layout is None or layout.num_prefix_tokens:

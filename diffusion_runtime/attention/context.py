@@ -125,7 +125,7 @@ class RequestCache:
             scope = self._scopes[key] = self._make_scope(key)
         return scope
 
-    def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that stands for another
+    def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that replaces another
         return CacheScope()
 
 
@@ -204,7 +204,7 @@ class AttentionContext:
         return dataclasses.replace(self, layout=layout)
 
 
-# Of contexts that are made while torch.compile traces: nobody reads what it counts.
+# The recorder of contexts that are made while torch.compile traces: its counts are not read.
 _UNREAD = AttentionRecorder()
 
 

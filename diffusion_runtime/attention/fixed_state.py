@@ -25,7 +25,7 @@ _MISSING = object()
 
 def form_of(value: Any) -> Hashable:
     """All of a value but the numbers in its tensors: values of one form differ in those alone. Objects that are no
-    tensors, dataclasses, tuples, lists or dicts stand for themselves."""
+    tensors, dataclasses, tuples, lists or dicts are copied as they are."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.stride(), value.dtype, value.device
     parts = _parts(value)
@@ -43,7 +43,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Clones:
-    """Clones of values, with tensors of their own in the same sizes and strides. An object that stands in two places is
+    """Clones of values, with tensors of their own in the same sizes and strides. An object that occurs twice is
     one object in the clones."""
 
     def __init__(self) -> None:

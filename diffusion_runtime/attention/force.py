@@ -131,7 +131,7 @@ class force_attention_backend:
 
 class _Resumes:
     """One generator or coroutine that is resumed again and again: it holds a choice, and what it forces itself, from
-    each resume until it is suspended. Whoever resumes it, anywhere, holds what they held before."""
+    each resume until it is suspended. The code that resumes it keeps the choices it held before."""
 
     def __init__(self, choice: ForcedChoice) -> None:
         self._held: tuple[ForcedChoice, ...] = (choice,)

@@ -85,7 +85,7 @@ class ForwardPlans:
 
 
 class VideoPlans(ForwardPlans):
-    """Plans of all forward passes of one video that is made chunk by chunk: each pass prepares them anew, in buffers
+    """Plans of all forward passes of one video that is made chunk by chunk: each pass prepares them again, in buffers
     that are reserved once."""
 
     def __init__(self) -> None:

@@ -176,9 +176,9 @@ class AttentionLayer(nn.Module, ABC):
 
     def write_keys(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> None:
         """Leave k and v in the key-value cache of the context, as a call with the same arguments does, and attend to
-        nothing: of a commit whose output nobody reads. No call is counted.
+        nothing: of a commit whose output is not read. No call is counted.
 
-        q: says how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
+        q: gives how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
         """
         if context.shapes_only:
             return

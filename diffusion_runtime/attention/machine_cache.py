@@ -60,7 +60,7 @@ def cache_folder() -> Path:
 
 
 class MeasuredCache:
-    """The choices of one machine. machine: all that they depend on beside the shape: chip, driver, versions."""
+    """The choices of one machine. machine: all that they depend on besides the shape: chip, driver, versions."""
 
     def __init__(self, machine: Mapping[str, Any]) -> None:
         text = json.dumps(machine, sort_keys=True, default=str)
@@ -111,7 +111,7 @@ class MeasuredCache:
 
 
 def machine_facts(hardware: Hardware, candidates: Sequence[Backend]) -> dict[str, Any]:
-    """All that a measurement depends on beside the shape: the chip, its driver, and every version that takes part."""
+    """All that a measurement depends on besides the shape: the chip, its driver, and every version that takes part."""
     return {
         "platform": hardware.platform,
         "device": hardware.device_name,

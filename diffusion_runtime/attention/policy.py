@@ -209,7 +209,7 @@ def _combinations(
     if "denoise" not in phases:
         steps = []
     if "commit" in phases:
-        # No rule by steps holds in a commit, so one step stands for all.
+        # No rule by steps holds in a commit, so one step represents all.
         steps += [StepInfo(chunk=chunk, phase="commit") for chunk in chunks]
     return tuple(dict.fromkeys((held(cli, step), held(config, step)) for step in steps))
 
@@ -224,14 +224,14 @@ def representative_chunks(windows: Sequence[Window]) -> list[int]:
 def representative_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:
     """Steps at which every combination of `windows` that can hold together does hold.
 
-    num_steps: of the request; None: of any, for which a few step counts stand: which ranges overlap changes only where
+    num_steps: of the request; None: of any, represented by a few step counts: which ranges overlap changes only where
     the count passes a number that is counted from the start, one that is counted from the end, or a sum of the two.
     """
     bounds = {bound for window in windows for pair in window.ranges for bound in pair}
     counts = [num_steps] if num_steps is not None else _representative_counts(bounds)
     for count in counts:
         edges = {bound + count if bound < 0 else bound for bound in bounds}
-        # Between two edges nothing changes, so the edges and their neighbours say it all.
+        # Between two edges nothing changes, so the edges and their neighbours decide everything.
         steps = {0} | {edge + shift for edge in edges for shift in (-1, 0, 1)}
         yield from (StepInfo(index=step, num_steps=count) for step in sorted(steps) if 0 <= step < count)
 

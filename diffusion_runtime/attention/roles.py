@@ -12,8 +12,8 @@ CATEGORIES = ("self", "cross")
 # (text_encoders/attention_choice.py).
 TEXT_ENCODER = "text_encoder"
 
-# Who knows the roles of every model. They stand above and are not imported from here: they are asked by their names,
-# and only about a role that nobody has registered, so that a choice can be checked before its model is known.
+# The modules that declare the roles of every model. They are higher rows and not imported here: they are asked by name,
+# and only about a role that is not registered, so that a choice can be checked before its model is known.
 _DECLARED_IN = ("diffusion_runtime.models.registry", "diffusion_runtime.diffusers_bridge.modules")
 
 _category_of: dict[str, str] = {category: category for category in CATEGORIES}

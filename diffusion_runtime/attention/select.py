@@ -61,7 +61,7 @@ class Decision:
 
 class Choice(NamedTuple):
     """One entry of a level. source: its level; by_name: it is made for the role, or for the role's category,
-    by name; key: where it stands, for people."""
+    by name; key: where it was given, for people."""
 
     source: str
     spec: AttentionSpec

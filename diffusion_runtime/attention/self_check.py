@@ -191,7 +191,7 @@ def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
 
 
 def remarks_on(checks: Iterable[SelfCheck]) -> tuple[str, ...]:
-    """Notes on the checks for the report; a failed one stands there as the reason for another choice."""
+    """Notes on the checks for the report; a failed one is given there as the reason for another choice."""
     return tuple(dict.fromkeys(str(check) for check in checks if check.status != "failed"))
 
 

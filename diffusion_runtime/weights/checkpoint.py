@@ -71,7 +71,7 @@ class TensorSource(Protocol):
         """Write a part of tensor `name` into `target`, of the part's shape."""
 
     def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
-        """`copy_into` that goes on beside others until the result is called, which raises what it raises."""
+        """Begin `copy_into` in the background; calling the result waits for its end and raises its errors."""
 
     def is_changed(self, name: str) -> bool:
         """Return whether a change adds to tensor `name`."""
@@ -182,7 +182,7 @@ class Checkpoint:
         target.copy_(part.of(total))
 
     def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
-        """`copy_into`, in the background where the file's bytes are the numbers; nobody may touch `target` before the
+        """`copy_into`, in the background where the file's bytes are the numbers; do not touch `target` before the
         result is called, which raises what copy_into raises."""
         if part.is_zero:
             target.zero_()
@@ -234,7 +234,7 @@ class Checkpoint:
             for rows in self._rows[name]:
                 stored = rows.file.stored_bytes(rows.name, rows.rows)
                 if stored is not None:
-                    # What cannot be read is said when it is read.
+                    # An unreadable tensor raises when it is read.
                     with contextlib.suppress(OSError):
                         stored.expect()
 

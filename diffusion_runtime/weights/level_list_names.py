@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-# Behind diffusers' name of a block: what stands in a level of its own, in the order of the authors' list.
+# Behind diffusers' name of a block: the parts with a level of their own, in the order of the authors' list.
 _DOWN, _UP = ("resnets", "downsamplers.0", "conv_out"), ("conv_in", "upsamplers.0", "resnets")
 _STATISTICS = {
     "latents_mean": "per_channel_statistics.mean-of-means",

@@ -37,7 +37,7 @@ class Conversions:
 
 class StoredWeights:
     """The home of a module's weights (memory/weight_unit.py: WeightHome). Its parameters hold NaN while they wait, so
-    that whoever reads one that is not there computes NaN (layers/waiting_weights.py).
+    that a read of one that is not there gives NaN (layers/waiting_weights.py).
 
     module: with empty parameters of the shapes and dtypes of loaded ones, and checked names. changes: made to the
     tensors as they are read, such as a LoRA. Keeps the files open, so that a folder that is replaced meanwhile changes
@@ -59,7 +59,7 @@ class StoredWeights:
 
     def _opened(self, changes: Sequence[WeightChange]) -> Checkpoint:
         checkpoint = self._conversions.checkpoint(changes)
-        # Of a pipeline that nobody closes.
+        # For a pipeline that is never closed.
         weakref.finalize(self, checkpoint.close)
         return checkpoint
 

@@ -45,7 +45,7 @@ class TensorHead:
 
 class TensorFile(ABC):
     """An open file of tensors. is_gguf: whether they are read as bytes; heads: of every tensor, by name; metadata: the
-    texts beside them."""
+    texts stored with them."""
 
     is_gguf = False
     path: Path
@@ -76,7 +76,7 @@ class SafetensorsFile(TensorFile):
     """prefix: of the names of a part of the file, which is then all of it (file_parts.py). Raises ModelLoadError for a
     file that is missing, cut off, damaged, or a Git-LFS pointer."""
 
-    # Whoever opened several files has one for all of them.
+    # A reader of several files has one for all of them.
     reads: ParallelReads | None = None
 
     def __init__(self, path: Path, prefix: str = "") -> None:

@@ -146,7 +146,7 @@ class _Renaming:
         )
 
     def _modules(self, name: str) -> list[str]:
-        """The modules of diffusers' that an unmatched tensor is of; a name that stands for none, as it is."""
+        """The modules of diffusers' that an unmatched tensor is of; a name of none, as it is."""
         module, _ = _split(without_prefix(name)[:_MAX_NAME_CHARACTERS])
         return [rows.module for rows in self.expected.names.find(module, flattened=False)] or [module]
 

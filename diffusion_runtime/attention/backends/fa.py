@@ -118,7 +118,7 @@ class AnyFlashAttention(ImportingBackend):
         if others:
             misfits = "; ".join(f"{g.distribution} {_refusals(g, hardware, 64)[0]}" for g in others)
             reason = f"no FlashAttention for this device is installed: {misfits}"
-        # Without a chip that any of them serves, the capability says why.
+        # Without a chip that any of them serves, the capability gives the reason.
         fix = for_chip[0].install if for_chip else ""
         return Availability(None, reason, fix)
 

@@ -110,7 +110,7 @@ class AttentionCall(NamedTuple):
     @property
     def mask(self) -> torch.Tensor | None:
         """[batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores in q's
-        dtype; it hides keys beside those that layout and causal hide."""
+        dtype; it hides keys in addition to those that layout and causal hide."""
         return self.inputs.mask
 
     @property
@@ -224,7 +224,7 @@ class Backend(ABC):
         """Return whether its packages are installed, from `hardware`, without importing anything heavy."""
 
     def versions(self, hardware: Hardware) -> str:
-        """Versions for a log line, beside the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
+        """Versions for a log line, in addition to the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
         version = self.probe(hardware).version
         return "" if version in (None, hardware.torch_version) else f"{self.name} {version}"
 
@@ -305,7 +305,8 @@ class Backend(ABC):
     def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:  # noqa: ARG002
         """The order of the grid's tokens (TokenLayout.tile) in which a layer costs least; None where any will do.
 
-        Models keep their tokens in the order that all layers prefer. A call may come in any other, and layout says so.
+        Models keep their tokens in the order that all layers prefer. A call may come in any other, which its layout
+        tells.
         """
         return RASTER if self.capability.needs_grid else None
 

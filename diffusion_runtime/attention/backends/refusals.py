@@ -23,7 +23,7 @@ def remember_wrong(name: str, head_dim: int, dtype: str, reason: str) -> None:
 
 
 def forget_wrong() -> None:
-    """Begin anew: for a process in which a package was exchanged."""
+    """Forget all reasons: for a process in which a package was exchanged."""
     _reasons.clear()
 
 

@@ -127,8 +127,8 @@ def _notify_changed() -> None:
 
 
 def canonical_name(name: str) -> str:
-    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one, and with the
-    reason for a peer's backend that has no counterpart here."""
+    """The name of a backend for one of its spellings. Raises ConfigError with the nearest names for an unknown one, and
+    with the reason for a peer's backend that has no counterpart here."""
     spelled = plain(name)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:

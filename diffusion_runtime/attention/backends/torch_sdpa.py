@@ -116,7 +116,7 @@ def _kernel_name(
         causal,
         torch.is_grad_enabled() and (q_bhsd.requires_grad or k_bhsd.requires_grad or v_bhsd.requires_grad),
         torch.are_deterministic_algorithms_enabled(),
-        # Whoever calls may have switched kernels off.
+        # The caller may have switched kernels off.
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
@@ -133,7 +133,7 @@ def _kernel_name(
 
 
 def _kernel_of(form: CallForm) -> str:
-    """The kernel that torch takes for such a call, asked with tensors of one row that stand for all of them."""
+    """The kernel that torch takes for such a call, asked with tensors of one row that represent all of them."""
     found = None if form.hardware.platform == "cpu" else torch.accelerator.current_accelerator()
     device = torch.device("cpu") if found is None else found
 

@@ -1,4 +1,4 @@
-"""Frame slots: where in a cache the keys of each frame stand, a ring of slots behind fixed ones for the sink.
+"""Frame slots: where in a cache the keys of each frame are, a ring of slots behind fixed ones for the sink.
 
 Softmax does not depend on the order of the keys, and rotary positions are in them: a frame that comes into sight takes
 the slot of the one that leaves it. Nothing is moved, and addresses stay.

@@ -30,7 +30,7 @@ def tile_order(grid: Extent, tile: Extent) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tile_geometry(layout: TokenLayout, tile: Extent, device: torch.device | str) -> BlockGeometry:
     """The tiles of a layout's grid, shared by all heads; text after the grid. In a layout of the same tiles the tokens
-    stand in their order already."""
+    are in their order already."""
     return order_geometry(layout, *tile_order(layout.grid, tile)).to(device)
 
 

@@ -91,7 +91,7 @@ class Lora(WeightChange):
 
 def bind(file: LoraFile, config: LoraConfig, target: LoraTarget) -> Lora:
     """Raises ModelLoadError for keys that match nothing (with the family that the file is for), for sizes that do not
-    fit, and for a file that does not say which of two transformers it is for."""
+    fit, and for a file that does not tell which of two transformers it is for."""
     return _Binding(file, config, target).lora()
 
 
@@ -101,7 +101,7 @@ class _Binding:
         self.changes: dict[str, dict[str, list[Placed]]] = {}
         self.owners: dict[tuple[str, str, int], str] = {}
         self.own_names: dict[tuple[str, bool], dict[str, str]] = {}
-        # Of the transformers, and of what is beside them once it is asked for.
+        # Of the transformers, and of the other components once they are asked for.
         self.shapes: dict[str, Shapes] = dict(target.shapes)
         self.unmatched_text: list[str] = []
         self.unmatched: list[str] = []
@@ -192,7 +192,7 @@ class _Binding:
         return found
 
     def _beside(self, module: ModuleChange) -> str | None:
-        """Return the component beside the transformers that has a module which none of these has; None for others."""
+        """Return the component, no transformer, that has a module which none of these has; None for others."""
         of_transformers = (self._rows(component, module) for component in self.target.shapes)
         if any(of_transformers) or self.target.names.find(module.name, flattened=module.flattened):
             return None
@@ -248,7 +248,7 @@ class _Binding:
         return self.target.names.resized.get(rows[0].module) if module.weight and fits else None
 
     def _rows(self, component: str, module: ModuleChange) -> tuple[Rows, ...]:
-        """The modules of the checkpoint that one of the file stands for."""
+        """The modules of the checkpoint that one of the file denotes."""
         name = module.name
         if is_text_encoder(component):
             name = text_module(name, flattened=module.flattened)

@@ -19,7 +19,7 @@ _TITLES = ("modelspec.title", "ss_output_name", "name")
 
 @dataclass(frozen=True)
 class FewStepHint:
-    """num_steps: how many the file says, None where it does not. source: where it was found, as in `its file name says
+    """num_steps: as given by the file, None without. source: where it was found, as in `its file name says
     "4step"`."""
 
     num_steps: int | None

@@ -1,4 +1,4 @@
-"""LoraNames: what a family's authors call the modules of its transformer, beside diffusers' names for them."""
+"""LoraNames: what a family's authors call the modules of its transformer, in addition to diffusers' names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LoraNames:
     num_blocks: frozenset[int] = frozenset()
 
     def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
-        """The modules of diffusers that a module in a file stands for; empty for an unknown name.
+        """The modules of diffusers that a module in a file denotes; empty for an unknown name.
 
         flattened: the dots of the name are underscores, as kohya's trainers write it.
         """
