@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,13 +234,26 @@ def table_of(rows: Sequence[Row], version: str) -> str:
 def _lines_of(rows: Sequence[Row]) -> Iterator[str]:
     """One line for all classes of one outcome; what runs comes first, then by the reason."""
     outcomes: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.runs != "yes", row.sparse != "yes", row.runs, row.sparse)):
+    shown = [replace(row, runs=_outcome(row.runs)) for row in rows]
+    for row in sorted(shown, key=lambda row: (row.runs != "yes", row.sparse != "yes", row.runs, row.sparse)):
         outcomes.setdefault((row.runs, row.sparse), []).append(row)
     for (runs, sparse), found in outcomes.items():
         names = ", ".join(
-            f"{row.pipeline} {row.reached}".strip() for row in sorted(found, key=lambda row: row.pipeline)
+            f"{row.pipeline} {row.reached.replace(' of ', '/')}".strip()
+            for row in sorted(found, key=lambda row: row.pipeline)
         )
         yield f"| {runs} | {sparse} | {names} |"
+
+
+def _outcome(runs: str) -> str:
+    """Return the outcome as the page shows it: a row that is not shown names a missing package, or no more than that
+    the tiny components gave nothing (`--show` prints the whole reason)."""
+    if not runs.startswith("not shown: "):
+        return runs
+    package = next((name for name in ("torchvision", "PyAV", "cosmos_guardrail") if name in runs), None)
+    if package is not None:
+        return f"not shown: it needs {package}"
+    return "not shown: no tiny components" if "no tiny " in runs else "not shown: its tiny components do not run"
 
 
 def rows_of(page: str) -> list[Row]:
@@ -252,7 +265,7 @@ def rows_of(page: str) -> list[Row]:
         runs, sparse, names = (cell.strip() for cell in cells)
         for each in names.split(", "):
             pipeline, _, reached = each.partition(" ")
-            found.append(Row(pipeline, runs, reached, sparse))
+            found.append(Row(pipeline, runs, reached.replace("/", " of "), sparse))
     return sorted(found, key=lambda row: row.pipeline)
 
 
