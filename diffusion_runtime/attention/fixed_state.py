@@ -25,7 +25,7 @@ _MISSING = object()
 
 def form_of(value: Any) -> Hashable:
     """All of a value but the numbers in its tensors: values of one form differ in those alone. Objects that are no
-    tensors, dataclasses, tuples, lists or dicts are copied as they are."""
+    tensors, dataclasses, tuples, lists or dicts are their own form."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.stride(), value.dtype, value.device
     parts = _parts(value)

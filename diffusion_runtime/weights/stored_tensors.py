@@ -74,7 +74,7 @@ class StoredRows:
         return dataclasses.replace(self, shape=shape) if same else self
 
     def stored_bytes(self) -> StoredBytes | None:
-        """Return where in the file numbers are that need no conversion; None for others."""
+        """Return where the numbers are in the file if they are stored plainly, in one run; None otherwise."""
         in_one_run = not self.is_quantized and self.columns is None
         return self.file.stored_bytes(self.name, self.rows) if in_one_run else None
 

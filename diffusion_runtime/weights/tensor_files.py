@@ -62,8 +62,8 @@ class TensorFile(ABC):
         return self.read(name)
 
     def stored_bytes(self, name: str, rows: slice | None = None) -> StoredBytes | None:
-        """Return where a tensor, or some of its rows, are in the file; None where its numbers are not contiguous
-        there."""
+        """Return where a tensor, or some of its rows, are in the file; None where the bytes are not
+        its numbers alone."""
         del name, rows
         return None
 

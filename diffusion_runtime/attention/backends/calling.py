@@ -148,7 +148,7 @@ def run_elsewhere(call: AttentionCall, reason: str) -> AttentionResult:
 
 
 def numbers_of_keys(call: AttentionCall) -> set[int]:
-    """Return the numbers of keys that a kernel meets where its mask does not end with them: lengths without padding.
+    """Return the numbers of keys of a kernel that masks nothing behind them: the lengths, where padding is cut off.
 
     A causal kernel hides from every query what comes after it, the rest of the last block with it; it is exempt unless
     there is padding, whose own queries see all keys before them and are computed without the causal mask.

@@ -192,7 +192,7 @@ class _Binding:
         return found
 
     def _beside(self, module: ModuleChange) -> str | None:
-        """Return the component, no transformer, that has a module which none of these has; None for others."""
+        """Return the component besides the transformers that has a module which none of them has; None for others."""
         of_transformers = (self._rows(component, module) for component in self.target.shapes)
         if any(of_transformers) or self.target.names.find(module.name, flattened=module.flattened):
             return None
