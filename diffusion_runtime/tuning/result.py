@@ -79,7 +79,8 @@ class TuneResult:
 
     @property
     def setting(self) -> Outcome:
-        """What the file holds: the sparsest setting within the budget, tuned or uniform; else the nearest."""
+        """Return the setting that the file holds: the sparsest one within the budget, tuned or uniform; else the
+        nearest."""
         return by_name(self.tuned, self.uniform)[self.chosen]
 
     @property
@@ -98,7 +99,7 @@ class TuneResult:
         return rules.to_dict()
 
     def record(self) -> dict[str, Any]:
-        """What was measured, on what, with which versions."""
+        """Return what was measured, on what, with which versions."""
 
         def prompts(pairs: Sequence[tuple[str, int | None]]) -> list[dict[str, Any]]:
             return [{"prompt": prompt, "seed": seed} for prompt, seed in pairs]

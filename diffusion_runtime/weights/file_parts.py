@@ -1,7 +1,7 @@
-"""Parts of a file: which components a file of tensors holds, told by what stands in front of their names.
+"""Parts of a file: which components a file of tensors holds, told by the prefixes of their names.
 
 ComfyUI's checkpoints hold a transformer, its text encoders and its autoencoder in one file; most files hold one of
-these. Whoever reads a component of such a file names its prefix, and sees the tensors behind it alone
+these. A reader of a component of such a file names its prefix, and sees the tensors behind it alone
 (SafetensorsFile).
 """
 
@@ -27,7 +27,7 @@ _CONTAINER = re.compile(
         )
     )
 )
-# Components whose prefix alone says what they are.
+# Components whose prefix alone identifies them.
 _BY_PREFIX = {
     "audio_vae.": FileKind("an autoencoder of sound", (), component="audio_vae"),
     "vocoder.": FileKind("a vocoder", (), component="vocoder"),
@@ -56,7 +56,7 @@ def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
         container = _CONTAINER.match(name)
         found["" if container is None else container[0]].append(name)
     for prefix in [each for each in found if each and any(other.startswith(each) for other in found if other != each)]:
-        # Beside a text encoder's own tensors, such as a projection that nothing reads.
+        # In addition to a text encoder's own tensors, such as a projection that nothing reads.
         found[""] += found.pop(prefix)
     if sum(bool(prefix) for prefix in found) < 2:
         return ()
