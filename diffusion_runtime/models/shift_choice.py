@@ -89,7 +89,8 @@ def shift_choice(
         same = tuple(each for each in presets if each.request.get(_FIELD) == preset[_FIELD])
         # None and 0 both leave the schedule as it is.
         terminal = preset.get(_TERMINAL)
-        is_other = terminal is not None and (terminal or None) != (scheduler.get(_TERMINAL) or None)
+        if (terminal or None) == (scheduler.get(_TERMINAL) or None):
+            terminal = None
         owner = f"the sampling preset {presets[0].name}"
-        found = ShiftChoice(float(preset[_FIELD]), owner, of_folder, same, float(terminal) if is_other else None)
+        found = ShiftChoice(float(preset[_FIELD]), owner, of_folder, same, terminal)
     return None if found.value == of_folder and found.terminal is None else found
