@@ -164,8 +164,12 @@ def _head(path: Path, key: str) -> dict[str, Any]:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
-            head = parse_json(file.read(length))
-        if len(head) > MAX_TENSORS:
+            content = file.read(length)
+        # Each has one of these words, which are counted before a mapping is made of each.
+        if (num_tensors := content.count(b'"data_offsets"')) > MAX_TENSORS:
+            raise DocumentError(f"it would hold {num_tensors} tensors, more than {MAX_TENSORS}")
+        head = parse_json(content)
+        if len(head) > MAX_TENSORS + 1:
             raise DocumentError(f"it would hold {len(head)} tensors, more than {MAX_TENSORS}")
         return {name: {key: entry[key]} for name, entry in head.items() if name != "__metadata__"}
     except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
