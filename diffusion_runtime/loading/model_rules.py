@@ -55,7 +55,7 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
         preset_rules=PresetRules(
             known=sampling_presets,
             shift_choice=shift_choice(
-                scheduler.defaults,
+                {**scheduler.defaults, "shift_terminal": scheduler.values.get("shift_terminal")},
                 () if distilled is None else distilled.presets,
                 model.generation.defaults,
                 None if named is None else named.request,

@@ -173,7 +173,7 @@ def prepare(
             )
         )
     )
-    folder = ModelFolder(found.path, found.downloads_gb)
+    folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
     if has_both_indexes(found.path):
         _logger.info("%s: %s is ignored, %s is used", found.path, MODULAR_INDEX_FILE, INDEX_FILE)

@@ -81,13 +81,12 @@ class RequestRules:
         draft = Draft(request)
         if preset is not None:
             self.preset_rules.fill(draft, preset, self.presets)
-        has_own_shift = draft.flow_shift is not None
+        own = frozenset(draft.values)
         # An image says more of the size than the model does.
         self._images.fill(draft)
         draft.fill(self.defaults)
         draft.settle_length(self.sampling.geometry.temporal_factor)
-        if not has_own_shift:
-            self.preset_rules.choose_shift(draft)
+        self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
         refuse_unused(draft, self.model_fields, self.sampling.product)
