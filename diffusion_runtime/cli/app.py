@@ -161,7 +161,7 @@ def _parser_message(error: Any, arguments: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     if hasattr(error, "possibilities") and error.ctx is not None:
         visible = [each for each in error.ctx.command.params if not getattr(each, "hidden", True)]
-        error.possibilities = _like(option, [flag for each in visible for flag in each.opts if flag[:2] == "--"])
+        error.possibilities = _like(str(option), [flag for each in visible for flag in each.opts if flag[:2] == "--"])
     message = error.format_message()
     # What this asks about are flags, whose declarations a verb's parser has imported by now.
     from diffusion_runtime.cli import options
