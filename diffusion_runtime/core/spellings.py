@@ -46,7 +46,7 @@ class Spelling(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether `means` is a flag with its value: the name is a switch then."""
+        """Return whether `means` is a flag with its value: the name is a switch then."""
         return not self.value and " " in self.means
 
     def taken_apart(self, value: str) -> list[str] | None:

@@ -61,7 +61,7 @@ class Interruptions:
 
     @property
     def is_reported(self) -> bool:
-        """Whether somebody has said, or will say, that the run was interrupted."""
+        """Return whether somebody has said, or will say, that the run was interrupted."""
         return self._is_reported
 
     def all_is_reported(self, exit_code: int) -> None:
