@@ -103,12 +103,12 @@ def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> l
             rewritten += own
         elif theirs.is_complete or switches.get(theirs.means):
             text = value if equals else waiting[0] if waiting else ""
-            said = {"true": True, "false": False}.get(text.lower())
-            if equals and said is None:
+            is_on = {"true": True, "false": False}.get(text.lower())
+            if equals and is_on is None:
                 raise ConfigError(f"{name}: expected true or false, or no value, got {shown(value)}")
-            if said is not None and not equals:
+            if is_on is not None and not equals:
                 waiting.pop(0)
-            rewritten += theirs.means.split(" ") if said is not False else _switched_off(theirs.means, switches)
+            rewritten += theirs.means.split(" ") if is_on is not False else _switched_off(theirs.means, switches)
         else:
             # A flag with a path is one argument with its value.
             first = [value] if equals else waiting[:1] if "." in theirs.means else []
