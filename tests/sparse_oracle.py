@@ -86,6 +86,7 @@ class Case:
     full: changes that make it keep everything; wider: changes under which it sees more, one after the other;
     schedule: changes that make steps before 21 dense, and layers before 5. sees_itself: a query always sees itself.
     compares_heads: what a head selects depends on the others by definition, so heads cannot be planned in parts.
+    is_static: its blocks are tiles of the grid, whatever the tokens hold.
     """
 
     backend: str
@@ -96,6 +97,7 @@ class Case:
     layer: LayerInfo = LAYER
     sees_itself: bool = False
     compares_heads: bool = False
+    is_static: bool = False
 
     def arguments(self, layout: TokenLayout, **changes: Any) -> dict[str, Any]:
         """What both `attention` and `plan_attention` take after the tensors."""
@@ -131,6 +133,7 @@ CASES = {
         wider=({"window": (1, 1, 3)}, {"window": (1, 3, 3)}, {"window": (2, 3, 3)}),
         schedule=({"skip_time_steps": 21}, None),
         sees_itself=True,
+        is_static=True,
     ),
     "VSA": Case(
         "video_sparse_attn",
@@ -138,6 +141,7 @@ CASES = {
         full=({"sparsity": 0.0},),
         wider=({"sparsity": 1.0}, {"sparsity": 0.7}, {"sparsity": 0.3}),
         schedule=({"dense_first_steps": 21}, {"dense_layers": "0-4"}),
+        is_static=True,
     ),
     "V-MoBA in time": _vmoba(0, "query_head"),
     "V-MoBA top in space": _vmoba(1, "query_head", top=3),

@@ -66,7 +66,7 @@ ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for na
 
 # A third-party package, and the places that may import it.
 HOMES = {
-    "diffusers": ("diffusers_bridge", "decoders", "models", "denoising"),
+    "diffusers": ("diffusers_bridge", "decoders", "models"),
     "transformers": ("text_encoders", "quality/clip_score.py"),
     "triton": ("kernels",),
     "flash_attn": ("attention/backends", "kernels"),

@@ -461,8 +461,7 @@ def test_tokens_may_stand_in_tiles(case: Case, layout: TokenLayout) -> None:
         if case.backend != "sparse_video_gen_2_attn":
             # Its first centroids are drawn among the tokens as they stand.
             assert torch.equal(found.to_dense_mask(), plan.to_dense_mask()[:, :, order][..., order])
-        is_static = case.backend in ("sliding_tile_attn", "video_sparse_attn")
-        assert found.q.is_identity == (is_static and tile == own and text == 0)
+        assert found.q.is_identity == (case.is_static and tile == own and text == 0)
 
 
 @every_case
