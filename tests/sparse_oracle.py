@@ -86,7 +86,8 @@ class Case:
     full: changes that make it keep everything; wider: changes under which it sees more, one after the other;
     schedule: changes that make steps before 21 dense, and layers before 5. sees_itself: a query always sees itself.
     compares_heads: what a head selects depends on the others by definition, so heads cannot be planned in parts.
-    is_static: its blocks are tiles of the grid, whatever the tokens hold.
+    is_static: its blocks are tiles of the grid, whatever the tokens hold. draws_tokens: it begins with tokens drawn in
+    the order in which they are given.
     """
 
     backend: str
@@ -98,6 +99,7 @@ class Case:
     sees_itself: bool = False
     compares_heads: bool = False
     is_static: bool = False
+    draws_tokens: bool = False
 
     def arguments(self, layout: TokenLayout, **changes: Any) -> dict[str, Any]:
         """What both `attention` and `plan_attention` take after the tensors."""
@@ -154,5 +156,6 @@ CASES = {
         full=({"svg2_top_p_kmeans": 1.0}, {"svg2_min_kc_ratio": 1.0}),
         wider=({"svg2_top_p_kmeans": 0.3}, {"svg2_top_p_kmeans": 0.6}, {"svg2_top_p_kmeans": 0.9}),
         schedule=({"svg2_first_times_fp": 0.42}, {"svg2_first_layers_fp": 0.625}),
+        draws_tokens=True,
     ),
 }

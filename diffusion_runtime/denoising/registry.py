@@ -36,7 +36,7 @@ def check_settings(name: str, options: Mapping[str, Any], file: Path = _SETTINGS
         if key not in allowed or not allowed[key](value):
             raise ModelLoadError(
                 f"{file}: key {key!r}: {shown(value)} is not supported by the sampler {name}; take it out "
-                "where the model was not trained for it, or run the folder by diffusers' classes with --backend diffusers"
+                "where the model was not trained for it, or run the folder in diffusers with --backend diffusers"
             )
 
 
