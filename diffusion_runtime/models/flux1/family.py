@@ -13,10 +13,9 @@ from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.flux1.control import PIPELINES, control_of, size_made
-from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
-from diffusion_runtime.models.flux1.weights import transformer_pieces
+from diffusion_runtime.models.flux1.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # For a model that was distilled to run without guidance.

@@ -24,10 +24,9 @@ from diffusion_runtime.models.flux2.config import (
     read_pipeline_config,
     read_transformer_config,
 )
-from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux2.text import DEV_LAYERS, KLEIN_LAYERS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.flux2.weights import transformer_pieces
+from diffusion_runtime.models.flux2.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.

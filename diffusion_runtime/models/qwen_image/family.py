@@ -39,9 +39,8 @@ from diffusion_runtime.models.qwen_image.controlnet import (
     read_controlnet_config,
 )
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
-from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
-from diffusion_runtime.models.qwen_image.weights import transformer_pieces
+from diffusion_runtime.models.qwen_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.reference_images import scaled_to
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate

@@ -41,11 +41,10 @@ from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.far import read_far_defaults
 from diffusion_runtime.models.wan.far_transformer import FarTransformer
 from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
-from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan.vace_condition import WanControlConditioner
-from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
+from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, LORA_NAMES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
