@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers HunyuanVideo-1.5 checkpoint that make up each of ours, and names in LoRA files."""
+"""Weight map: the tensors of a HunyuanVideo-1.5 checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, each
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
 
 # The one patch size of the published models, as the checkpoint spells it.
 _PATCH = "2-1"
