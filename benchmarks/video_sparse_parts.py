@@ -20,8 +20,7 @@ from diffusion_runtime.attention.sparse.video_sparse import (
     num_kept_tiles,
     tile_means,
 )
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens
+from diffusion_runtime.kernels.block_packing import Averaged, PackedTokens, pack_tokens
 from diffusion_runtime.kernels.block_sparse import triton_kernels
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles

@@ -14,13 +14,12 @@ import torch
 from diffusion_runtime.attention import LayerInfo, SparsePlan, TokenLayout
 from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind, chunk_shape, chunks_of
 from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens
+from diffusion_runtime.kernels.block_packing import PackedTokens, pack_tokens
 from diffusion_runtime.kernels.block_sparse import gathered
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, listed_blocks
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, tile_shape
-from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask, chunk_row_mask_reference
+from diffusion_runtime.kernels.chunk_selection import SelectionRule, chunk_row_mask, chunk_row_mask_reference
 
 
 def parts(

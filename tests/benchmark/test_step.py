@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusion_runtime.benchmark.steps_around import steps_around
 from recorded_capture import RecordedCapture
 from tables import table
 
@@ -18,7 +19,6 @@ from diffusion_runtime.benchmark.replayed_step import ReplayedStep
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark
-from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.explanation.forward_cost import count_forward
