@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.benchmark.replayed_step import steps_around
 from recorded_capture import RecordedCapture
 from tables import table
 

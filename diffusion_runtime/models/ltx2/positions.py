@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.layers.extent_rope import by_head, extent_paces, grid_extent_rotations, turned
+from diffusion_runtime.layers.rope import by_head, extent_paces, grid_extent_rotations, turned
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import nn
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
 from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.media.images import read_image

@@ -16,7 +16,7 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.wan.far import is_far, read_history
+from diffusion_runtime.models.wan.causal import is_far, read_history
 from diffusion_runtime.models.wan.flow_map import (
     AUTHORS_CLASS,
     AUTHORS_KEYS,
