@@ -1,4 +1,5 @@
-"""Plot of a benchmark: one panel per shape, one bar per backend, and the rate of a matrix product as a line."""
+"""Plots of benchmarks. Attention: one panel per shape, one bar per backend, and the rate of a matrix product as a line;
+a step and a generation: one bar per row, stacked by where the time goes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from diffusion_runtime.media.publish import published
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from diffusion_runtime.benchmark.generation_result import STAGES, GenerationBenchmark
+from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".webp")
 _COLUMNS = 2
@@ -85,3 +88,86 @@ def _draw(axis: Axes, shape: AttentionShape, rows: list[Measurement], backends: 
                   transform=axis.get_xaxis_transform())  # fmt: skip
     axis.set_xlim(0, 1.18 * right)
     axis.grid(axis="x", alpha=0.3)
+
+
+def plot_generation(benchmark: GenerationBenchmark, path: Path) -> None:
+    """Write the picture to `path`; its extension selects the format. Raises ConfigError as check_plotting does,
+    OSError."""
+    check_plotting(path)
+    # Not pyplot, which keeps global state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    bars = [
+        (f"{row.name}, {when}", run)
+        for row in benchmark.rows
+        for when, run in (("cold", row.cold), ("warm", row.warm))
+        if run
+    ]
+    figure = Figure(figsize=(9.0, 1.9 + 0.45 * max(1, len(bars))), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"One generation, {benchmark.dtype}: {benchmark.device}", fontsize=10)
+    axis = figure.subplots()
+    left = [0.0] * len(bars)
+    for number, stage in enumerate(STAGES):
+        widths = [run.get(stage, 0.0) for _, run in bars]
+        if any(widths):
+            axis.barh(range(len(bars)), widths, left=left, color=f"C{number}", label=stage)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for number, total in enumerate(left):
+        axis.text(total, number, f" {total:.2f} s", va="center", fontsize=8)
+    axis.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.2 * max(left, default=1.0))
+    axis.set_title(benchmark.model, fontsize=8)
+    axis.set_xlabel("\n".join(["seconds", *benchmark.remarks]), fontsize=8)
+    axis.grid(axis="x", alpha=0.3)
+    if bars:
+        figure.legend(loc="outside lower center", ncols=len(STAGES), fontsize=8)
+    save_figure(figure, path)
+
+
+# (what, colour)
+_PARTS = (("attention", "C0"), ("linear products", "C1"), ("rest", "C2"), ("idle", "lightgrey"))
+
+
+def plot_step(benchmark: StepBenchmark, path: Path) -> None:
+    """Write the picture to `path`; its extension selects the format. Raises ConfigError as check_plotting does,
+    OSError."""
+    check_plotting(path)
+    # Not pyplot, which keeps global state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in benchmark.rows if row.samples]
+    figure = Figure(figsize=(9.0, 1.9 + 0.45 * max(1, len(rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"One denoising step, {benchmark.dtype}: {benchmark.device}", fontsize=10)
+    axis = figure.subplots()
+    left = [0.0] * len(rows)
+    for place, (name, colour) in enumerate(_PARTS):
+        widths = [_parts(row)[place] for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, color=colour, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for number, row in enumerate(rows):
+        share = row.share_of_matmul(benchmark.operations)
+        label = f" {row.milliseconds:.1f} ms" + ("" if share is None else f", {share:.2f} of matmul")
+        axis.text(left[number], number, label, va="center", fontsize=8)
+    axis.set_yticks(range(len(rows)), [row.name for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.3 * max(left, default=1.0))
+    axis.set_title(benchmark.model, fontsize=8)
+    axis.set_xlabel("milliseconds of one forward", fontsize=8)
+    axis.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(_PARTS), fontsize=8)
+    save_figure(figure, path)
+
+
+def _parts(row: StepRow) -> tuple[float, ...]:
+    """Milliseconds of each part; together the median. A profiled forward may take longer: its parts are shares."""
+    total, shares = row.milliseconds or 0.0, row.shares
+    if shares is None:
+        return 0.0, 0.0, 0.0, total
+    scale = min(1.0, total / max(shares.total, 1e-9))
+    parts = [part * scale for part in (shares.attention, shares.linear, shares.rest)]
+    return *parts, max(0.0, total - sum(parts))

@@ -1,4 +1,5 @@
-"""A denoising step that is replayed from a CUDA graph, captured as a generation captures it."""
+"""A denoising step that is replayed from a CUDA graph, captured as a generation captures it; and the steps of a
+generation around it."""
 
 from __future__ import annotations
 

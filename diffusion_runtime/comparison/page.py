@@ -1,4 +1,5 @@
-"""The comparison as one self-contained HTML page: clips side by side under one clock, plots, figures."""
+"""The comparison as one self-contained HTML page: clips side by side under one clock (H.264, WebP for images), plots,
+figures."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quali
 from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.media import GeneratedMedia
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.request.generation_request import GenerationRequest
 

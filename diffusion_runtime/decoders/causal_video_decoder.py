@@ -1,4 +1,5 @@
-"""The decoder of AutoencoderKLWan and AutoencoderKLQwenImage: eager, or fused kernels on the same weights."""
+"""The decoder of AutoencoderKLWan and AutoencoderKLQwenImage: eager, or fused kernels on the same weights; its module
+is built from a config.json whose settings are all known."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Flow-matching Euler sampler (Lipman et al., arXiv:2210.02747) with the flow shift of Esser et al., arXiv:2403.03206,
-to the bits of diffusers' scheduler.
+"""Euler samplers of flow matching (Lipman et al., arXiv:2210.02747), with the flow shift of Esser et al.,
+arXiv:2403.03206, and of flow maps (AnyFlow, arXiv:2605.13724), to the bits of diffusers' schedulers.
 
 x[i+1] = x[i] + (sigma[i+1] - sigma[i]) * v(x[i], sigma[i]),   sigma = s * t / (1 + (s - 1) * t) with flow shift s.
 
-The solver is our own: importing diffusers takes longer than a first command has.
+A flow map is told where the step leads, v(x[i], sigma[i], sigma[i+1]), and takes steps of any width. The solver is our
+own: importing diffusers takes longer than a first command has.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.untrusted.known_settings import Allows, is_false, is_positive, whole
+from diffusion_runtime.untrusted.known_settings import Allows, anything, is_false, is_positive, whole
 
 
 def _is_terminal(value: Any) -> bool:
@@ -108,3 +110,19 @@ def _training_levels(num_train_timesteps: int, shift: float, num_steps: int) -> 
 def _shifted(levels: numpy.ndarray[Any, Any], shift: float) -> numpy.ndarray[Any, Any]:
     shifted: numpy.ndarray[Any, Any] = shift * levels / (1 + (shift - 1) * levels)
     return shifted
+
+
+@dataclass(frozen=True)
+class FlowMapEulerSampler(ScheduleSampler):
+    """The steps of diffusers' FlowMapEulerDiscreteScheduler. The model is told where each step leads:
+    StepInfo.next_timestep."""
+
+    settings: ClassVar[Mapping[str, Allows]] = {
+        "num_train_timesteps": whole(2, 100_000),
+        # Of training alone: how losses at different noise levels are weighed.
+        "weight_type": anything,
+    }
+
+    def scheduler(self, device: torch.device) -> Scheduler:
+        levels = LinearSigmas().sigmas(self.num_steps) if self.sigmas is None else self.sigmas
+        return EulerSolver({**self.options, "shift": self.flow_shift}, self.num_steps, device, levels)

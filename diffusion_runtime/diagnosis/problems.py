@@ -1,4 +1,5 @@
-"""Problem: a finding about a machine with its fix, in one form for all checks."""
+"""Problem: a finding about a machine with its fix, in one form for all checks; TimeBudget: the seconds a diagnosis may
+take, and LeftOut, a check that did not fit in them."""
 
 from __future__ import annotations
 

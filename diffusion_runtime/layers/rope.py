@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864).
+"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864): by whole positions,
+among the frames whose keys are cached, and by parts of an extent in seconds and pixels.
 
 Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication; q and k are
 turned in the pass that normalises them (kernels/qk_norm_rope).

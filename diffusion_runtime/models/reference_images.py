@@ -1,4 +1,5 @@
-"""Reference images: inputs of a model for editing in addition to the prompt, as latents of the images' own sizes."""
+"""Image inputs of a model: the fields of a request that it takes, and reference images, inputs of a model for editing in
+addition to the prompt, as latents of the images' own sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Text encoders whose weights stay in their files, and are read when they are used: which tensor fills which parameter.
 
 transformers renames tensors as it reads, so that each parameter is matched with the file's tensor of its shape whose
-name ends most alike.
+name ends most alike. An encoder that is a module of ours is filled at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Instruments of a loaded pipeline: context managers that watch, time, count or change what its generations do.
+"""Instruments of a loaded pipeline: context managers that watch, time, count or change what its generations do, and the
+named ranges of a forward pass for torch.profiler.
 
 Each works through the pipeline's public parts and its `hooks`, and leaves the pipeline as it was.
 """

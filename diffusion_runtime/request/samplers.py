@@ -48,7 +48,7 @@ _REGISTERED = {
         required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
     ),
     "flow_map_euler": RegisteredSampler(
-        "diffusion_runtime.denoising.flow_map_euler:FlowMapEulerSampler",
+        "diffusion_runtime.denoising.flow_match_euler:FlowMapEulerSampler",
         scheduler_class="FlowMapEulerDiscreteScheduler",
         also_class="FlowMapDiscreteScheduler",
         shift_key="shift",

@@ -1,5 +1,5 @@
 """Batch settings: the values that the requests of one batch share, and what follows from them: the sampler, the sizes
-of the steps, guidance, chunks."""
+of the steps, guidance, the chunks of a causal model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
 from diffusion_runtime.denoising.interface import Sampler
-from diffusion_runtime.denoising.request_sampler import sampler_of
+from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest

@@ -1,4 +1,5 @@
-"""Failure: an exception as a user sees it, with one message, one kind and one exit code."""
+"""Failure: an exception as a user sees it, with one message, one kind and one exit code, and what can be played of the
+file of a stream that it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CLIP text encoder (Radford et al. 2021, arXiv:2103.00020), for one pooled vector per prompt."""
+"""CLIP (Radford et al. 2021, arXiv:2103.00020): the text encoder, for one pooled vector per prompt, and the image
+encoder, for tokens that are attended to next to the text's."""
 
 from __future__ import annotations
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_runtime.benchmark.replayed_step import steps_around
 from recorded_capture import RecordedCapture
 from tables import table
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
 from diffusion_runtime.benchmark.device_time import kind_of
 from diffusion_runtime.benchmark.operations import count_operations
-from diffusion_runtime.benchmark.replayed_step import ReplayedStep
+from diffusion_runtime.benchmark.replayed_step import ReplayedStep, steps_around
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark

@@ -1,4 +1,4 @@
-"""A block runner of a step cache that counts the steps of the guidance branches it runs."""
+"""A block runner of a step cache that counts the steps of the guidance branches it runs; residuals of a stack of blocks."""
 
 from __future__ import annotations
 

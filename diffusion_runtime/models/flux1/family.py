@@ -1,5 +1,8 @@
 """The FLUX.1 family: text to image by [dev], which takes the guidance scale as an input, and [schnell], which runs
-without; editing by Kontext; repainting a part of an image by Fill; edges and depth by Canny and Depth."""
+without; editing by Kontext; repainting a part of an image by Fill; edges and depth by Canny and Depth.
+
+Prompts are read by T5, for the tokens, and CLIP, for one vector per prompt.
+"""
 
 from __future__ import annotations
 

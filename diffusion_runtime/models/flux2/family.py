@@ -1,6 +1,6 @@
 """The FLUX.2 family: images from text and from reference images, by [dev], which takes the guidance scale as an input,
 and [klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
-reference images once."""
+reference images once. Prompts are read by a language model: the hidden states of three of its layers."""
 
 from __future__ import annotations
 

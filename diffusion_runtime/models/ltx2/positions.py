@@ -1,6 +1,6 @@
 """LTX-2's rotary positions: real numbers on the clip's own scales, seconds and pixels, so that both streams share time.
 
-A token is at the middle of its extent, as a fraction of the longest and widest clip (layers/extent_rope.py).
+A token is at the middle of its extent, as a fraction of the longest and widest clip (layers/rope.py).
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig

@@ -1,4 +1,5 @@
-"""Config of an LTX-Video folder: its transformer and latents, read from json and checked."""
+"""Config of an LTX-Video folder: its transformer and latents, read from json and checked; and where the tokens of its
+latents begin in seconds and pixels."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from diffusion_runtime.layers.across_heads_attention import (
     KeysAndValues,
 )
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import extent_paces, grid_extent_rotations
@@ -42,6 +41,7 @@ from diffusion_runtime.layers.token_runs import (
     rows_by_run,
     token_runs,
 )
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx_video.config import LTXVideoConfig, LTXVideoGeometry
 

@@ -1,4 +1,5 @@
-"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, its decoder and its declaration."""
+"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, decoder, control image and
+declaration."""
 
 from __future__ import annotations
 

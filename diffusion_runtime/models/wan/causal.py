@@ -1,7 +1,9 @@
-"""Causal Wan checkpoints (CausVid, Self-Forcing, LongLive): the settings of a folder for videos made chunk by chunk.
+"""Causal Wan checkpoints (CausVid, Self-Forcing, LongLive; AnyFlow-FAR, arXiv:2605.13724, on FAR, arXiv:2503.19325):
+the settings of a folder for videos made chunk by chunk.
 
 The transformer and its weights are those of any Wan folder; the class of the transformer tells them apart, and its
-config.json holds FastVideo's keys. Each is the default of a request field.
+config.json holds FastVideo's keys. Each is the default of a request field. AnyFlow-FAR keeps older frames in larger
+patches (attention/cache/history.py) and has a network of its own (far_transformer.py).
 """
 
 from __future__ import annotations
