@@ -2,7 +2,9 @@
 among the frames whose keys are cached, and by parts of an extent in seconds and pixels.
 
 Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication; q and k are
-turned in the pass that normalises them (kernels/qk_norm_rope).
+turned in the pass that normalises them (kernels/qk_norm_rope). As a part of an extent, a position is a part of the
+longest and widest clip there is, from -1 to 1, and every pair of channels of the whole width turns at a pace of its
+own, so that no two heads turn alike (as in LTX-Video, arXiv:2501.00103).
 """
 
 from __future__ import annotations

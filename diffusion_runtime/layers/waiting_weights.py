@@ -1,5 +1,9 @@
 """Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that
-computing with one that was not brought gives NaN; and weights that are read outside of their block's call, which stay."""
+computing with one that was not brought gives NaN.
+
+A block that is called has its weights on the device. To read them otherwise, such as for the keys of a text, enter
+`held_weights(block)`: within it they are there.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Audio: the sound of a video, the .wav file that holds it alone, and sound files as samples of a wanted rate, read by
-ffmpeg."""
+"""Audio: the sound of a video, the .wav file that holds it alone, and sound files as samples of a wanted rate.
+
+ffmpeg reads these: it is told what to expect, opens no other file, and decodes no more than the seconds asked for.
+"""
 
 from __future__ import annotations
 

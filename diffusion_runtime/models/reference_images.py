@@ -1,4 +1,4 @@
-"""Image inputs of a model: the fields of a request that it takes, and reference images, inputs of a model for editing in
+"""Image inputs of a model: the fields of a request that it takes; reference images, which a model for editing takes in
 addition to the prompt, as latents of the images' own sizes."""
 
 from __future__ import annotations

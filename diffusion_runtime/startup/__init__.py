@@ -1,4 +1,6 @@
-"""Measures for the first seconds of a process, and their counts. DIFFUSION_RUNTIME_STARTUP=off turns all of them off."""
+"""Measures for the first seconds of a process, and their counts; DIFFUSION_RUNTIME_STARTUP=off turns them off."""
+
+from __future__ import annotations
 
 import os
 

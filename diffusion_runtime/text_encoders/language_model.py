@@ -1,5 +1,9 @@
 """Hidden states of a causal language model (LLM) as text embeddings, of one layer or several, with a prompt template
-whose own first tokens are cropped."""
+whose own first tokens are cropped.
+
+For states of several layers, prompts are padded to one length, and the transformer attends to the padding, as some were
+trained.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A block runner of a step cache that counts the steps of the guidance branches it runs; residuals of a stack of blocks."""
+"""A block runner of a step cache that counts the steps of the guidance branches it runs; residuals of a stack
+of blocks."""
 
 from __future__ import annotations
 
