@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
 from diffusion_runtime.text_encoders.interface import EncoderCut
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
 if TYPE_CHECKING:
-    from transformers import CLIPTextModel, PreTrainedTokenizerFast
-from typing import TYPE_CHECKING
-
-from diffusion_runtime.core.model_folder import read_config
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
-
-if TYPE_CHECKING:
-    from transformers import CLIPVisionModel
+    from transformers import CLIPTextModel, CLIPVisionModel, PreTrainedTokenizerFast
 
 
 class CLIPPooledEncoder:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
-from diffusion_runtime.text_encoders.tokenized import tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-from typing import TYPE_CHECKING
-
-from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt
+from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
