@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.weights.head_widths import HeadWidths
@@ -88,11 +88,9 @@ def decodes_at_a_timestep(folder: AnyFolder) -> bool:
 def read_geometry(folder: AnyFolder) -> LTXVideoGeometry:
     """Read the configs of the transformer and the autoencoder. Raises ModelLoadError that names file and key."""
     transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
-    num_channels = file.whole_number("latent_channels", 128)
-    if num_channels != transformer.num_channels:
-        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    source = "the transformer's in_channels"
     return LTXVideoGeometry(
-        num_channels=num_channels,
+        num_channels=read_num_channels(file, "latent_channels", transformer.num_channels, source, 128),
         spatial_factor=_ratio(file, "spatial_compression_ratio", "patch_size", 4),
         temporal_factor=_ratio(file, "temporal_compression_ratio", "patch_size_t", 1),
         patch=(1, 1, 1),
