@@ -267,7 +267,7 @@ def _num_alike(one: str, other: str) -> int:
 
 
 # The embeddings, and their name in some files.
-_EMBEDDINGS, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"
+_SHARED, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"
 
 
 def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -281,6 +281,6 @@ def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dty
         return
     with Checkpoint(folder, STEM, reads_fp8=True) as checkpoint:
         pieces = own_pieces(module)
-        if _EMBEDDINGS not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
-            pieces[_EMBEDDINGS] = (Piece(_ALIAS, pieces[_EMBEDDINGS][0].shape),)
+        if _SHARED not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
+            pieces[_SHARED] = (Piece(_ALIAS, pieces[_SHARED][0].shape),)
         load_weights(module, checkpoint, pieces, device, dtype, ignored=lambda _: True)

@@ -40,7 +40,7 @@ def parse_yaml(text: str) -> Any:
     contains them, and anything past the limits.
     """
     try:
-        loader = _LimitedLoader(text)
+        loader: Any = _LimitedLoader(text)
         loader.get_event()
         node = None if loader.check_event(yaml.StreamEndEvent) else loader.compose_document()
         if not loader.check_event(yaml.StreamEndEvent):
@@ -111,14 +111,15 @@ class _LimitedLoader(_Nodes, yaml.SafeLoader):
         self._anchored: dict[str, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event, before = self.peek_event(), self._num_values
+        event: Any = yaml.SafeLoader.peek_event(self)  # type: ignore[no-untyped-call]
+        before = self._num_values
         if getattr(event, "tag", None) is not None:
             raise _refusal(event, f"the tag {shown(event.tag)}: tags are not read; put a text in quotes")
         if isinstance(parent, yaml.MappingNode) and index is None and not isinstance(event, yaml.ScalarEvent):
             raise _refusal(event, "a key that is no text")
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchored:
-                raise _refusal(event, f"the alias *{event.anchor[:80]} is not defined before its use")
+                raise _refusal(event, f"the alias *{str(event.anchor)[:80]} is not defined before its use")
             self._count(event, self._anchored[event.anchor])
             return super().compose_node(parent, index)
         if isinstance(event, yaml.CollectionStartEvent) and self._depth == MAX_DEPTH:
@@ -140,7 +141,8 @@ class _LimitedLoader(_Nodes, yaml.SafeLoader):
             raise _refusal(event, f"more than {MAX_VALUES} values, those that aliases repeat included")
 
 
-def _refusal(where: yaml.Event | yaml.Node, reason: str) -> DocumentError:
+def _refusal(where: Any, reason: str) -> DocumentError:
+    """where: an event or a node."""
     return DocumentError(f"line {where.start_mark.line + 1}: {reason}")
 
 

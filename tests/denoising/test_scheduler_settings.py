@@ -184,9 +184,10 @@ def test_published_folders_are_computed_as_diffusers_does(tmp_path: Path) -> Non
     path, settings = tmp_path / "scheduler" / "scheduler_config.json", []
     for folder in read_packaged_yaml(FOLDERS_FILE).values():
         values = folder.get("scheduler/scheduler_config.json")
-        if values is not None and values not in settings:
+        # Flow maps: tests/models/wan/test_flow_map.py.
+        if values is not None and values not in settings and "FlowMap" not in values["_class_name"]:
             settings.append(values)
-    assert len(settings) >= 12
+    assert len(settings) >= 9
     for values in settings:
         path.write_text(json.dumps(values))
         config = read_scheduler_config(tmp_path)
