@@ -42,12 +42,14 @@ from diffusion_runtime.models.ltx2.positions import (
     video_rotations,
 )
 
-NUM_WAVES = 256
 # The eps of the last norm, whatever the config sets for the others.
 _OUT_EPS = 1e-6
 
 # The text that every block attends to.
 Texts = tuple[Text, ...]
+
+
+from diffusion_runtime.models.ltx2.weights import NUM_WAVES
 
 
 class Stream(nn.Module):

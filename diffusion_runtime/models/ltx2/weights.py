@@ -16,10 +16,12 @@ from torch import nn
 
 from diffusion_runtime.layers.across_heads_attention import AcrossHeadsCrossAttention, AcrossHeadsSelfAttention
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.models.ltx2.transformer import NUM_WAVES
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+
+# Channels of the sinusoidal timestep.
+NUM_WAVES = 256
 
 # Rows that are added to float32 rows of the timestep.
 _FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
