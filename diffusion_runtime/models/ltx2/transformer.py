@@ -41,15 +41,13 @@ from diffusion_runtime.models.ltx2.positions import (
     shared_rotations,
     video_rotations,
 )
+from diffusion_runtime.models.ltx2.weights import NUM_WAVES
 
 # The eps of the last norm, whatever the config sets for the others.
 _OUT_EPS = 1e-6
 
 # The text that every block attends to.
 Texts = tuple[Text, ...]
-
-
-from diffusion_runtime.models.ltx2.weights import NUM_WAVES
 
 
 class Stream(nn.Module):
