@@ -27,9 +27,9 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_s
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.quantization import Quantization
-from diffusion_runtime.models.reference_images import ImageInputs
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges, keep_text_in_files

@@ -1,11 +1,10 @@
-"""Image inputs of a model: the fields of a request that it takes; reference images, which a model for editing takes in
-addition to the prompt, as latents of the images' own sizes."""
+"""Reference images: inputs of a model for editing in addition to the prompt, as latents of the images' own sizes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -144,22 +143,3 @@ def load_encoder(
     mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
     encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
     return encode, f"{type(module).__name__}'s encoder"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageInputs:
-    """The image fields of a model. A Model is one.
-
-    images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
-    in models with control blocks, those of the control video too. references: how a model for editing takes its images.
-    size_of_image: of the height and width of an image, those of what is made of it where a request says none.
-    """
-
-    images: Mapping[str, bool] = field(default_factory=dict)
-    references: ReferenceImages | None = None
-    size_of_image: Callable[[Size], Size] | None = None
-
-    @property
-    def needed(self) -> frozenset[str]:
-        """The fields that a request must set."""
-        return frozenset(name for name, is_needed in self.images.items() if is_needed)

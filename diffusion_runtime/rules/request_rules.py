@@ -11,7 +11,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.never_sparse import never_sparse
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.reference_images import ImageInputs
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.sampling_presets import names_of
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest

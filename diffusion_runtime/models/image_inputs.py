@@ -1,0 +1,27 @@
+"""ImageInputs: which images a model takes in a request, and the size that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from diffusion_runtime.models.reference_images import ReferenceImages, Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInputs:
+    """The image fields of a model. A Model is one.
+
+    images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
+    in models with control blocks, those of the control video too. references: how a model for editing takes its images.
+    size_of_image: of the height and width of an image, those of what is made of it where a request says none.
+    """
+
+    images: Mapping[str, bool] = field(default_factory=dict)
+    references: ReferenceImages | None = None
+    size_of_image: Callable[[Size], Size] | None = None
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The fields that a request must set."""
+        return frozenset(name for name, is_needed in self.images.items() if is_needed)
