@@ -1,7 +1,7 @@
 """Text encoders whose weights stay in their files, and are read when they are used: which tensor fills which parameter.
 
 transformers renames tensors as it reads, so that each parameter is matched with the file's tensor of its shape whose
-name ends most alike. An encoder that is a module of ours is filled at once.
+name ends most alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from diffusion_runtime.core.model_folder import AnyFolder, part_prefix, read_index
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.layers.waiting_weights import is_waiting, let_wait
+from diffusion_runtime.layers.waiting_weights import is_waiting
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
@@ -27,7 +27,7 @@ from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
 from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
 from diffusion_runtime.weights.weight_files import find_weight_files, listed, stored_shapes
-from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
+from diffusion_runtime.weights.weight_loading import own_pieces
 
 _logger = logging.getLogger("diffusion_runtime")
 
@@ -264,23 +264,3 @@ def _num_alike(one: str, other: str) -> int:
             break
         number += 1
     return max(number, 1)
-
-
-# The embeddings, and their name in some files.
-_SHARED, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"
-
-
-def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Fill a module on the meta device, from one file or shards, or a variant of either. Tensors of a decoder, and all
-    others that the encoder does not have, are not read; with `device` the meta device none are, and all wait.
-
-    Raises ModelLoadError for files that are missing or damaged, and for weights that are missing or of another shape.
-    """
-    if device.type == "meta":
-        let_wait(module, dtype)
-        return
-    with Checkpoint(folder, STEM, reads_fp8=True) as checkpoint:
-        pieces = own_pieces(module)
-        if _SHARED not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
-            pieces[_SHARED] = (Piece(_ALIAS, pieces[_SHARED][0].shape),)
-        load_weights(module, checkpoint, pieces, device, dtype, ignored=lambda _: True)

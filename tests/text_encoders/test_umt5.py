@@ -18,7 +18,7 @@ from tiny_models import MAX_TEXT_TOKENS
 import diffusion_runtime
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.models.text_encoder_files import fill_text_encoder
+from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.text_encoders.json_tokenizer import load_json_tokenizer
 from diffusion_runtime.text_encoders.loading import load_tokenizer

@@ -18,7 +18,7 @@ from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.text_encoder_files import fill_text_encoder
+from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_control import FILES, VideoControl
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.causal import read_cache_defaults, read_far_defaults
