@@ -45,10 +45,10 @@ from benchmarks.offloaded_generation import (
 )
 from benchmarks.quantization_gpu import CASES as STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
-from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.benchmark.replayed_step import steps_around
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading.native_model import fill_transformer
-from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize, make_plan, plans_of
 from diffusion_runtime.memory.transfers import Transfers, transfers_of

@@ -94,8 +94,7 @@ def generate(
     terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
-        from diffusion_runtime.benchmark.plot import check_plotting
-        from diffusion_runtime.benchmark.plot_generation import plot_generation
+        from diffusion_runtime.benchmark.plot import check_plotting, plot_generation
         from diffusion_runtime.cli.attention_flags import AttentionFlags
         from diffusion_runtime.cli.settings import lora_of_preset
         from diffusion_runtime.config import RuntimeConfig

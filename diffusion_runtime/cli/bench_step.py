@@ -101,8 +101,7 @@ def step(
     """
     terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
-        from diffusion_runtime.benchmark.plot import check_plotting
-        from diffusion_runtime.benchmark.plot_step import plot_step
+        from diffusion_runtime.benchmark.plot import check_plotting, plot_step
         from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
         from diffusion_runtime.benchmark.step_model import open_step_model, with_size
         from diffusion_runtime.core.hardware import resolve_device, resolve_dtype

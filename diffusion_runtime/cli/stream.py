@@ -21,8 +21,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, p
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, RequestError
 from diffusion_runtime.session.batch import title_of
 from diffusion_runtime.session.coordinator import Coordinator
-from diffusion_runtime.session.failures import INTERRUPTED
-from diffusion_runtime.session.growing_file import kept_frames
+from diffusion_runtime.session.failures import INTERRUPTED, kept_frames
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 

@@ -18,9 +18,9 @@ from diffusion_runtime.comparison.attention_figures import (
     expected_density,
     expected_operations,
 )
-from diffusion_runtime.comparison.clip_pictures import check_encoder, encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import LatentComparison, LatentWatcher
+from diffusion_runtime.comparison.page import check_encoder, encode_picture
 from diffusion_runtime.comparison.prompt_attributes import known_attributes
 from diffusion_runtime.comparison.result import STAGES, Clip, Comparison, Kind, Row, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_error, open_settings

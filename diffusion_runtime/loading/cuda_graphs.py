@@ -13,8 +13,7 @@ from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.parallel.agreement import agreed_refusal
-from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup, agreed_refusal
 from diffusion_runtime.rules.combinations import refusal
 from diffusion_runtime.rules.features import ChosenRuntime
 

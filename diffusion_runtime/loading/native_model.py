@@ -46,9 +46,8 @@ from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
 from diffusion_runtime.loading.model_rules import rules_with_loras
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.loading.text_encoders import TextEncoderLoader
-from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
-from diffusion_runtime.memory.device_memory import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, use_expandable_segments
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
 from diffusion_runtime.memory.offloaded_part import arena_for

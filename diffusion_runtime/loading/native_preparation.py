@@ -76,7 +76,7 @@ def prepare_native(
         else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
     )
     rules = request_rules_of(model, config)
-    rules.sampling.try_scheduler(rules.defaults)
+    rules.sampling.check_scheduler(rules.defaults)
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):

@@ -18,7 +18,7 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.core.planned_device import NAMED_CARDS, PlannedDevice, any_card, named_device
-from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
+from diffusion_runtime.decoders.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.kernels.implementation import fusion_is_on

@@ -24,9 +24,9 @@ from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
-from diffusion_runtime.memory.blocks import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
+from diffusion_runtime.memory.weight_unit import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.image_control import ImageControl

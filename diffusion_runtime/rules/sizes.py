@@ -12,7 +12,7 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
-from diffusion_runtime.denoising.request_sampler import sampler_of
+from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling

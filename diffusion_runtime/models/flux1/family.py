@@ -1,23 +1,61 @@
 """The FLUX.1 family: text to image by [dev], which takes the guidance scale as an input, and [schnell], which runs
-without; editing by Kontext; repainting a part of an image by Fill; edges and depth by Canny and Depth."""
+without; editing by Kontext; repainting a part of an image by Fill; edges and depth by Canny and Depth.
+
+Prompts are read by T5, for the tokens, and CLIP, for one vector per prompt.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.flux1.control import PIPELINES, control_of, size_made
-from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
-from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
-from diffusion_runtime.models.flux1.weights import transformer_pieces
+from diffusion_runtime.models.flux1.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
+
+# Tokens of T5: models distilled to few steps, which take no guidance scale, were trained on shorter prompts.
+MAX_TOKENS, MAX_TOKENS_FEW_STEPS = 512, 256
+
+
+class Flux1TextEncoder(TextEncoder):
+    """T5 and CLIP as one encoder. The pooled vector is of the tokens that CLIP takes; T5 takes more. Tokens that either
+    cuts are counted."""
+
+    library = "transformers"
+
+    def __init__(self, t5: T5TextEncoder, clip: CLIPPooledEncoder) -> None:
+        self.t5 = t5
+        self.clip = clip
+        self.max_tokens = t5.max_tokens
+        self.implementation = " and ".join(dict.fromkeys([t5.implementation, clip.implementation]))
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        pooled, cut = self.clip.encode(prompts)
+        return dataclasses.replace(self.t5.encode(prompts), pooled=pooled, encoder="T5", further_cuts=(cut,))
+
+
+def load_text_encoder(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, max_tokens: int = MAX_TOKENS
+) -> Flux1TextEncoder:
+    """Load both encoders of a diffusers folder. Raises ModelLoadError."""
+    clip = load_clip(folder, device, dtype, encoder="text_encoder", tokenizer="tokenizer")
+    t5 = load_t5(folder, device, dtype, max_tokens=max_tokens, encoder="text_encoder_2", tokenizer="tokenizer_2")
+    return Flux1TextEncoder(t5, clip)
+
 
 # For a model that was distilled to run without guidance.
 _FEW_STEPS = published_defaults("flux.1-schnell", "num_inference_steps", "guidance_scale")

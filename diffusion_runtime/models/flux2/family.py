@@ -1,6 +1,6 @@
 """The FLUX.2 family: images from text and from reference images, by [dev], which takes the guidance scale as an input,
 and [klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
-reference images once."""
+reference images once. Prompts are read by a language model: the hidden states of three of its layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
@@ -24,11 +27,45 @@ from diffusion_runtime.models.flux2.config import (
     read_pipeline_config,
     read_transformer_config,
 )
-from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
-from diffusion_runtime.models.flux2.text import DEV_LAYERS, KLEIN_LAYERS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.flux2.weights import transformer_pieces
+from diffusion_runtime.models.flux2.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
+
+MAX_TOKENS = 512
+# It contains the line break, as in training.
+SYSTEM_MESSAGE = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+DEV_TEMPLATE, DEV_LAYERS = mistral3_template(SYSTEM_MESSAGE), (10, 20, 30)
+# Qwen3's chat format, for an answer without thinking first.
+KLEIN_TEMPLATE = PromptTemplate(
+    "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", num_cropped=0
+)
+KLEIN_LAYERS = (9, 18, 27)
+
+
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """Load Mistral Small 3 for [dev], Qwen3 for [klein].
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights, and when the encoder does
+    not fit the transformer's size.
+    """
+    if read_pipeline_config(folder).is_klein:
+        encoder = load_stacked_qwen3(folder, device, dtype, KLEIN_TEMPLATE, max_tokens=MAX_TOKENS, layers=KLEIN_LAYERS)
+    else:
+        encoder = load_mistral3(folder, device, dtype, DEV_TEMPLATE, max_tokens=MAX_TOKENS, layers=DEV_LAYERS)
+    text_dim = read_transformer_config(folder).text_dim
+    if encoder.dim != text_dim:
+        raise ModelLoadError(
+            f"{folder / 'text_encoder'}: three layers of it make {encoder.dim} numbers per token, and the transformer "
+            f"takes joint_attention_dim, {text_dim}; the two are not of the same model"
+        )
+    return encoder
+
 
 # Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.
 _AT_10_STEPS = 8.73809524e-05, 1.89833333

@@ -25,10 +25,9 @@ from diffusion_runtime.models.hunyuan_video.config import (
     read_geometry,
     read_transformer_config,
 )
-from diffusion_runtime.models.hunyuan_video.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video.text import MAX_IMAGE_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
-from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video.weights import LORA_NAMES, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.llava import read_llava_preparation
 

@@ -18,11 +18,10 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
     read_transformer_config,
     wide_size,
 )
-from diffusion_runtime.models.hunyuan_video_15.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video_15.text import MAX_GLYPH_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
-from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video_15.weights import LORA_NAMES, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # Tokens of SigLIP, for 384 pixels a side in patches of 14.

@@ -24,9 +24,8 @@ from diffusion_runtime.models.ltx2.block import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.lora_names import LORA_NAMES
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
-from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).

@@ -26,11 +26,11 @@ from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Norm
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
@@ -41,8 +41,8 @@ from diffusion_runtime.models.ltx2.positions import (
     shared_rotations,
     video_rotations,
 )
+from diffusion_runtime.models.ltx2.weights import NUM_WAVES
 
-NUM_WAVES = 256
 # The eps of the last norm, whatever the config sets for the others.
 _OUT_EPS = 1e-6
 

@@ -22,15 +22,14 @@ from diffusion_runtime.models.ltx_video.config import (
     IMAGE_PIPELINE,
     TEXT_PIPELINE,
     LTXVideoConfig,
+    LTXVideoGeometry,
     decodes_at_a_timestep,
     read_geometry,
     read_transformer_config,
     takes_conditions,
 )
-from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
-from diffusion_runtime.models.ltx_video.lora_names import LORA_NAMES
 from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer
-from diffusion_runtime.models.ltx_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx_video.weights import LORA_NAMES, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 

@@ -1,4 +1,5 @@
-"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, its decoder and its declaration."""
+"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, decoder, control image and
+declaration."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
 from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import editing as edits
 from diffusion_runtime.models.qwen_image.config import (
@@ -29,7 +31,6 @@ from diffusion_runtime.models.qwen_image.config import (
     read_geometry,
     read_transformer_config,
 )
-from diffusion_runtime.models.qwen_image.control_image import load_control_conditioner
 from diffusion_runtime.models.qwen_image.controlnet import (
     CLASS,
     PIPELINE,
@@ -39,10 +40,11 @@ from diffusion_runtime.models.qwen_image.controlnet import (
     read_controlnet_config,
 )
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
-from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
-from diffusion_runtime.models.qwen_image.weights import transformer_pieces
-from diffusion_runtime.models.reference_images import scaled_to
+from diffusion_runtime.models.qwen_image.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder, scaled_to
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
@@ -172,3 +174,27 @@ FAMILY = ModelFamily(
     check_parts=_check_parts,
     adapt=_adapt,
 )
+
+
+class ControlImageConditioner(ImageConditioner):
+    """Conditioner of a control image. implementation: of the encoder, for the report."""
+
+    def __init__(self, encode: Encode, implementation: str) -> None:
+        self._encode = encode
+        self._implementation = implementation
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
+        (path,) = image_paths(request, "image_path")
+        return ImageCondition(self._encode(as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))))
+
+
+def load_control_conditioner(
+    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> ControlImageConditioner:
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    return ControlImageConditioner(*load_encoder(autoencoder, folder, device, dtype))

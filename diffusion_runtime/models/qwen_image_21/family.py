@@ -19,10 +19,9 @@ from diffusion_runtime.models.qwen_image_21.config import (
     read_transformer_config,
 )
 from diffusion_runtime.models.qwen_image_21.editing import REFERENCES, load_conditioner
-from diffusion_runtime.models.qwen_image_21.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image_21.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
-from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
+from diffusion_runtime.models.qwen_image_21.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.picture_language_model import (
     has_preparation_of_pictures,
     read_preparation_of_pictures,

@@ -21,7 +21,7 @@ from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_control import FILES, VideoControl
 from diffusion_runtime.models.wan import codec
-from diffusion_runtime.models.wan.causal import read_cache_defaults
+from diffusion_runtime.models.wan.causal import read_cache_defaults, read_far_defaults
 from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
 from diffusion_runtime.models.wan.codec import load_image_conditioner
 from diffusion_runtime.models.wan.config import (
@@ -38,15 +38,13 @@ from diffusion_runtime.models.wan.config import (
 )
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
-from diffusion_runtime.models.wan.far import read_far_defaults
 from diffusion_runtime.models.wan.far_transformer import FarTransformer
 from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
-from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan.vace_condition import WanControlConditioner
-from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
-from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
+from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.text_encoders.clip import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 from diffusion_runtime.weights.checkpoint import Piece

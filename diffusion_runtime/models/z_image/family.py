@@ -13,9 +13,8 @@ from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
-from diffusion_runtime.models.z_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
-from diffusion_runtime.models.z_image.weights import transformer_pieces
+from diffusion_runtime.models.z_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_language_model

@@ -19,7 +19,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux2.family import FAMILY
-from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
+from diffusion_runtime.text_encoders.language_model import StackedStatesEncoder
 
 
 @pytest.fixture
