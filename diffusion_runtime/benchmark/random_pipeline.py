@@ -123,7 +123,7 @@ def _random_conditioner(prepared: PreparedModel, opened: StepModel) -> ImageCond
     """Return the autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model
     whose image goes through another encoder as well."""
     model = prepared.model
-    if model.family.text_shapes(model.folder, model.config).image is not None:
+    if model.family.text.shapes(model.folder, model.config).image is not None:
         return RandomImages(opened, prepared.device, prepared.dtype)
     conditioner = model.load_image_conditioner(prepared.device, prepared.dtype)
     return conditioner.fast() if prepared.description.config.vae_decode == "fast" else conditioner
@@ -137,7 +137,7 @@ def _loaded(conditioner: ImageConditioner | None) -> ImageConditioner:
 
 def random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
     """Loaded from files of random numbers, as the real one is from its own. folder: where they are written."""
-    for component in prepared.model.family.diffusers_components:
+    for component in prepared.model.family.files.diffusers_components:
         if not (folder / component.name / "config.json").is_file():
             continue
         module = component.build(folder)

@@ -190,7 +190,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
             "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
             "generate --dry-run says what is known before"
         )
-    reads_files = prepared.model.make_room(prepared.transformer)
+    reads_files = prepared.model.weights.make_room(prepared.model.modules(prepared.transformer))
     settings = BatchSettings.of([request], prepared.rules.sampling)
     planned = planned_batch(prepared.rules, [request])
     num_steps = settings.num_steps
@@ -247,7 +247,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
 def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
     """Return the stage with a ControlNet that skips some steps. Its cost is the mean over the steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
-    if not isinstance(prepared.model.control, ImageControl) or all(runs):
+    if not isinstance(prepared.model.sampling.control, ImageControl) or all(runs):
         return stage
     uncontrolled = dataclasses.replace(planned, request=dataclasses.replace(planned.request, conditioning_scale=0.0))
     forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, uncontrolled)
@@ -333,7 +333,7 @@ def _passes_of_chunks(
     of_first, of_later = (experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
     chunk = num_made = 0
     before = None
-    for frames, kind in passes_of(request, chunks, prepared.model.history):
+    for frames, kind in passes_of(request, chunks, prepared.model.sampling.history):
         if kind == "denoise":
             # Several chunks at once are all guided, or none of them.
             chunk = places.get(frames, 0)

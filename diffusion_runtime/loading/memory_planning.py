@@ -36,13 +36,13 @@ from diffusion_runtime.memory.plan import (
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.combinations import check_combinations
 from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.checkpoint import WeightChange
+from diffusion_runtime.weights.quantization import Quantization
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024
@@ -77,10 +77,10 @@ def may_exceed_the_machine(model: Model[Any, Any]) -> bool:
     its time though no limit was given: on a device whose memory is the machine's, the system ends a process that takes
     more."""
     free = free_in_machine()
-    elsewhere = {file.component for file in model.transformer_files}
+    elsewhere = {file.component for file in model.weights.files}
     folder = Path(model.folder / "")
     files = [path for path in folder.rglob("*.safetensors") if path.relative_to(folder).parts[0] not in elsewhere]
-    files += [path for file in model.transformer_files for path in file.files()]
+    files += [path for file in model.weights.files for path in file.files()]
     num_bytes = sum(path.stat().st_size for path in files)
     return free is not None and num_bytes * _LARGE_FACTOR > free
 
@@ -152,7 +152,7 @@ def demand_of(
 ) -> PlannedDemand | None:
     """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
     device: that computes; notes: to go with it; quantization, changes: as of memory_demand."""
-    in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
+    in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decoding.is_tiled)
     sharers = degrees.ulysses * degrees.ring
     try:
         demand = memory_demand(

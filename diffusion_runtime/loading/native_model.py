@@ -54,12 +54,11 @@ from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
-from diffusion_runtime.models.family import Model, RoomFor, no_room
+from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.memory_demand import PlannedRequest
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import named_components
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
@@ -72,6 +71,8 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.lora.binding import Lora
 from diffusion_runtime.weights.lora.switching import LoraSwitch, Rewrite
+from diffusion_runtime.weights.quantization import Quantization
+from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
@@ -120,7 +121,7 @@ class PreparedModel:
     def check_files(self) -> None:
         """See Prepared.check_files."""
         config, opened = self.description.config, self.model
-        elsewhere = [file.component for file in opened.transformer_files]
+        elsewhere = [file.component for file in opened.weights.files]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -154,13 +155,13 @@ class PreparedModel:
         description, opened = checked.description, self.model
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
-        elsewhere = [file.component for file in opened.transformer_files]
+        elsewhere = [file.component for file in opened.weights.files]
         read_began = time.perf_counter()
         fetch_weights(
             config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
         )
         check_component_files(opened.folder, elsewhere)
-        if opened.check_weights(checked.transformer):
+        if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
@@ -240,12 +241,12 @@ class PreparedModel:
     def _load_transformer(self, offloading: Offloading | None) -> tuple[DiffusionTransformer, Rewrite]:
         """The transformer, and what gives it other LoRA files."""
         opened, transformer = self.model, self.transformer
+        modules = opened.modules(transformer)
         if offloading is None or not offloading.plan.waits_in_files:
             load_transformer(opened, transformer, self.device, self.dtype, self.loras, offloading, self.quantization)
-            in_place = functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype)
-            return transformer, in_place if offloading is None else keeping_bytes(opened.modules(transformer), in_place)
-        homes = opened.keep_in_files(transformer, self.device, self.dtype, self.loras, self.quantization)
-        modules = opened.modules(transformer)
+            in_place = functools.partial(opened.weights.rewrite, modules, dtype=self.dtype)
+            return transformer, in_place if offloading is None else keeping_bytes(modules, in_place)
+        homes = opened.weights.keep_in_files(modules, self.device, self.dtype, self.loras, self.quantization)
         for component, home in homes.items():
             offloading.add_transformer(component, modules[component], home)
 
@@ -407,8 +408,8 @@ class PreparedModel:
 
         if self.world is None:
             return load()
-        family = self.model.family
-        is_shared = family.shares_decoding or (family.has_tiles and config.vae_tiling == "on")
+        decoding = self.model.family.decoding
+        is_shared = decoding.is_shared or (decoding.has_tiles and config.vae_tiling == "on")
         is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 

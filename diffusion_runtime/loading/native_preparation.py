@@ -32,7 +32,6 @@ from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import named_components, part_files, with_parts
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -41,6 +40,7 @@ from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, EncoderAttention, choose_encoder_attention
 from diffusion_runtime.weights.lora.binding import Lora, bind
 from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import check_components, refuse_quantised_components
 
@@ -152,18 +152,18 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     files, parts, elsewhere = transformer_files(config), part_files(config), named_components(config)
     refuse_quantised_components(folder, elsewhere)
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
-    folder = with_controlnet(folder, config.controlnet_path, family.controlnet_class, family.name)
-    family.check_decode_mode(config.vae_decode)
-    family.check_tiling(config.vae_tiling)
+    folder = with_controlnet(folder, config.controlnet_path, family.files.controlnet_class, family.name)
+    family.decoding.check_mode(config.vae_decode, family.name)
+    family.decoding.check_tiling(config.vae_tiling, family.name)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
-    for component in family.diffusers_components:
+    for component in family.files.diffusers_components:
         if component.name in (part.component for part in parts):
             component.check_weights(folder)
     tiny = _read_tiny_decoder(config, model)
     upsampler = None
     if config.upsampler_path is not None:
         channels = model.geometry.num_channels
-        upsampler = open_upsampler(config.upsampler_path, family.second_stage, family.name, channels)
+        upsampler = open_upsampler(config.upsampler_path, family.requests.second_stage, family.name, channels)
     return _Parts(folder, model, tiny, upsampler)
 
 
@@ -213,8 +213,8 @@ def _attention_of(config: RuntimeConfig, model: Model[Any, Any], devices: _Devic
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
         level.of_layers().check_roles([role for role, _ in family.roles], family.name)
-        if not model.is_causal:
-            level.check_phases(f"{shown(config.model_path)} ({family.name})", has_prefix=model.caches_prefix)
+        if not model.sampling.is_causal:
+            level.check_phases(f"{shown(config.model_path)} ({family.name})", has_prefix=model.sampling.caches_prefix)
     policy = AttentionPolicy(
         cli=override,
         config=stated,
@@ -222,7 +222,7 @@ def _attention_of(config: RuntimeConfig, model: Model[Any, Any], devices: _Devic
         dtype=devices.dtype,
         mesh=devices.mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
-        has_phases=model.is_causal or model.caches_prefix,
+        has_phases=model.sampling.has_phases,
         self_check=config.self_check,
         planned_on=devices.hardware,
     )
@@ -244,7 +244,8 @@ def _weights_of(
         lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
     # Explicit paths exist locally, so the dry run can check them too.
-    if model.check_weights(transformer, [file.component for file in model.transformer_files]):
+    named = [file.component for file in model.weights.files]
+    if model.weights.check(model.modules(transformer), named):
         refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
@@ -257,7 +258,7 @@ def _weights_of(
 
 def _text_attention(model: Model[Any, Any], dtype: torch.dtype, chosen: EncoderAttention | None) -> LibraryAttention:
     """Return what runs the text encoders' attention. chosen: None for their library's own."""
-    library = model.family.text_library(model.folder, dtype)
+    library = model.family.text.library(model.folder, dtype)
     if chosen is None:
         return LibraryAttention("text_encoder", library, DEFAULT, "")
     return LibraryAttention("text_encoder", library, chosen.implementation, chosen.reason)
@@ -265,7 +266,7 @@ def _text_attention(model: Model[Any, Any], dtype: torch.dtype, chosen: EncoderA
 
 def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[str, str | None]:
     """Of each text encoder in the folder, its class of transformers; None for a module of ours."""
-    is_ours = model.family.text_library(model.folder, dtype) == "torch"
+    is_ours = model.family.text.library(model.folder, dtype) == "torch"
     return {
         name: None if is_ours else str(entry[1])
         for name, entry in read_index(model.folder).items()
@@ -277,7 +278,8 @@ def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> Library
     """What decodes, and by which class: its attention is the class's own, and cannot be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
-    return LibraryAttention("vae", model.family.decoding_library(model.folder), component_class(model.folder, "vae")[1])
+    library = model.family.files.decoding_library(model.folder)
+    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1])
 
 
 def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
@@ -307,7 +309,9 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
             f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded ones have latents of "
             "their own, and no tiny decoder; leave out --vae-decoder"
         )
-    return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
+    return read_tiny_decoder(
+        config.vae_decoder, model.folder, family.name, model.geometry, family.decoding.tiny_decoders
+    )
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:

@@ -110,7 +110,7 @@ class ReadProgress:
 
 def transformer_bytes(model: Model[Any, Any], components: list[str]) -> int | None:
     """Bytes of the files that the weights of these transformers are in; None where they cannot be listed."""
-    elsewhere = {file.component: file for file in model.transformer_files}
+    elsewhere = {file.component: file for file in model.weights.files}
     total = 0
     with contextlib.suppress(ModelLoadError, OSError):
         for name in components:

@@ -10,7 +10,7 @@ from diffusion_runtime.models.reference_images import ReferenceImages, Size
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInputs:
-    """The image fields of a model. A Model is one.
+    """The image fields of a model.
 
     images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
     in models with control blocks, those of the control video too. references: how a model for editing takes its images.

@@ -65,7 +65,7 @@ _families: dict[str, _Registered] = {
 
 def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, Any]]) -> None:
     """Make the family that `load` returns responsible for folders whose model_index.json names `transformer_class`."""
-    _families[transformer_class] = _Registered(load, lambda: load().lora_names)
+    _families[transformer_class] = _Registered(load, lambda: load().weights.lora_names)
 
 
 def supported_transformer_classes() -> tuple[str, ...]:
