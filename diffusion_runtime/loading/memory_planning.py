@@ -287,7 +287,6 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
     settings = BatchSettings.of(batch, rules.sampling)
     is_batched = settings.guidance.mode == "batched"
     num_samples = 1 if settings.decides_per_sample else len(batch)
-    terms = settings.guidance.terms
     return PlannedRequest(
         settings.size,
         num_samples,
@@ -295,7 +294,7 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
         is_batched,
         batch[0],
         settings.guidance.embedded,
-        () if terms is None else terms.further_branches,
+        settings.guidance.further_branches,
     )
 
 
