@@ -77,6 +77,11 @@ class Pipeline:
         self._load_timings: dict[str, float] = {}
 
     @property
+    def inspectable(self) -> Pipeline:
+        """Itself: instruments see the parts of a native model."""
+        return self
+
+    @property
     def text_encoder(self) -> TextEncoder:
         """The text encoder, which may be several models."""
         return self.parts.text_encoder

@@ -20,16 +20,14 @@ from diffusion_runtime.explanation.decoder_cost import count_decoding
 from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward, sum_of
 from diffusion_runtime.generation.chunked_denoiser import experts_by_step
 from diffusion_runtime.loading.description import PipelineDescription
-from diffusion_runtime.loading.interface import Prepared
+from diffusion_runtime.loading.interface import InspectableModel, Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
-from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.meta_operators import MetaOperators
 from diffusion_runtime.models.image_control import ImageControl, counts_at
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.report.attention_report import index_ranges
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.explain/1"
 # In place of a backend, in steps in which a ControlNet does not run.
@@ -98,7 +96,7 @@ class Explanation:
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out. warnings: what calls will warn of."""
+    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -111,6 +109,7 @@ class Explanation:
     schedule: tuple[LayerSchedule, ...]
     parts: tuple[PartCost, ...]
     is_bound: bool
+    is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -138,8 +137,7 @@ class Explanation:
     def passes_text(self) -> str:
         """`12 in 12 steps, each of both guidance branches`."""
         joined = ", each of both guidance branches" if self.is_joined else ""
-        rules = self.description.rules
-        if not isinstance(rules, RequestRules) or not rules.sampling.is_causal:
+        if not self.is_in_chunks:
             return f"{self.num_forwards} in {self.num_steps} steps{joined}"
         own = self.request.first_chunk_sampler
         sampler = "" if own in (None, self.request.sampler) else f" by {own}"
@@ -180,16 +178,23 @@ class Explanation:
         }
 
 
-def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
-    """prepared: a native model; request: resolved by its rules. Reads no weights.
+def inspected(prepared: Prepared) -> InspectableModel:
+    """Return the parts of a native model. Raises ConfigError for a model that diffusers' own pipeline runs: its layers
+    are known once it is loaded."""
+    if (native := prepared.inspectable) is not None:
+        return native
+    raise ConfigError(
+        "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
+        "generate --dry-run says what is known before"
+    )
 
-    Raises ConfigError for a model that diffusers' own pipeline runs: its layers are known once it is loaded.
+
+def explain(given: Prepared, request: GenerationRequest) -> Explanation:
+    """Count what a generation would run, without weights. request: resolved by the model's rules.
+
+    Raises what `inspected` raises.
     """
-    if not isinstance(prepared, PreparedModel):
-        raise ConfigError(
-            "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
-            "generate --dry-run says what is known before"
-        )
+    prepared = inspected(given)
     reads_files = prepared.model.weights.make_room(prepared.model.modules(prepared.transformer))
     settings = BatchSettings.of([request], prepared.rules.sampling)
     planned = planned_batch(prepared.rules, [request])
@@ -234,6 +239,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         num_first_steps=num_first_steps,
         num_forwards=num_forwards * num_passes,
         is_joined=is_joined,
+        is_in_chunks=prepared.rules.sampling.is_causal,
         schedule=schedule,
         parts=_parts(prepared, planned, stages, branches, prefill),
         is_bound=any(each is None for row in schedule for each in row.density),
@@ -244,7 +250,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     )
 
 
-def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
+def _with_control_in_some(stage: _Stage, prepared: InspectableModel, planned: PlannedRequest, num_steps: int) -> _Stage:
     """Return the stage with a ControlNet that skips some steps. Its cost is the mean over the steps."""
     runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
     if not isinstance(prepared.model.sampling.control, ImageControl) or all(runs):
@@ -287,7 +293,7 @@ def _num_first_steps(settings: BatchSettings) -> int | None:
 
 
 def _costs_of_chunks(
-    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
+    prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings
 ) -> tuple[list[tuple[ForwardCost, int]], int]:
     """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
     first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
@@ -320,7 +326,7 @@ def _costs_of_chunks(
 
 
 def _passes_of_chunks(
-    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
+    prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[tuple[CachePlan, StepInfo, int]]:
     """Yield every pass of a video with its step, for a commit that of the chunk after it, and the number of transformer
     passes it takes, by its guidance branches and, for a commit, by the experts of later chunks."""
@@ -403,7 +409,7 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
 
 
 def _parts(
-    prepared: PreparedModel,
+    prepared: InspectableModel,
     planned: PlannedRequest,
     stages: Sequence[_Stage],
     branches: float,

@@ -106,6 +106,10 @@ class PreparedModel:
         return self.description.rules
 
     @property
+    def inspectable(self) -> PreparedModel:
+        return self
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.rules.attention_layers
 

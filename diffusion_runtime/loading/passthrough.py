@@ -45,6 +45,10 @@ class PreparedPassthrough:
         return self.plan.rules
 
     @property
+    def inspectable(self) -> None:
+        return None
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.plan.layers
 

@@ -25,3 +25,9 @@ class ImageInputs:
     def needed(self) -> frozenset[str]:
         """The fields that a request must set."""
         return frozenset(name for name, is_needed in self.images.items() if is_needed)
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The fields that a request must set, and the images of a model that is made for editing."""
+        edits = self.references is not None and self.references.usual > 0
+        return self.needed | (frozenset({"image_path"}) if edits else frozenset())
