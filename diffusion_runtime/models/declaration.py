@@ -64,7 +64,7 @@ class FolderFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestValues:
+class Requests:
     """Requests of a family's models.
 
     defaults: request values that neither the request nor the folder's generation.json sets. fields: those that not
@@ -154,7 +154,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightNames(Generic[C]):
+class Weights(Generic[C]):
     """Weights of a family's transformers. pieces: our parameter name -> the checkpoint tensors that fill it.
     lora_names: names of its modules in LoRA files. stays_float32: parameters that are not converted to the model's
     dtype."""

@@ -17,7 +17,7 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.scheduler_config import read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.declaration import C, Decoding, FolderFormat, RequestValues, TextEncoding, WeightNames
+from diffusion_runtime.models.declaration import C, Decoding, FolderFormat, Requests, TextEncoding, Weights
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
@@ -158,10 +158,10 @@ class ModelFamily(Generic[C, G]):
 
     name: str
     files: FolderFormat
-    requests: RequestValues
+    requests: Requests
     text: TextEncoding[C]
     decoding: Decoding
-    weights: WeightNames[C]
+    weights: Weights[C]
     roles: tuple[tuple[str, str], ...]
     read_config: Callable[[AnyFolder], C]
     read_geometry: Callable[[AnyFolder], G]

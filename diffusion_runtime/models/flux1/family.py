@@ -16,14 +16,7 @@ from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
@@ -113,7 +106,7 @@ FAMILY = ModelFamily(
         check_parts=read_normalisation,
     ),
     roles=(("self", "self"),),
-    requests=RequestValues(defaults=published_defaults("flux.1-dev"), read_schedule=token_shift),
+    requests=Requests(defaults=published_defaults("flux.1-dev"), read_schedule=token_shift),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS, config.text_dim),), config.pooled_dim, condition_channels=config.condition_channels
@@ -125,6 +118,6 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=Flux1Transformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -16,14 +16,7 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
@@ -152,7 +145,7 @@ FAMILY = ModelFamily(
         diffusers_components=(codec.AUTOENCODER,),
     ),
     roles=(("self", "self"),),
-    requests=RequestValues(
+    requests=Requests(
         # For [klein] before distillation, too.
         defaults=published_defaults("flux.2-dev"),
         read_schedule=read_schedule,
@@ -163,6 +156,6 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=Flux2Transformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

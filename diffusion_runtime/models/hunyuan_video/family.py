@@ -13,14 +13,7 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.hunyuan_video.config import (
@@ -120,7 +113,7 @@ FAMILY = ModelFamily(
     ),
     # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    requests=RequestValues(defaults=published_defaults("hunyuan-video"), schedule=LinearSigmas()),
+    requests=Requests(defaults=published_defaults("hunyuan-video"), schedule=LinearSigmas()),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),
@@ -136,7 +129,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=HunyuanVideoTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=load_image_conditioner,
     adapt=_adapt,
 )

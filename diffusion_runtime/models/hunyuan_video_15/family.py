@@ -7,14 +7,7 @@ import dataclasses
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
@@ -68,7 +61,7 @@ FAMILY = ModelFamily(
     ),
     # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    requests=RequestValues(
+    requests=Requests(
         # The flow shift for folders whose scheduler sets none.
         defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
         schedule=LinearSigmas(),
@@ -92,7 +85,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=HunyuanVideo15Transformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

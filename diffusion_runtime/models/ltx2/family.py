@@ -14,14 +14,7 @@ import dataclasses
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.ltx2 import codec, text
@@ -96,7 +89,7 @@ FAMILY = ModelFamily(
         (AUDIO_TO_VIDEO_ROLE, "cross"),
         (VIDEO_TO_AUDIO_ROLE, "cross"),
     ),
-    requests=RequestValues(
+    requests=Requests(
         defaults=published_defaults("ltx-2"),
         read_schedule=token_shift,
         fields=(
@@ -121,7 +114,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=LTX2Transformer,
     shared_heads=lambda config: config.video.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

@@ -15,14 +15,7 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import LinearQuadraticSigmas, token_shift
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.ltx_video import codec
@@ -103,7 +96,7 @@ FAMILY = ModelFamily(
         check_parts=codec.check_decoding,
     ),
     roles=(("self", "self"), ("cross", "cross")),
-    requests=RequestValues(
+    requests=Requests(
         defaults=published_defaults("ltx-video-0.9.1"),
         read_schedule=token_shift,
         fields=("guidance_rescale",),
@@ -118,7 +111,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=LTXVideoTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

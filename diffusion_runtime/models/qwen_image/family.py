@@ -20,14 +20,7 @@ from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
@@ -169,14 +162,14 @@ FAMILY = ModelFamily(
         check_parts=_check_parts,
     ),
     roles=(("self", "self"), (ROLE, "self")),
-    requests=RequestValues(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
+    requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=Decoding(load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, has_tiles=True, is_fast=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=QwenImageTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )
 

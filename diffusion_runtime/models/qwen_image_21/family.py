@@ -9,14 +9,7 @@ from functools import partial
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
@@ -80,7 +73,7 @@ FAMILY = ModelFamily(
         check_parts=_check_parts,
     ),
     roles=(("self", "self"),),
-    requests=RequestValues(defaults=published_defaults("qwen-image-2.1"), read_schedule=token_shift),
+    requests=Requests(defaults=published_defaults("qwen-image-2.1"), read_schedule=token_shift),
     text=TextEncoding(
         shapes=lambda folder, config: TextShapes(
             ((MAX_TOKENS, config.text_dim),), sees=has_preparation_of_pictures(folder)
@@ -92,6 +85,6 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=QwenImage21Transformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

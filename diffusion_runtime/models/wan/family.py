@@ -14,14 +14,7 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.image_inputs import ImageInputs
@@ -244,7 +237,7 @@ FAMILY = ModelFamily(
         (CONTROL_SELF_ROLE, "self"),
         (CONTROL_TEXT_ROLE, "cross"),
     ),
-    requests=RequestValues(defaults=_DEFAULTS),
+    requests=Requests(defaults=_DEFAULTS),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS, config.text_dim),),
@@ -267,7 +260,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=WanTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

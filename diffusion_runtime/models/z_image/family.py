@@ -10,14 +10,7 @@ from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import (
-    Decoding,
-    FolderFormat,
-    RequestValues,
-    TextEncoding,
-    TextShapes,
-    WeightNames,
-)
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
@@ -66,7 +59,7 @@ FAMILY = ModelFamily(
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
     roles=(("self", "self"), (TEXT_ROLE, "cross")),
-    requests=RequestValues(
+    requests=Requests(
         # cond + scale * (cond - uncond): 0 turns guidance off, where other models use 1.
         guidance_offset=1.0,
         defaults=published_defaults("z-image-turbo"),
@@ -78,6 +71,6 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=ZImageTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=WeightNames(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )
