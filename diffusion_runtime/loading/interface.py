@@ -25,11 +25,11 @@ class Prepared(Protocol):
 
     @property
     def description(self) -> PipelineDescription:
-        """What `load` puts together, as far as it is known without weights and self-checks."""
+        """The parts that `load` puts together, as far as they are known without weights and self-checks."""
 
     @property
     def rules(self) -> GenerationRules:
-        """What the model says about requests."""
+        """The model's rules for requests."""
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:

@@ -1,4 +1,4 @@
-"""What would need less memory where a plan does not fit: flags to type, each tried by a plan of its own before it is
+"""Remedies where a memory plan does not fit: flags to type, each tried by a plan of its own before it is
 named."""
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class PreparedModel:
         return self.rules.attention_layers
 
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
-        """See Prepared.planned_for."""
+        """Return the model with the memory plan of resolved requests, as Prepared.planned_for says."""
         demand = self._largest_demand(self.transformer, requests)
         memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
         planned = None if demand is None else demand.request
@@ -123,7 +123,7 @@ class PreparedModel:
         )
 
     def check_files(self) -> None:
-        """See Prepared.check_files."""
+        """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
         elsewhere = [file.component for file in opened.weights.files]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
@@ -135,7 +135,8 @@ class PreparedModel:
         *,
         transfers: Transfers | None = None,
     ) -> Pipeline:
-        """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
+        """Read the weights, as Prepared.load says. transfers: how offloaded weights come to the device, None for the
+        device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
         if self.description.planned_on is not None:
@@ -226,7 +227,7 @@ class PreparedModel:
         return pipeline
 
     def _texts_ahead(self, encoder: TextEncoder, requests: Sequence[GenerationRequest]) -> list[str]:
-        """What the first of the requests that will come asks a text encoder on the device for; nothing where several
+        """Return what the first of the requests to come asks a text encoder on the device for; nothing where several
         processes ask it together, or where it reads pictures."""
         if not requests or self.world is not None:
             return []
@@ -237,7 +238,8 @@ class PreparedModel:
         return texts_of([first], is_guided=self.rules.is_guided(first))
 
     def _transformer_bytes(self) -> int | None:
-        """Of the files that this process reads for its transformers; None where it reads some of their bytes."""
+        """Return the bytes of the files that this process reads for its transformers; None where it reads a part of
+        them."""
         if self.description.degrees.tensor > 1:
             return None
         return transformer_bytes(self.model, list(self.model.modules(self.transformer)))
@@ -263,7 +265,7 @@ class PreparedModel:
         return transformer, keeping_bytes(modules, rewrite)
 
     def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
-        """What a dry run could not know: quantised layers of the files."""
+        """Return remarks on what a dry run could not know: quantised layers of the files."""
         described = self.quantization.describe(self.model.modules(transformer))
         return [] if described in (None, self.description.quantization) else [f"quantisation: {described}"]
 
@@ -307,8 +309,8 @@ class PreparedModel:
         return self._with_remedies(self._alternative(given, {}))
 
     def _alternative(self, each: Alternative, empty: dict[str, DiffusionTransformer]) -> PlannedDemand | None:
-        """What another config, dtype and request would take. empty: transformers without weights that were built, by
-        their quantisation; it gets the missing one. Raises what building such a transformer raises."""
+        """Return the demand of another config, dtype and request. empty: transformers without weights that were built,
+        by their quantisation; it gets the missing one. Raises what building such a transformer raises."""
         quantization = self.quantization
         if each.config.quantization != self.description.config.quantization:
             ignored = each.config.quantization_ignored_layers
@@ -374,7 +376,7 @@ class PreparedModel:
         return dataclasses.replace(planned, demand=demand)
 
     def _fitting(self, request: GenerationRequest) -> str:
-        """What of the offloading there is would fit a request that ran out of memory."""
+        """Return the kinds of offloading that would fit a request that ran out of memory."""
         return fitting_offloads(self._demand_of(planned_batch(self.rules, [request])), self.description, self.device)
 
     def _offloading(self, transfers: Transfers | None) -> Offloading | None:
@@ -384,7 +386,8 @@ class PreparedModel:
         return Offloading(plan, transfers_of(self.device) if transfers is None else transfers)
 
     def _shortage_advice(self, advice: str) -> str:
-        """What to do where loading ran out of memory. The plan may have counted on memory that another program took."""
+        """Return advice for loading that ran out of memory. The plan may have counted on memory that another program
+        took."""
         plan, share = self.description.memory, share_of_device(self.device)
         # What was loaded so far is counted as free: it is this process's.
         if plan is None or plan.limit is None or share is None or share >= plan.limit:

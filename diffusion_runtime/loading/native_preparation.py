@@ -52,7 +52,7 @@ _HEAD_GROUPS = 2
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a config names of a model, opened: the model of its folder with parts from elsewhere, a tiny decoder and an
+    """Parts that a config names, opened: the model of its folder with parts from elsewhere, a tiny decoder and an
     upsampler."""
 
     folder: ModelFolder
@@ -63,7 +63,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Devices:
-    """Where a model runs, and its processes. hardware: of a device that is not in this machine, else None."""
+    """The device of a model, and its processes. hardware: of a device that is not in this machine, else None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -265,7 +265,7 @@ def _text_attention(model: Model[Any, Any], dtype: torch.dtype, chosen: EncoderA
 
 
 def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[str, str | None]:
-    """Of each text encoder in the folder, its class of transformers; None for a module of ours."""
+    """Return the class of transformers of each text encoder in the folder; None for a module of ours."""
     is_ours = model.family.text.library(model.folder, dtype) == "torch"
     return {
         name: None if is_ours else str(entry[1])
@@ -275,7 +275,7 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
 
 
 def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> LibraryAttention:
-    """What decodes, and by which class: its attention is the class's own, and cannot be chosen."""
+    """Return what decodes, and by which class: its attention is the class's own, and cannot be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
     library = model.family.files.decoding_library(model.folder)
@@ -315,7 +315,7 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
-    """How the processes share the work, chosen where it is left open. Raises ConfigError."""
+    """Return how the processes share the work, chosen where it is left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
     if model.num_shared_heads is None:
