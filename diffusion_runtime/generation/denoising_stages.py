@@ -81,7 +81,7 @@ class RefiningStage(DenoisingStage):
     with the pictures."""
 
     settings: BatchSettings
-    upsampler: LatentUpsampler
+    upsampler: LatentUpsampler | None
     sampler: Sampler
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
@@ -89,6 +89,7 @@ class RefiningStage(DenoisingStage):
 
     def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
         settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
+        assert self.upsampler is not None, "there is one wherever a second stage runs"
         parts, shared = geometry.parts(latents, settings.sizes.first), settings.shared
         larger = self.upsampler(
             parts.video,
@@ -104,8 +105,8 @@ class RefiningStage(DenoisingStage):
         )
 
 
-def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None) -> list[DenoisingStage]:
-    """Return the stages of a batch in their order. upsampler: of a second stage."""
+def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None) -> list[DenoisingStage]:
+    """Return the stages of a batch in their order. upsampler: of a second stage; None where nothing is computed."""
     sampler, first = settings.build_sampler(), settings.sizes.first
     planned, levels = settings.sizes.stages(), settings.second_levels
     if planned:
@@ -115,7 +116,6 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None) -> lis
         return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
     stages: list[DenoisingStage] = [PlainStage(first, sampler)]
     if levels:
-        assert upsampler is not None
         size, num_before = settings.size, settings.num_inference_steps
         note = (
             f"second stage: {len(levels)} steps at {size.height} x {size.width} after {num_before} at "

@@ -81,14 +81,6 @@ class Sizes:
         growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
         return plan_stages([filled(step.sigma) for step in sampler.steps(torch.device("cpu"))], growth_levels)
 
-    def step_sizes(self) -> tuple[tuple[ClipSize, int], ...]:
-        """Return the sizes at which steps run, in their order, and how many steps run at each. Raises what `stages`
-        raises."""
-        if stages := self.stages():
-            return tuple((self.halved(stage.level), stage.end - stage.first) for stage in stages)
-        first, levels = (self.first, filled(self.shared.num_inference_steps)), self.shared.second_stage_sigmas
-        return (first, (self.clip, len(levels))) if levels else (first,)
-
 
 def check_second_stage(sizes: Sizes) -> None:
     """Raises RequestError for a clip of two stages whose size cannot be halved."""
