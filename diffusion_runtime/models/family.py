@@ -54,7 +54,6 @@ class Model(Generic[C, G]):
     """
 
     family: ModelFamily[C, G]
-    folder: AnyFolder
     config: C
     generation: GenerationSettings
     defaults: Mapping[str, Any]
@@ -68,6 +67,11 @@ class Model(Generic[C, G]):
     inputs: ImageInputs = dataclasses.field(default_factory=ImageInputs)
     request_fields: tuple[str, ...] = ()
     modules: Callable[[DiffusionTransformer], Mapping[str, nn.Module]] = lambda whole: {"transformer": whole}
+
+    @property
+    def folder(self) -> AnyFolder:
+        """The folder of the model."""
+        return self.weights.folder
 
     @property
     def geometry(self) -> G:
@@ -188,7 +192,6 @@ class ModelFamily(Generic[C, G]):
         return self.adapt(
             Model(
                 family=self,
-                folder=folder,
                 config=config,
                 generation=generation,
                 defaults=self.requests.defaults,

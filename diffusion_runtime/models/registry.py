@@ -37,7 +37,7 @@ def _in_folder(folder: str) -> _Registered:
 
     def lora_names() -> LoraNames:
         if hasattr(importlib.import_module(package), "BASED_ON"):
-            return load().lora_names
+            return load().weights.lora_names
         names: LoraNames = importlib.import_module(f"{package}.weights").LORA_NAMES
         return names
 

@@ -192,13 +192,18 @@ def _small(opened: StepModel) -> StepModel:
     return with_size(opened, height=6 * side, width=4 * side, num_frames=1 + factor if factor > 1 else 1, batch=2)
 
 
+def _in_folder(model: Any, folder: Any) -> Any:
+    """The same model with its weights in another folder."""
+    return dataclasses.replace(model, weights=dataclasses.replace(model.weights, folder=folder))
+
+
 def _written(opened: StepModel, folder: Path, shapes: Shapes) -> Case:
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         draw_weight(name, tensor)
     (folder / "transformer").mkdir(parents=True)
     write_tensors(folder / "transformer" / FILE, tensors)
-    model = dataclasses.replace(opened.model, folder=folder)
+    model = _in_folder(opened.model, folder)
     return Case(opened.name, model, opened.inputs(CPU, DTYPE).ours)
 
 
@@ -208,9 +213,7 @@ def _in_8_bits(case: Case, folder: Path) -> Case:
     file = comfy_mixed(tensors)
     (folder / "transformer").mkdir(parents=True)
     save_file(file.stored, folder / "transformer" / FILE, file.metadata)
-    return dataclasses.replace(
-        case, name=f"{case.name}, 8 bits in the file", model=dataclasses.replace(case.model, folder=folder)
-    )
+    return dataclasses.replace(case, name=f"{case.name}, 8 bits in the file", model=_in_folder(case.model, folder))
 
 
 def _write_lora(model: Model[Any, Any], path: Path, shapes: Shapes) -> Lora:

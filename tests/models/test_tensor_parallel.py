@@ -122,7 +122,7 @@ def test_what_cannot_be_shared_is_refused_before_loading() -> None:
         ConfigError, match=r"4 processes cannot share the 170 features of .*feed_forward\.up .* 1, 2, 5"
     ):
         _build(narrow, 4)
-    other = dataclasses.replace(model, family=dataclasses.replace(model.family, name="other"))
+    other = dataclasses.replace(model, weights=dataclasses.replace(model.weights, family="other"))
     with pytest.raises(ConfigError, match=r"other models hold their weights whole.*families that share.*wan"):
         _build(other, 2)
 
