@@ -67,6 +67,10 @@ class LatentGeometry:
         """
         return self.latent_shape(size.height, size.width, size.num_frames)
 
+    def clip_of(self, latents: torch.Tensor, size: ClipSize) -> torch.Tensor:
+        """Return samples as they are denoised without what is behind the clip, [batch, *sample_shape]."""
+        return latents
+
     def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
         """Samples [batch, *sample_shape] taken apart, as decoders take them."""
         return LatentParts(latents)

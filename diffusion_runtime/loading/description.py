@@ -71,7 +71,7 @@ class PipelineDescription:
 
     @property
     def folder(self) -> Path:
-        """Where the model is."""
+        """The folder of the model."""
         return self.model_folder.path
 
     def to_dict(self) -> dict[str, Any]:

@@ -224,7 +224,8 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
 
 
 def _is_passthrough(backend: str, folder: ModelFolder) -> bool:
-    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
+    """Return whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is
+    logged.
 
     Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
     """

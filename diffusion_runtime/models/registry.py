@@ -37,7 +37,7 @@ def _in_folder(folder: str) -> _Registered:
 
     def lora_names() -> LoraNames:
         if hasattr(importlib.import_module(package), "BASED_ON"):
-            return load().lora_names
+            return load().weights.lora_names
         names: LoraNames = importlib.import_module(f"{package}.weights").LORA_NAMES
         return names
 
@@ -65,7 +65,7 @@ _families: dict[str, _Registered] = {
 
 def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, Any]]) -> None:
     """Make the family that `load` returns responsible for folders whose model_index.json names `transformer_class`."""
-    _families[transformer_class] = _Registered(load, lambda: load().lora_names)
+    _families[transformer_class] = _Registered(load, lambda: load().weights.lora_names)
 
 
 def supported_transformer_classes() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from diffusion_runtime.models.video_control import VideoControl
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The sampling of a model, for the rules of its requests. A Model is one.
+    """The sampling of a model, for the rules of its requests.
 
     geometry: the sizes it can make. scheduler: it came with; schedule: how noise levels are spaced.
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
@@ -26,6 +26,8 @@ class Sampling:
     to make it the factor of uncond + factor * (cond - uncond). guides_parts: pictures and sound are guided apart.
     control: what a model with control blocks takes. is_causal: it makes videos chunk by chunk, and its transformer
     reads the keys of earlier ones (attention/cache); history: of those whose older frames are in larger patches.
+    caches_prefix: the transformer computes keys and values of tokens that every step attends to once a request
+    (PrefixCache). decodes_with_noise: the decoder takes noise and its level (decode_noise_scale, decode_timestep).
     """
 
     geometry: LatentGeometry
@@ -38,6 +40,13 @@ class Sampling:
     control: VideoControl | ImageControl | None = None
     is_causal: bool = False
     history: CompressedHistory | None = None
+    caches_prefix: bool = False
+    decodes_with_noise: bool = False
+
+    @property
+    def has_phases(self) -> bool:
+        """True where forward passes are of two kinds: denoising, and those that write keys for later ones."""
+        return self.is_causal or self.caches_prefix
 
     @property
     def product(self) -> str:

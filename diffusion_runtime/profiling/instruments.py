@@ -21,9 +21,8 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.interface import OnStep, Wrapper
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.generation.interface import GenerationPipeline
+from diffusion_runtime.generation.interface import GenerationPipeline, InspectablePipeline
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling.attention_clock import AttentionClock, timed_layers
 
 
@@ -32,18 +31,19 @@ def named_ranges(pipeline: GenerationPipeline) -> Iterator[None]:
     """Context manager: name forward passes (`forward cond`) and attention calls (`attention self, layer 3, fa`) as
     ranges of torch.profiler, and replay no CUDA graph. It may begin and end between two steps. Diffusers' own pipelines
     call what has no names that all share."""
-    if not isinstance(pipeline, Pipeline):
+    native = pipeline.inspectable
+    if native is None:
         yield
         return
     with (
         pipeline.hooks.holding("eager_reason", "a profile records the step"),
-        forward_ranges(pipeline.transformer),
+        forward_ranges(native.transformer),
     ):
         yield
 
 
 @contextmanager
-def timed_attention(pipeline: Pipeline) -> Iterator[AttentionClock]:
+def timed_attention(pipeline: InspectablePipeline) -> Iterator[AttentionClock]:
     """Context manager: time the calls of the transformer's attention layers, and replay no CUDA graph."""
     with (
         pipeline.hooks.holding("eager_reason", "attention is timed"),
@@ -63,19 +63,19 @@ def counted_density(pipeline: GenerationPipeline) -> Iterator[None]:
         yield
 
 
-def watched_latents(pipeline: Pipeline, watch: OnStep) -> AbstractContextManager[None]:
+def watched_latents(pipeline: InspectablePipeline, watch: OnStep) -> AbstractContextManager[None]:
     """Context manager: call `watch` after every denoising step with its StepInfo and the latents at its end, float32
     [batch, *sample_shape] on the model's device, which it must not keep."""
     return pipeline.hooks.holding("on_step", watch)
 
 
-def wrapped_predictions(pipeline: Pipeline, wrap: Wrapper) -> AbstractContextManager[None]:
+def wrapped_predictions(pipeline: InspectablePipeline, wrap: Wrapper) -> AbstractContextManager[None]:
     """Context manager: the sampler calls `wrap(predict)` for the model's guided prediction of every step."""
     return pipeline.hooks.holding("wrap", wrap)
 
 
 @contextmanager
-def attention_choices(pipeline: Pipeline, choices: AttentionConfig) -> Iterator[None]:
+def attention_choices(pipeline: InspectablePipeline, choices: AttentionConfig) -> Iterator[None]:
     """Context manager: the transformer's layers attend as if `choices` were the command line's; nothing is loaded
     again. Recipes made meanwhile record what the pipeline was loaded with.
 

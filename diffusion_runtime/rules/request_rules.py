@@ -118,6 +118,11 @@ class RequestRules:
         return self.sampling.geometry.makes_sound
 
     @property
+    def wanted_images(self) -> frozenset[str]:
+        """Request fields of images that the model does not do without, or is made for."""
+        return self.inputs.wanted
+
+    @property
     def num_default_tokens(self) -> int | None:
         """Grid tokens of a request without sizes; None when a request must set them."""
         sizes = [self.defaults.get(name) for name in ("height", "width", "num_frames")]

@@ -118,7 +118,7 @@ def test_models_says_which_images_a_model_takes() -> None:
         folder = packaged_folder(model.model_path)
         assert folder is not None, f"{model.name}: the json of its folder belongs into published_folders.yaml"
         opened = ModelFolder(folder)
-        images = family_for_folder(opened).describe(opened).images
+        images = family_for_folder(opened).describe(opened).inputs.images
         assert dict(images) == dict(model.images), f"{model.name}: `published: images:` in published.yaml"
 
 

@@ -34,7 +34,7 @@ UNREAD = ("norm_final.weight", "video_embeddings_connector.")
 def read(path: Path, family: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The tensors of a file as a model of the family meets them."""
     folder = family.partition(" ")[0]
-    names = importlib.import_module(f"diffusion_runtime.models.{folder}.lora_names").LORA_NAMES
+    names = importlib.import_module(f"diffusion_runtime.models.{folder}.weights").LORA_NAMES
     expected = Expected(shapes, names, lora_names_of_families, lambda name: name.startswith(UNREAD))
     with contextlib.ExitStack() as stack:
         rows = TransformerFile(str(path), "transformer_path", "transformer").source(expected)(stack)

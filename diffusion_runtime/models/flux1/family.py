@@ -16,12 +16,14 @@ from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.flux1.control import PIPELINES, control_of, size_made
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
@@ -69,8 +71,7 @@ def _adapt(model: _Model) -> _Model:
     if control is not None:
         return dataclasses.replace(
             _with_guidance(model),
-            images=control.images,
-            size_of_image=size_made,
+            inputs=ImageInputs(images=control.images, size_of_image=size_made),
             defaults={**model.defaults, **published_defaults(control.published)},
             load_image_conditioner=partial(control.load_conditioner, model.folder),
         )
@@ -78,8 +79,7 @@ def _adapt(model: _Model) -> _Model:
         return _with_guidance(model)
     return dataclasses.replace(
         _with_guidance(model),
-        images={"image_path": False},
-        references=editing.REFERENCES,
+        inputs=ImageInputs(images={"image_path": False}, references=editing.REFERENCES),
         defaults={**model.defaults, **published_defaults("flux.1-kontext-dev")},
         load_image_conditioner=partial(editing.load_conditioner, model.folder),
     )
@@ -89,7 +89,7 @@ def _with_guidance(model: _Model) -> _Model:
     """Return the model with its guidance. Without an embedded scale: the four steps of FLUX.1 [schnell], no guidance,
     and its shorter texts."""
     if model.config.embeds_guidance:
-        return dataclasses.replace(model, embeds_guidance=True)
+        return dataclasses.replace(model, sampling=dataclasses.replace(model.sampling, embeds_guidance=True))
     return dataclasses.replace(
         model,
         defaults={**model.defaults, **_FEW_STEPS},
@@ -99,23 +99,25 @@ def _with_guidance(model: _Model) -> _Model:
 
 FAMILY = ModelFamily(
     name="flux1",
-    transformer_classes=("FluxTransformer2DModel",),
-    pipeline_classes=("FluxPipeline", editing.PIPELINE, *PIPELINES),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("FluxTransformer2DModel",),
+        pipeline_classes=("FluxPipeline", editing.PIPELINE, *PIPELINES),
+        diffusers_components=(AUTOENCODER,),
+        check_parts=read_normalisation,
+    ),
     roles=(("self", "self"),),
-    defaults=published_defaults("flux.1-dev"),
+    requests=Requests(defaults=published_defaults("flux.1-dev"), read_schedule=token_shift),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(
+            ((MAX_TOKENS, config.text_dim),), config.pooled_dim, condition_channels=config.condition_channels
+        ),
+        load=load_text_encoder,
+    ),
+    decoding=Decoding(load=load_image_decoder),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=Flux1Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(
-        ((MAX_TOKENS, config.text_dim),), config.pooled_dim, condition_channels=config.condition_channels
-    ),
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_image_decoder,
-    check_parts=read_normalisation,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -16,7 +16,8 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
     DEV,
@@ -29,6 +30,7 @@ from diffusion_runtime.models.flux2.config import (
 )
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
@@ -115,15 +117,18 @@ def _adapt(model: _Model) -> _Model:
     images = dataclasses.replace(images, are_cached=pipeline.caches_references)
     model = dataclasses.replace(
         model,
-        embeds_guidance=model.config.embeds_guidance,
-        images={"image_path": False},
-        references=images,
-        caches_prefix=pipeline.caches_references,
+        sampling=dataclasses.replace(
+            model.sampling,
+            embeds_guidance=model.config.embeds_guidance,
+            takes_guidance=not pipeline.is_distilled,
+            caches_prefix=pipeline.caches_references,
+        ),
+        inputs=ImageInputs(images={"image_path": False}, references=images),
         load_image_conditioner=partial(editing.load_conditioner, images, model.folder),
     )
     if not pipeline.is_distilled:
         return model
-    return dataclasses.replace(model, takes_guidance=False, defaults={**model.defaults, **_FEW_STEPS})
+    return dataclasses.replace(model, defaults={**model.defaults, **_FEW_STEPS})
 
 
 def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShapes:
@@ -133,22 +138,24 @@ def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShape
 
 FAMILY = ModelFamily(
     name="flux2",
-    transformer_classes=("Flux2Transformer2DModel",),
-    pipeline_classes=(DEV, KLEIN, KLEIN_KV),
-    index_keys=("is_distilled",),
-    diffusers_components=(codec.AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("Flux2Transformer2DModel",),
+        pipeline_classes=(DEV, KLEIN, KLEIN_KV),
+        index_keys=("is_distilled",),
+        diffusers_components=(codec.AUTOENCODER,),
+    ),
     roles=(("self", "self"),),
-    # For [klein] before distillation, too.
-    defaults=published_defaults("flux.2-dev"),
+    requests=Requests(
+        # For [klein] before distillation, too.
+        defaults=published_defaults("flux.2-dev"),
+        read_schedule=read_schedule,
+    ),
+    text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
+    decoding=Decoding(load=codec.load_decoder),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=read_schedule,
     transformer=Flux2Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=_text_shapes,
-    load_text_encoder=load_text_encoder,
-    load_decoder=codec.load_decoder,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -20,9 +20,11 @@ from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import editing as edits
@@ -117,8 +119,7 @@ def _adapt(model: _Model) -> _Model:
     others = {name: value for name, value in model.defaults.items() if name not in sizes}
     return dataclasses.replace(
         model,
-        images={"image_path": True},
-        references=editing.references,
+        inputs=ImageInputs(images={"image_path": True}, references=editing.references),
         defaults={**others, **published_defaults(editing.published)},
         load_text_encoder=partial(editing.load_text_encoder, model.folder),
         load_image_conditioner=partial(editing.load_conditioner, AUTOENCODER, model.folder),
@@ -131,13 +132,15 @@ def _with_controlnet(model: _Model) -> _Model:
         return model
     return dataclasses.replace(
         model,
-        images={"image_path": True},
-        size_of_image=partial(scaled_to, edits.AREA),
-        control=ImageControl(own.num_layers),
+        inputs=ImageInputs(images={"image_path": True}, size_of_image=partial(scaled_to, edits.AREA)),
+        sampling=dataclasses.replace(model.sampling, control=ImageControl(own.num_layers)),
         request_fields=CONTROL_FIELDS,
         make_transformer=lambda policy: QwenImageControlledTransformer(config, own, model.geometry, policy),
-        pieces=lambda _: controlled_pieces(config, own),
-        joined_components=(COMPONENT_OF_CONTROL,),
+        weights=dataclasses.replace(
+            model.weights,
+            pieces=lambda _: controlled_pieces(config, own),
+            joined_components=(COMPONENT_OF_CONTROL,),
+        ),
         load_image_conditioner=partial(load_control_conditioner, AUTOENCODER, model.folder),
     )
 
@@ -151,27 +154,22 @@ def _text_shapes(folder: AnyFolder, config: QwenImageTransformerConfig) -> TextS
 
 FAMILY = ModelFamily(
     name="qwen_image",
-    transformer_classes=("QwenImageTransformer2DModel",),
-    pipeline_classes=("QwenImagePipeline", PIPELINE, *PIPELINES),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("QwenImageTransformer2DModel",),
+        pipeline_classes=("QwenImagePipeline", PIPELINE, *PIPELINES),
+        diffusers_components=(AUTOENCODER,),
+        controlnet_class=CLASS,
+        check_parts=_check_parts,
+    ),
     roles=(("self", "self"), (ROLE, "self")),
-    controlnet_class=CLASS,
-    defaults=published_defaults("qwen-image"),
+    requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
+    text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
+    decoding=Decoding(load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, has_tiles=True, is_fast=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=QwenImageTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=_text_shapes,
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_decoder,
-    tiny_decoders={16: "taew2_1"},
-    shares_decoding=True,
-    has_tiles=True,
-    decodes_fast=True,
-    check_parts=_check_parts,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )
 
