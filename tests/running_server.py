@@ -48,15 +48,16 @@ class RunningServer:
 
     def _read(self, process: subprocess.Popen[str], listening: threading.Event) -> None:
         assert process.stderr is not None
-        for line in process.stderr:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = {"message": line}
-            self.logs.append(record)
-            if "address" in record:
-                self.address = record["address"]
-                listening.set()
+        with process.stderr as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = {"message": line}
+                self.logs.append(record)
+                if "address" in record:
+                    self.address = record["address"]
+                    listening.set()
         listening.set()
 
     def client(self, **options: Any) -> httpx.Client:

@@ -29,7 +29,7 @@ def body_of(**sent: Any) -> Body:
     return asyncio.run(read_body(Request({"type": "http", "method": "POST", "headers": headers}, receive)))
 
 
-ATTENTION = {"default": {"backend": "torch_sdpa"}, "schedule": [{"steps": "0-1", "backend": "math"}]}
+ATTENTION = {"default": {"backend": "torch_sdpa"}, "schedule": [{"steps": "0-1", "backend": "reference"}]}
 VALUES = {"prompt": "a ring", "num_inference_steps": 8, "seed": 3, "attention": ATTENTION, "lora": ["a", "b"]}
 
 
@@ -141,7 +141,10 @@ def test_images_get_a_seed_each_and_their_options() -> None:
     assert "CPU" in warned.warnings[0]
 
 
-@table("pairs", [[("a[b]", "1"), ("a", "2")], [("a", "1"), ("a", "2")], [("a[]", "1"), ("a[9]", "2")], [("a" + "[b]" * 20, "1")]])
+@table(
+    "pairs",
+    [[("a[b]", "1"), ("a", "2")], [("a", "1"), ("a", "2")], [("a[]", "1"), ("a[9]", "2")], [("a" + "[b]" * 20, "1")]],
+)
 def test_names_of_a_form_that_contradict_each_other_are_refused(pairs: list[tuple[str, str]]) -> None:
     with pytest.raises(ApiError):
         nested(pairs)

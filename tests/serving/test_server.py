@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import json
@@ -20,24 +21,28 @@ from cli_support import command_process
 from PIL import Image
 from running_server import SMALL, RunningServer, finished, is_running, running_server, wait_for
 
-from diffusion_runtime import Client
+from diffusion_runtime import Client, GenerationRequest, load_pipeline
 from diffusion_runtime.serving.client import ServerError
 
 openai = pytest.importorskip("openai", reason="the official client: pip install 'diffusion-runtime[test]'")
 # openai says so of every call of its videos, which OpenAI has shut down.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PROMPT = "a red circle moving left"
 FLAGS = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "2")
 
 
-def sha256_of_generate(folder: Path, prompt: str, *flags: str, name: str = "clip.mp4") -> str:
-    """The bytes that the command line makes."""
-    done = command_process("generate", prompt, *FLAGS, *flags, "-o", name, "-q", cwd=folder)
-    assert done.code == 0, done.err
-    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+@functools.cache
+def pipeline_of(attention: str | None = None) -> Any:
+    return load_pipeline(attention_override=None if attention is None else json.loads(attention))
+
+
+def expected_sha256(folder: Path, prompt: str = PROMPT, attention: str | None = None, **fields: Any) -> str:
+    """The bytes of the file that a warm pipeline makes alone."""
+    values = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, **fields}
+    media = pipeline_of(attention)(GenerationRequest(prompt, **values))
+    path = folder / ("made.mp4" if media.num_frames > 1 else "made.png")
+    return hashlib.sha256(media.save(path).read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +71,17 @@ def test_the_official_client_makes_videos_with_the_bytes_of_generate(official: A
     assert (video.size, video.object, video.model_extra["num_frames"]) == ("64x64", "video", 5)
     content = official.videos.download_content(video.id).read()
     assert hashlib.sha256(content).hexdigest() == video.model_extra["sha256"]
-    assert video.model_extra["sha256"] == sha256_of_generate(tmp_path, PROMPT, "--seed", "7")
+    done = command_process("generate", PROMPT, *FLAGS, "--seed", "7", "-o", "clip.mp4", "-q", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "clip.mp4").read_bytes() == content
+    assert video.model_extra["sha256"] == expected_sha256(tmp_path, seed=7)
     assert video.model_extra["attention_report"]["num_calls"] > 0
     thumbnail = Image.open(io.BytesIO(official.videos.download_content(video.id, variant="thumbnail").read()))
     assert thumbnail.format == "WEBP"
     remix = official.videos.remix(video.id, prompt="a blue star")
     assert (remix.remixed_from_video_id, remix.prompt) == (video.id, "a blue star")
     remixed = official.videos.poll(remix.id)
-    assert remixed.model_extra["sha256"] == sha256_of_generate(tmp_path, "a blue star", "--seed", "7", name="b.mp4")
+    assert remixed.model_extra["sha256"] == expected_sha256(tmp_path, "a blue star", seed=7)
     deleted = official.videos.delete(video.id)
     assert (deleted.id, deleted.object, deleted.deleted) == (video.id, "video.deleted", True)
     with pytest.raises(openai.NotFoundError):
@@ -112,8 +120,7 @@ def test_the_official_client_makes_and_streams_images(official: Any, tmp_path: P
     options = {"size": "64x64", "extra_body": {"num_inference_steps": 4, "seed": 3}}
     answer = official.images.generate(prompt=PROMPT, n=2, **options)
     digests = [hashlib.sha256(base64.b64decode(each.b64_json)).hexdigest() for each in answer.data]
-    flags = ("--num-frames", "1", "--num-inference-steps", "4")
-    expected = [sha256_of_generate(tmp_path, PROMPT, *flags, "--seed", s, name=f"{s}.png") for s in ("3", "4")]
+    expected = [expected_sha256(tmp_path, num_frames=1, num_inference_steps=4, seed=seed) for seed in (3, 4)]
     assert digests == expected
     assert [each.model_extra["seed"] for each in answer.data] == [3, 4]
     events = list(
@@ -155,18 +162,17 @@ def test_content_has_ranges_and_is_refused_before_its_time(http: httpx.Client) -
 def test_requests_choose_attention_and_run_together_with_the_bytes_of_single_runs(
     server: RunningServer, http: httpx.Client, tmp_path: Path
 ) -> None:
-    schedule = {"default": "torch_sdpa", "schedule": [{"steps": "0", "backend": "math"}]}
+    schedule = {"default": "torch_sdpa", "schedule": [{"steps": "0", "backend": "reference"}]}
     long = http.post("/v1/videos", json={"prompt": "a ring", **SMALL, "num_inference_steps": 20}).json()
     bodies = [{"prompt": PROMPT, "seed": seed, **SMALL} for seed in (1, 2, 3)]
     chosen = {"prompt": PROMPT, "seed": 1, **SMALL, "attention": schedule}
     ids = [http.post("/v1/videos", json=body).json()["id"] for body in (*bodies, chosen)]
     videos = [finished(http, each) for each in ids]
-    expected = [sha256_of_generate(tmp_path, PROMPT, "--seed", str(s), name=f"{s}.mp4") for s in (1, 2, 3)]
+    expected = [expected_sha256(tmp_path, seed=seed) for seed in (1, 2, 3)]
     assert [video["sha256"] for video in videos[:3]] == expected
     rows = {(row["backend"], row["source"]) for row in videos[3]["attention_report"]["rows"]}
-    assert {backend for backend, _ in rows} == {"torch_sdpa", "math"}, rows
-    flags = ("--attention-config", json.dumps(schedule), "--seed", "1")
-    assert videos[3]["sha256"] == sha256_of_generate(tmp_path, PROMPT, *flags, name="chosen.mp4")
+    assert {backend for backend, _ in rows} == {"torch_sdpa", "reference"}, rows
+    assert videos[3]["sha256"] == expected_sha256(tmp_path, attention=json.dumps(schedule), seed=1)
     # The next one has the server's choice again.
     again = finished(http, http.post("/v1/videos", json=bodies[0]).json()["id"])
     assert again["sha256"] == expected[0]
@@ -177,13 +183,15 @@ def test_requests_choose_attention_and_run_together_with_the_bytes_of_single_run
     assert "moving" not in metrics
 
 
-def test_an_idempotency_key_makes_one_job_of_two_requests(http: httpx.Client) -> None:
+def test_an_idempotency_key_makes_one_job_of_two_requests(server: RunningServer, http: httpx.Client) -> None:
     body, headers = {"prompt": PROMPT, **SMALL}, {"idempotency-key": "order-1"}
     answers: list[dict[str, Any]] = []
     threads = [
         threading.Thread(
             target=lambda: answers.append(
-                httpx.post(f"{http.base_url}v1/videos", json=body, headers=headers, trust_env=False, timeout=60).json()
+                httpx.post(
+                    f"{server.address}/v1/videos", json=body, headers=headers, trust_env=False, timeout=60
+                ).json()
             )
         )
         for _ in range(3)
@@ -252,7 +260,7 @@ def test_our_client_makes_waits_and_explains(server: RunningServer, tmp_path: Pa
 
 def test_jobs_survive_the_death_of_the_engine_and_of_the_server(tmp_path: Path) -> None:
     body = {"prompt": PROMPT, "seed": 7, **SMALL, "num_inference_steps": 12}
-    expected = sha256_of_generate(tmp_path, PROMPT, "--num-inference-steps", "12", "--seed", "7")
+    expected = expected_sha256(tmp_path, num_inference_steps=12, seed=7)
     with running_server(tmp_path / "storage") as server:
         with server.client() as http:
             ids = [http.post("/v1/videos", json=body).json()["id"] for _ in range(2)]
