@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,12 +19,22 @@ from diffusion_runtime.serving.api_errors import ApiError, api_error, invalid
 from diffusion_runtime.serving.dispatcher import Dispatcher, Unavailable
 from diffusion_runtime.serving.guard import Guard
 from diffusion_runtime.serving.image_routes import image_routes
+from diffusion_runtime.serving.openapi import request_schemas
 from diffusion_runtime.serving.server_routes import server_routes
 from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.video_routes import video_routes
 
 _logger = logging.getLogger("diffusion_runtime.serving")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class _Api(FastAPI):
+    """FastAPI, whose document has the schemas of our requests."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(request_schemas())
+        return document
 
 
 def build_api(dispatcher: Dispatcher) -> FastAPI:
@@ -35,7 +46,7 @@ def build_api(dispatcher: Dispatcher) -> FastAPI:
         yield
         await dispatcher.stop()
 
-    api = FastAPI(title="diffusion-runtime", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    api = _Api(title="diffusion-runtime", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     submission = Submission(dispatcher)
     api.include_router(video_routes(dispatcher, submission))
     api.include_router(image_routes(dispatcher, submission))

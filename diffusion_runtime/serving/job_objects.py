@@ -129,13 +129,14 @@ def inference_seconds(part: Mapping[str, Any] | None) -> float | None:
     """Return the seconds of a result's own stages, those of loading and writing left out."""
     if part is None:
         return None
-    return round(sum(part["timings"].get(stage, 0.0) for stage in ("text", "denoise", "decode")), 4)
+    seconds: float = sum(part["timings"].get(stage, 0.0) for stage in ("text", "denoise", "decode"))
+    return round(seconds, 4)
 
 
 def peak_megabytes(part: Mapping[str, Any] | None) -> float | None:
     if part is None or not part["peak_memory"]:
         return None
-    memory = part["peak_memory"]
+    memory: Mapping[str, int] = part["peak_memory"]
     return round(memory.get("device", max(memory.values())) / 2**20, 1)
 
 

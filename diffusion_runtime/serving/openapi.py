@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
-from diffusion_runtime.serving.jobs import VIDEO
+from diffusion_runtime.serving.jobs import IMAGE, VIDEO
 from diffusion_runtime.serving.request_fields import IMAGE_FORMATS, MAX_IMAGES, MAX_PROMPT, PLAIN_FIELDS
 
+_NAMES = {VIDEO: "VideoRequest", IMAGE: "ImageRequest"}
 _TYPES = {int: "integer", float: "number", str: "string"}
 
 
 def request_body(kind: str) -> dict[str, Any]:
     """Return the OpenAPI extra of a route that takes a request for videos or images."""
-    schema = {"type": "object", "required": ["prompt"], "additionalProperties": False, "properties": _properties(kind)}
+    content = {"schema": {"$ref": f"#/components/schemas/{_NAMES[kind]}"}}
     types = ("application/json", "multipart/form-data")
-    return {"requestBody": {"required": True, "content": {name: {"schema": schema} for name in types}}}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(types, content)}}
+
+
+def request_schemas() -> dict[str, Any]:
+    """Return the schemas that `request_body` refers to, by name."""
+    plain = {"type": "object", "required": ["prompt"], "additionalProperties": False}
+    return {name: {**plain, "properties": _properties(kind)} for kind, name in _NAMES.items()}
 
 
 def _properties(kind: str) -> dict[str, Any]:
