@@ -9,9 +9,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError
-from diffusion_runtime.serving.dispatcher import Unavailable
 from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.files import ResultFiles
+from diffusion_runtime.serving.unavailable import Unavailable
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 _NAMED = re.compile(r"([a-z_]+(?:\[\d+\])?)[:,]")

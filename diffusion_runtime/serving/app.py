@@ -16,12 +16,13 @@ from starlette.types import ASGIApp, Scope
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.serving.api_errors import ApiError, api_error, invalid
-from diffusion_runtime.serving.dispatcher import Dispatcher, Unavailable
+from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.guard import Guard
 from diffusion_runtime.serving.image_routes import image_routes
 from diffusion_runtime.serving.openapi import request_schemas
 from diffusion_runtime.serving.server_routes import server_routes
 from diffusion_runtime.serving.submission import Submission
+from diffusion_runtime.serving.unavailable import Unavailable
 from diffusion_runtime.serving.video_routes import video_routes
 
 _logger = logging.getLogger("diffusion_runtime.serving")

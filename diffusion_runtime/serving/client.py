@@ -25,7 +25,6 @@ class ServerError(DiffusionRuntimeError):
         self.status = status
         self.code = error.get("code")
         self.param = error.get("param")
-        self.is_callers_fault = status < 500
 
 
 class Client:

@@ -7,15 +7,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from diffusion_runtime.serving.engine_process import EngineLost, EngineProcess
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
 from diffusion_runtime.serving.settings import ServerSettings
+from diffusion_runtime.serving.unavailable import Unavailable
 
 _logger = logging.getLogger("diffusion_runtime.serving")
 # A job whose engine died is made again so often.
@@ -25,37 +26,6 @@ _CLEAN_SECONDS = 30.0
 # An engine that does not stop at a step within so many seconds is ended.
 _STOP_SECONDS = 60.0
 _LONGEST_PAUSE = 30.0
-# Percent of a job at the beginning and the end of its denoising, at the end of its decoding, while it is written.
-_TEXT, _DENOISED, _DECODED, _WRITTEN = 2, 90, 98, 99
-
-
-class Unavailable(Exception):
-    """The server cannot take a job now. code: for the client; seconds: when to try again."""
-
-    def __init__(self, code: str, message: str, seconds: int = 5) -> None:
-        super().__init__(message)
-        self.code = code
-        self.seconds = seconds
-
-
-@dataclass
-class Live:
-    """What is known of a job beside its row while this process runs. version: rises with every change."""
-
-    version: int = 0
-    stage: str | None = None
-    step: int | None = None
-    num_steps: int | None = None
-    progress: int = 0
-    previews: list[dict[str, Any]] = field(default_factory=list)
-    parts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def note(self) -> None:
-        """Tell all that wait of a change."""
-        self.version += 1
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 class Dispatcher:
@@ -313,18 +283,8 @@ class Dispatcher:
                 self.step_seconds += 0.3 * (now - at - self.step_seconds)
                 self.metrics.step_seconds.observe(now - at)
             self._step_began = (step, now)
-        spans = {
-            "text": (0, _TEXT),
-            "denoise": (_TEXT, _DENOISED),
-            "decode": (_DENOISED, _DECODED),
-            "write": (_WRITTEN, _WRITTEN),
-        }
-        first, last = spans.get(stage, (0, 0))
         for job_id in message["jobs"]:
-            live = self.live(job_id)
-            live.stage, live.step, live.num_steps = stage, step, num_steps
-            live.progress = max(live.progress, int(first + (last - first) * step / num_steps))
-            live.note()
+            self.live(job_id).advance(stage, step, num_steps)
 
     def _note_result(self, message: dict[str, Any]) -> None:
         job = self.jobs.get(message["job"])

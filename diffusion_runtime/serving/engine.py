@@ -8,72 +8,35 @@ ends the engine.
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import logging
 import os
-import queue
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError
 from diffusion_runtime.parallel.process_info import read_process_info
+from diffusion_runtime.serving.engine_channel import Channel, Watch
+from diffusion_runtime.serving.pictures import write_pictures
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.untrusted.files import open_file
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
 
 if TYPE_CHECKING:
-    from diffusion_runtime.core.progress import OnProgress, Progress
+    from diffusion_runtime.core.progress import OnProgress
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.serving.served_model import OnPreview, ServedModel
     from diffusion_runtime.session.coordinator import Coordinator, MultiProcessCoordinator
 
-CONFIG_FILE, SOCKET_FILE = "config.json", "socket"
+CONFIG_FILE = "config.json"
 _logger = logging.getLogger("diffusion_runtime.serving")
-# Pictures in a row and a column of a contact sheet, and pixels of the longer side of each.
-_SHEET, _SHEET_PIXELS = 5, 160
-_THUMBNAIL_PIXELS = 512
-
-
-class Channel:
-    """The connection to the server. The thread that reads ends the process when the server is gone."""
-
-    def __init__(self, path: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(path))
-        self._lock = threading.Lock()
-        self.runs: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.cancelled: set[str] = set()
-        threading.Thread(target=self._read, name="server connection", daemon=True).start()
-
-    def send(self, kind: str, **values: Any) -> None:
-        line = json.dumps({"type": kind, **values}).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
-
-    def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                message = parse_json(line)
-                if message["type"] == "run":
-                    self.runs.put(message)
-                elif message["type"] == "cancel":
-                    self.cancelled.add(message["job"])
-                else:
-                    self.questions.put(message)
-        # Nobody waits for what this process computes, and one call of torch may take minutes.
-        os._exit(0)
 
 
 class Engine:
@@ -137,7 +100,7 @@ class Engine:
         path = public.save(target)
         sizes = [path.stat().st_size, path.with_suffix(".json").stat().st_size]
         if media.num_frames > 1:
-            sizes += _write_pictures(target, media)
+            sizes += write_pictures(target, media)
         num_frames, height, width = media.frames.shape[:3]
         self._channel.send(
             "finished",
@@ -174,41 +137,6 @@ class Engine:
                 self._channel.send("checked", id=question["id"], error=described(error))
 
 
-class Watch:
-    """Progress of one batch, as an on_progress: reported to the server, and ended for jobs that were cancelled.
-    wanted: indices of the works that nobody cancelled."""
-
-    def __init__(self, channel: Channel, works: Sequence[Mapping[str, Any]]) -> None:
-        self._channel = channel
-        self._works = works
-        self.wanted = list(range(len(works)))
-
-    def __call__(self, progress: Progress) -> None:
-        indices = self.wanted if progress.request_index is None else [progress.request_index]
-        jobs = list(dict.fromkeys(self._works[index]["job"] for index in indices))
-        values = {"stage": progress.stage, "step": progress.step, "num_steps": progress.num_steps}
-        self._channel.send("progress", jobs=jobs, **values)
-        left_out = self.leave_out_cancelled()
-        if left_out:
-            raise Cancelled(left_out)
-
-    def leave_out_cancelled(self) -> list[int]:
-        """Return the indices of works that were cancelled since the last call."""
-        gone = [index for index in self.wanted if self._works[index]["job"] in self._channel.cancelled]
-        self.wanted = [index for index in self.wanted if index not in gone]
-        for index in gone:
-            self._channel.send("cancelled", job=self._works[index]["job"])
-        return gone
-
-    def preview(self, step: int, num_steps: int, pictures: Sequence[Any]) -> None:
-        """Send a picture of each request's clean estimate, as ServedModel.generate hands it over."""
-        for index in self.wanted:
-            work = self._works[index]
-            png = base64.b64encode(_encoded(pictures[index], "PNG")).decode()
-            values = {"index": work["index"], "step": step, "num_steps": num_steps, "png": png}
-            self._channel.send("preview", job=work["job"], **values)
-
-
 def described(error: Exception) -> dict[str, Any]:
     """Return what a client is told of an error; `is_callers_fault` as of DiffusionRuntimeError."""
     failure = Failure.of(error)
@@ -217,7 +145,7 @@ def described(error: Exception) -> dict[str, Any]:
         "kind": failure.kind,
         # What is none of ours may quote anything.
         "message": failure.message if is_known or failure.exit_code == 4 else f"unexpected {failure.kind}",
-        "is_callers_fault": is_known and error.is_callers_fault,
+        "is_callers_fault": isinstance(error, DiffusionRuntimeError) and error.is_callers_fault,
         "reasons": [list(pair) for pair in error.reasons] if isinstance(error, BackendUnavailableError) else [],
     }
 
@@ -248,7 +176,7 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
     """Load the model and make batches until the server is gone, on every rank."""
     given = read_json_file(folder / CONFIG_FILE)
     config = RuntimeConfig.from_dict(given["config"])
-    channel = Channel(folder / SOCKET_FILE) if coordinator.is_first else None
+    channel = Channel(folder) if coordinator.is_first else None
     try:
         from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
         from diffusion_runtime.serving.served_model import ServedModel
@@ -312,45 +240,12 @@ def _follow(model: ServedModel, coordinator: Coordinator) -> None:
         world.agree(None)
 
 
-def _write_pictures(target: Path, media: GeneratedMedia) -> Iterator[int]:
-    """Write a thumbnail and a contact sheet of a video, and yield their sizes in bytes."""
-    from PIL import Image
-
-    from diffusion_runtime.media.publish import published
-
-    frames = [media.frames[round(at * (media.num_frames - 1) / (_SHEET**2 - 1))] for at in range(_SHEET**2)]
-    thumbnail = Image.fromarray(media.frames[media.num_frames // 2])
-    thumbnail.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
-    cells = [Image.fromarray(frame) for frame in frames]
-    for cell in cells:
-        cell.thumbnail((_SHEET_PIXELS, _SHEET_PIXELS))
-    width, height = cells[0].size
-    sheet = Image.new("RGB", (width * _SHEET, height * _SHEET))
-    for at, cell in enumerate(cells):
-        sheet.paste(cell, (at % _SHEET * width, at // _SHEET * height))
-    for name, picture in (("thumbnail", thumbnail), ("spritesheet", sheet)):
-        path = picture_path(target, name)
-        with published(path) as partial, partial.open("wb") as file:
-            picture.save(file, "WEBP")
-        yield path.stat().st_size
-
-
-def picture_path(target: Path, name: str) -> Path:
-    """Return the path of a picture beside a video."""
-    return target.with_name(f"{target.stem}-{name}.webp")
-
-
-def _encoded(pixels: Any, file_format: str) -> bytes:
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, file_format)
-    return content.getvalue()
-
-
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,9 +16,10 @@ from diffusion_runtime.serving.api_errors import ApiError, invalid, not_found
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.event_stream import DONE, event, with_pings
 from diffusion_runtime.serving.files import ID
-from diffusion_runtime.serving.job_objects import converted, image_bytes, image_text, images_object
+from diffusion_runtime.serving.job_objects import image_bytes, image_text, images_object
 from diffusion_runtime.serving.jobs import COMPLETED, IMAGE, Job
 from diffusion_runtime.serving.openapi import request_body
+from diffusion_runtime.serving.pictures import converted
 from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.waiting import job_error, until_over
 

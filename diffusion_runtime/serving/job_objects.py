@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.jobs import COMPLETED, IN_PROGRESS, QUEUED, Job
+from diffusion_runtime.serving.pictures import converted
 
 # Milliseconds that a client is told to wait before it asks again: at least, and at most.
 _POLL = (50, 5000)
@@ -109,20 +109,6 @@ def image_bytes(job: Job, dispatcher: Dispatcher, index: int) -> bytes | None:
 
 def image_text(job: Job, dispatcher: Dispatcher, index: int) -> str:
     return base64.b64encode(image_bytes(job, dispatcher, index) or b"").decode()
-
-
-def converted(png: bytes, file_format: str, quality: int) -> bytes:
-    """Return a PNG of ours in another format. quality: 0 to 100; WebP of 100 is without loss."""
-    if file_format == "png":
-        return png
-    from PIL import Image
-
-    content = io.BytesIO()
-    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-        is_lossless = file_format == "webp" and quality == 100
-        options: dict[str, Any] = {"lossless": True} if is_lossless else {"quality": quality}
-        image.convert("RGB").save(content, file_format.upper(), **options)
-    return content.getvalue()
 
 
 def inference_seconds(part: Mapping[str, Any] | None) -> float | None:

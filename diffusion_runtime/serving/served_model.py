@@ -242,7 +242,7 @@ class ServedModel:
                     estimate = latents - step.sigma * velocity.to(latents.dtype)
                     decoder = pipeline.decoder.for_request(requests[0])
                     pictures = []
-                    for sample in estimate.split(1):
+                    for sample in (estimate[at : at + 1] for at in range(len(estimate))):
                         stream = decoder.stream(geometry.parts(sample, settings.size).video)
                         stream = without_first(stream, geometry.num_frames_before)
                         pictures.append(decode_frames(stream, settings.size.fps, {})[0].numpy())

@@ -9,10 +9,11 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion_runtime.errors import shown
 from diffusion_runtime.serving.api_errors import ApiError
-from diffusion_runtime.serving.dispatcher import Dispatcher, Unavailable
+from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.jobs import VIDEO
 from diffusion_runtime.serving.openapi import request_body
 from diffusion_runtime.serving.submission import Submission
+from diffusion_runtime.serving.unavailable import Unavailable
 
 
 def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) -> APIRouter:

@@ -7,8 +7,9 @@ import asyncio
 from starlette.requests import Request
 
 from diffusion_runtime.serving.api_errors import SERVER, ApiError
-from diffusion_runtime.serving.dispatcher import Dispatcher, Unavailable
+from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.jobs import FAILED, Job
+from diffusion_runtime.serving.unavailable import Unavailable
 
 _STATUS = {"cancelled": 409, "timeout": 504, "engine_lost": 503}
 
