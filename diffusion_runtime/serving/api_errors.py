@@ -45,7 +45,8 @@ class ApiError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         reasons = {"reasons": self.reasons} if self.reasons else {}
-        return {"message": str(self), "type": self.kind, "param": self.param, "code": self.code, **reasons}
+        named = None if self.param is None else _encodable(self.param)
+        return {"message": _encodable(str(self)), "type": self.kind, "param": named, "code": self.code, **reasons}
 
     def response(self) -> JSONResponse:
         headers = {"x-should-retry": "true" if self.retries else "false"}
@@ -54,6 +55,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse({"error": self.to_dict()}, self.status, headers)
+
+
+def _encodable(text: str) -> str:
+    """Return a text that UTF-8 can encode: JSON can hold halves of characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

@@ -53,7 +53,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._step_began: tuple[int, float] = (0, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.watch("queue_length", "Jobs that wait.", lambda: float(len(self.jobs.in_status(QUEUED))))
+        metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
         metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
 
@@ -147,19 +147,18 @@ class Dispatcher:
     async def follow(self, job_id: str) -> AsyncIterator[Job]:
         """Yield a job now and after every change, until it is over, deleted, or this process ends."""
         while (job := self.jobs.get(job_id)) is not None:
-            live = self.live(job_id)
-            changed = live.changed
-            yield job
             if job.is_over:
+                yield job
                 return
+            changed = self.live(job_id).changed
+            yield job
             if self.is_draining and job_id not in self._running:
                 return
             await changed.wait()
 
     def position(self, job: Job) -> int | None:
         """Return the place of a job in the queue, from 1; None for one that does not wait."""
-        ids = [each.id for each in self.jobs.in_status(QUEUED)] if job.status == QUEUED else []
-        return ids.index(job.id) + 1 if job.id in ids else None
+        return self.jobs.num_queued(job.number) if job.status == QUEUED else None
 
     def _waiting(self) -> list[WaitingJob]:
         return [

@@ -126,6 +126,12 @@ class Jobs:
         marks = ", ".join("?" * len(statuses))
         return self._several(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", *statuses)
 
+    def num_queued(self, up_to: int | None = None) -> int:
+        """Return how many jobs wait; up_to: of those with this number or a lower one."""
+        query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND number <= ?"
+        most = 2**62 if up_to is None else up_to
+        return int(self._database.execute(query, (QUEUED, most)).fetchone()[0])
+
     def page(
         self, kind: str, *, limit: int, is_descending: bool, after: int | None, status: str | None
     ) -> tuple[list[Job], bool]:

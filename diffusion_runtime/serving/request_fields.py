@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diffusion_runtime.core.options import parse_scalar
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.serving.api_errors import ApiError, invalid
@@ -117,7 +118,8 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
             raise invalid("num_frames", "num_frames: an image has 1; videos are made by POST /v1/videos")
         request.pop("fps", None)
     draft.preset = reader.take("preset", reader.text)
-    draft.attention = reader.take("attention", _anything)
+    attention = reader.take("attention", _anything)
+    draft.attention = _scalars(attention) if body.is_form else attention
     draft.loras = _loras(reader.take("lora", _anything))
     if reader.take("generator_device", reader.text) not in (None, "cpu"):
         draft.warnings.append("generator_device: the noise is drawn on the CPU, so that every device begins alike")
@@ -277,6 +279,16 @@ def check_limits(request: Mapping[str, Any], limits: Limits) -> None:
         value = request.get(name)
         if value is not None and value > most:
             raise invalid(name, f"{name}: expected at most {most}, the server's limit, got {value}")
+
+
+def _scalars(value: Any, key: str = "backend") -> Any:
+    """Return nested values of a form with texts as the numbers they spell; names of backends stay."""
+    if isinstance(value, Mapping):
+        return {name: _scalars(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_scalars(inner, key) for inner in value]
+    is_number = isinstance(value, str) and key not in ("backend", "name", "steps", "layers", "chunks", "default")
+    return parse_scalar(value) if is_number else value
 
 
 def _anything(_name: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sqlite3
@@ -165,13 +166,13 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 def _public_names(settings: ServerSettings, config: Mapping[str, Any]) -> dict[str, str]:
     """Return a public name of every path of this machine that recipes and reports would hold."""
-    names = {lora.path: name for name, lora in settings.loras.items()}
+    given = [(lora.path, name) for name, lora in settings.loras.items()]
+    given += [(lora["path"], Path(lora["path"]).name) for lora in config.get("lora") or ()]
     for name, value in config.items():
-        if name.endswith("_path") and isinstance(value, str) and ("/" in value and Path(value).exists()):
-            names[value] = settings.name if name == "model_path" else Path(value).name
-    for lora in config.get("lora") or ():
-        names.setdefault(lora["path"], Path(lora["path"]).name)
-    return names
+        if name.endswith("_path") and isinstance(value, str):
+            given.append((value, settings.name if name == "model_path" else Path(value).name))
+    # Names of what is in the package or on the hub are public already.
+    return {path: name for path, name in reversed(given) if os.sep in path and Path(path).exists()}
 
 
 def settings_to_dict(settings: ServerSettings) -> dict[str, Any]:

@@ -106,6 +106,7 @@ BODIES: list[dict[str, Any]] = [
     {"json": {"prompt": "x", "attention": {"default": {"backend": "__import__('os')"}}}},
     {"json": {"prompt": "x", "output_path": "/tmp/out.mp4"}},
     {"json": {"prompt": "x\ud800"}},
+    {"json": {"prompt": "x", "x\ud800": 1}},
     {"json": {"prompt": "\x00"}},
     {"json": {"prompt": "x", "height": 10**30}},
     {"json": {"prompt": "x", "width": 1e400}},

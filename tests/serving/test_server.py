@@ -38,21 +38,29 @@ FLAGS = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inferenc
 
 
 @functools.cache
-def pipeline_of(attention: str | None = None) -> Any:
-    return load_pipeline(attention_override=None if attention is None else json.loads(attention))
+def pipeline_of(attention: str | None = None, lora: tuple[str, ...] = ()) -> Any:
+    return load_pipeline(attention_override=None if attention is None else json.loads(attention), lora=lora)
 
 
-def expected_sha256(folder: Path, prompt: str = PROMPT, attention: str | None = None, **fields: Any) -> str:
+def expected_sha256(
+    folder: Path,
+    prompt: str = PROMPT,
+    attention: str | None = None,
+    lora: tuple[str, ...] = (),
+    preset: str | None = None,
+    **fields: Any,
+) -> str:
     """The bytes of the file that a warm pipeline makes alone."""
+    pipeline = pipeline_of(attention, lora)
     values = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, **fields}
-    media = pipeline_of(attention)(GenerationRequest(prompt, **values))
+    media = pipeline(pipeline.resolve(GenerationRequest(prompt, **values), preset))
     path = folder / ("made.mp4" if media.num_frames > 1 else "made.png")
     return hashlib.sha256(media.save(path).read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("storage")) as server:
+    with running_server(tmp_path_factory.mktemp("storage"), "--named-lora", "quick=shapes-fast") as server:
         yield server
 
 
@@ -185,6 +193,26 @@ def test_requests_choose_attention_and_run_together_with_the_bytes_of_single_run
     assert 'diffusion_runtime_batch_size_bucket{le="2.0"}' in metrics
     assert "diffusion_runtime_attention_calls_total{" in metrics
     assert "moving" not in metrics
+
+
+def test_requests_choose_lora_files_by_name_and_presets_that_bring_one(http: httpx.Client, tmp_path: Path) -> None:
+    few = {"prompt": PROMPT, "seed": 1, "size": "64x64", "num_frames": 5}
+    bodies = [
+        {**few, "num_inference_steps": 2},
+        {**few, "num_inference_steps": 2, "lora": {"quick": 1.0}},
+        {**few, "preset": "fast"},
+        {**few, "num_inference_steps": 2, "lora": ["quick"]},
+        {**few, "num_inference_steps": 2, "seed": 2},
+    ]
+    ids = [http.post("/v1/videos", json=body).json()["id"] for body in bodies]
+    made = [finished(http, each)["sha256"] for each in ids]
+    of_file, fast = {"lora": ("shapes-fast",), "seed": 1}, {"num_inference_steps": None, "preset": "fast"}
+    assert made[0] == expected_sha256(tmp_path, seed=1)
+    assert made[1] == made[3] == expected_sha256(tmp_path, **of_file)
+    assert made[2] == expected_sha256(tmp_path, **of_file, **fast)
+    assert made[4] == expected_sha256(tmp_path, seed=2)
+    unknown = http.post("/v1/videos", json={**few, "lora": "slow"}).json()["error"]
+    assert (unknown["param"], "quick" in unknown["message"]) == ("lora", True)
 
 
 def test_an_idempotency_key_makes_one_job_of_two_requests(server: RunningServer, http: httpx.Client) -> None:
