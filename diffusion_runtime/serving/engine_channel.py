@@ -37,7 +37,7 @@ class Channel:
         self.cancelled: set[str] = set()
         threading.Thread(target=self._read, name="server connection", daemon=True).start()
 
-    def send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, /, **values: Any) -> None:
         line = json.dumps({"type": kind, **values}).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(line)

@@ -101,7 +101,7 @@ class EngineProcess:
         finally:
             self._questions.pop(number, None)
 
-    def send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, /, **values: Any) -> None:
         """Send one message. Raises EngineLost where nobody is there to read it."""
         if self._writer is None or self._writer.is_closing():
             raise EngineLost("the engine has ended")

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,12 +32,14 @@ from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling.instruments import attention_choices, wrapped_predictions
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 
 # Combinations of attention and LoRA files whose decisions are kept.
 _MAX_VARIANTS = 16
 # Options that name a file of this machine, in the configs of attention backends.
 _FILE_OPTIONS = ("file", "path")
+_FILE_ENDINGS = (".json", ".yaml", ".yml")
 # Part of the steps, from the first, whose estimates are mostly noise: no partial image is made of them.
 _NOISY_STEPS = 0.3
 
@@ -269,24 +272,27 @@ def parse_attention(value: Any) -> AttentionConfig:
 
     Raises RequestError for what would read a file of this machine, and ConfigError.
     """
-    if isinstance(value, str):
-        text = value.strip()
-        if not text.startswith("{") and (
-            "/" in text or "\\" in text or text.lower().endswith((".json", ".yaml", ".yml"))
-        ):
-            raise RequestError("attention: expected names or a mapping; a request names no file of the server")
-    parsed = AttentionConfig.parse(value)
-    if (name := next(_file_options(parsed.to_dict()), None)) is not None:
+    text = value.strip() if isinstance(value, str) else ""
+    if not text.startswith("{") and ("/" in text or "\\" in text or text.lower().endswith(_FILE_ENDINGS)):
+        raise RequestError("attention: expected names or a mapping; a request names no file of the server")
+    # Before it is parsed: options that name a file are checked by looking at it.
+    written = value
+    if text.startswith("{"):
+        with contextlib.suppress(DocumentError):
+            written = parse_json(text)
+    elif "=" in text:
+        written = dict.fromkeys(re.split(r"[=,]", text))
+    if (name := next(_file_options(written), None)) is not None:
         raise RequestError(f"attention: {name} names a file of the server, which a request cannot; leave it out")
-    return parsed
+    return AttentionConfig.parse(value)
 
 
 def _file_options(value: Any) -> Iterator[str]:
     """Yield the keys that name a file, at any depth."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if str(key).rpartition("_")[2] in _FILE_OPTIONS:
-                yield str(key)
+            if re.split(r"[._-]", str(key).strip())[-1].lower() in _FILE_OPTIONS:
+                yield shown(key)
             yield from _file_options(inner)
     elif isinstance(value, list | tuple):
         for inner in value:

@@ -25,7 +25,7 @@ class RecordedChannel:
         self.cancelled: set[str] = set()
         self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
 
-    def send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, /, **values: Any) -> None:
         self.sent.append({"type": kind, **values})
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -86,6 +86,8 @@ def test_previews_are_of_late_steps_and_none_is_the_last(steps: int, count: int)
         "a.yaml",
         "x/y.json",
         "mask_strategy_file_path=x",
+        "default.backend=sliding_tile_attn,default.extra.mask_strategy_file_path=x",
+        {"default.extra.mask-strategy-file-path ": "x"},
         '{"default": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": "x"}}}',
         {"per_role": {"self": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": "x"}}}},
     ],

@@ -33,11 +33,6 @@ ATTENTION = {"default": {"backend": "torch_sdpa"}, "schedule": [{"steps": "0-1",
 VALUES = {"prompt": "a ring", "num_inference_steps": 8, "seed": 3, "attention": ATTENTION, "lora": ["a", "b"]}
 
 
-def form(fields: dict[str, str | list[str]]) -> dict[str, Any]:
-    """As openai sends it: multipart without a file."""
-    return {"data": fields, "files": {"_": ("", b"")}}
-
-
 def multipart(fields: list[tuple[str, str]]) -> dict[str, Any]:
     boundary = "xyz"
     parts = [f'--{boundary}\r\ncontent-disposition: form-data; name="{n}"\r\n\r\n{v}\r\n' for n, v in fields]
@@ -54,7 +49,7 @@ ENCODINGS = {
             ("seed", "3"),
             ("attention_config[default][backend]", "torch_sdpa"),
             ("attention_config[schedule][0][steps]", "0-1"),
-            ("attention_config[schedule][0][backend]", "math"),
+            ("attention_config[schedule][0][backend]", "reference"),
             ("lora[]", "a"),
             ("lora[]", "b"),
         ]
