@@ -18,6 +18,7 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.errors import ConfigError, MissingPackageError
+from diffusion_runtime.untrusted.json_text import parse_json
 
 if TYPE_CHECKING:
     from diffusion_runtime.config import LoraConfig, RuntimeConfig
@@ -96,16 +97,18 @@ def _plain(runtime: RuntimeConfig) -> dict[str, Any]:
     levels = {name: getattr(runtime, name) for name in ("attention", "attention_override")}
     plain = dataclasses.asdict(dataclasses.replace(runtime, attention=None, attention_override=None))
     values = {name: level.to_dict() if hasattr(level, "to_dict") else level for name, level in levels.items()}
-    parsed: dict[str, Any] = json.loads(json.dumps({**plain, **values}))
+    parsed: dict[str, Any] = parse_json(json.dumps({**plain, **values}))
     return parsed
 
 
 def _become_server(given: dict[str, Any]) -> None:
     """Replace this process by one that has not imported torch, which attention flags are read with: 300 MB."""
-    descriptor, name = tempfile.mkstemp(prefix="diffusion-runtime-", suffix=".json")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(given, file)
-    os.execv(sys.executable, (sys.executable, "-m", "diffusion_runtime.serving.server", name))
+    from diffusion_runtime.media.publish import publish_text
+
+    # mkdtemp: nobody but this user may read the keys in it.
+    folder = Path(tempfile.mkdtemp(prefix="diffusion-runtime-"))
+    publish_text(folder / "settings.json", json.dumps(given))
+    os.execv(sys.executable, (sys.executable, "-m", "diffusion_runtime.serving.server", str(folder)))
 
 
 def _named_loras(texts: Sequence[str]) -> dict[str, LoraConfig]:

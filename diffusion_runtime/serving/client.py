@@ -96,10 +96,9 @@ class Client:
         """Return the content of a finished video, and write it to `path` where one is given."""
         content = self._send("GET", f"/v1/videos/{video_id}/content", params={"variant": variant}).content
         if path is not None:
-            from diffusion_runtime.media.publish import published
+            from diffusion_runtime.media.publish import publish_bytes
 
-            with published(Path(path)) as partial, partial.open("wb") as file:
-                file.write(content)
+            publish_bytes(Path(path), content)
         return content
 
     def cancel_video(self, video_id: str) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from diffusion_runtime.serving.engine_process import EngineLost, EngineProcess
+from diffusion_runtime.serving.engine_process import EngineLost
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
+from diffusion_runtime.serving.retention import Retention
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
 
@@ -25,7 +27,6 @@ _LOOK_SECONDS = 0.5
 _CLEAN_SECONDS = 30.0
 # An engine that does not stop at a step within so many seconds is ended.
 _STOP_SECONDS = 60.0
-_LONGEST_PAUSE = 30.0
 
 
 class Dispatcher:
@@ -38,14 +39,11 @@ class Dispatcher:
         self.jobs = jobs
         self.files = files
         self.metrics = metrics
-        self.card: Mapping[str, Any] | None = None
-        self.loading = "starting"
+        self.engine = KeptEngine(given, self._take, self._lose_batch, metrics)
         self.is_draining = False
-        self.failure: Mapping[str, Any] | None = None
         self.step_seconds = 1.0
         self.mean_seconds = 10.0
-        self._given = given
-        self._engine = EngineProcess(given, self._take)
+        self._retention = Retention(jobs, files, settings.limits)
         self._live: dict[str, Live] = {}
         self._overtaken: dict[str, int] = {}
         self._running: dict[str, float] = {}
@@ -57,16 +55,12 @@ class Dispatcher:
         metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
 
-    @property
-    def engine_pid(self) -> int | None:
-        return self._engine.pid
-
     async def start(self) -> None:
         """Queue again what an earlier process left, and start the engine."""
         for job in self.jobs.in_status(IN_PROGRESS):
             self.jobs.requeue(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
-        tasks = (self._keep_engine(), self._dispatch(), self._look_after())
+        tasks = (self.engine.run(), self._dispatch(), self._look_after())
         self._tasks = [asyncio.create_task(task) for task in tasks]
 
     async def drain(self) -> None:
@@ -89,22 +83,12 @@ class Dispatcher:
         """Raises Unavailable where no job of `owner` can be taken now."""
         if self.is_draining:
             raise Unavailable("draining", "the server is about to end; send it to another, or later")
-        if self.card is None:
-            raise Unavailable("loading", f"the model is not loaded yet: {self.loading}")
+        self.engine.check_ready()
         limits = self.settings.limits
         waiting = self._waiting()
         if (reason := refuse(waiting, owner, limits)) is not None:
             seconds = seconds_until_place(len(waiting), self.mean_seconds, limits.max_queue)
             raise Unavailable("queue_full", reason, seconds)
-
-    async def ask(self, kind: str, work: Mapping[str, Any]) -> Any:
-        """Return the engine's answer to `check` or `explain`. Raises Refused and Unavailable."""
-        if self.card is None:
-            raise Unavailable("loading", f"the model is not loaded yet: {self.loading}")
-        try:
-            return await self._engine.ask(kind, work)
-        except EngineLost as error:
-            raise Unavailable("engine_lost", "the engine ended, and is started again; try again") from error
 
     def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
         """Accept a job: from here on it is not lost."""
@@ -124,7 +108,7 @@ class Dispatcher:
         self.metrics.cancelled.labels(reason).inc()
         if job_id in self._running:
             with contextlib.suppress(EngineLost):
-                self._engine.send("cancel", job=job_id)
+                self.engine.send("cancel", job=job_id)
         return True
 
     async def delete(self, job_id: str) -> None:
@@ -136,13 +120,6 @@ class Dispatcher:
         self.jobs.delete(job_id)
         self.files.remove(job_id)
         self._live.pop(job_id, Live()).note()
-
-    async def wait(self, job_id: str) -> Job | None:
-        """Return a job once it is over; None for one that was deleted."""
-        async for job in self.follow(job_id):
-            if job.is_over:
-                return job
-        return None
 
     async def follow(self, job_id: str) -> AsyncIterator[Job]:
         """Yield a job now and after every change, until it is over, deleted, or this process ends."""
@@ -156,37 +133,17 @@ class Dispatcher:
                 return
             await changed.wait()
 
-    def position(self, job: Job) -> int | None:
-        """Return the place of a job in the queue, from 1; None for one that does not wait."""
-        return self.jobs.num_queued(job.number) if job.status == QUEUED else None
-
     def _waiting(self) -> list[WaitingJob]:
         return [
             WaitingJob(job.id, job.work["key"], job.owner, len(job.work["requests"]), self._overtaken.get(job.id, 0))
             for job in self.jobs.in_status(QUEUED)
         ]
 
-    async def _keep_engine(self) -> None:
-        """Run an engine, and another when it ends."""
-        pause = 1.0
-        while True:
-            began = time.monotonic()
-            code = await self._engine.run()
-            was_ready, self.card = self.card is not None, None
-            self.loading = f"the engine ended with code {code}, and is started again"
-            _logger.error("engine ended", extra={"exit_code": code})
-            self.metrics.restarts.inc()
-            if self._batch is not None and not self._batch.done():
-                self._batch.set_exception(EngineLost("the engine ended"))
-            pause = 0.0 if was_ready or time.monotonic() - began > 60 else min(_LONGEST_PAUSE, max(1.0, pause * 2))
-            await asyncio.sleep(pause)
-            self._engine = EngineProcess(self._given, self._take)
-
     async def _dispatch(self) -> None:
         while True:
             self._wake.clear()
             batch = next_batch(self._waiting(), self.settings.limits)
-            if not batch.ids or self.card is None or self.is_draining:
+            if not batch.ids or self.engine.card is None or self.is_draining:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
                 continue
@@ -216,7 +173,7 @@ class Dispatcher:
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         try:
-            self._engine.send("run", works=works, previews=previews, **shared)
+            self.engine.send("run", works=works, previews=previews, **shared)
             await self._batch
         except EngineLost:
             for job in jobs:
@@ -232,7 +189,13 @@ class Dispatcher:
             for job in jobs:
                 self.files.remove_inputs(job.id, is_over=(now := self.jobs.get(job.id)) is None or now.is_over)
                 if now is None or now.is_over:
-                    self._forget(job.id)
+                    # Those that follow it have the object.
+                    self._live.pop(job.id, Live()).note()
+
+    def _lose_batch(self) -> None:
+        """Note that the engine ended, and what it was making with it."""
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_exception(EngineLost("the engine ended"))
 
     def _note_loss(self, job_id: str) -> None:
         job = self.jobs.get(job_id)
@@ -244,21 +207,11 @@ class Dispatcher:
             self.jobs.requeue(job_id, is_loss=True)
             self.live(job_id).note()
 
-    def _forget(self, job_id: str) -> None:
-        """Drop what is kept in memory of a job that is over; those that follow it have the object."""
-        self._live.pop(job_id, Live()).note()
-
     def _take(self, message: dict[str, Any]) -> None:
         """Act on one message of the engine."""
         kind = message["type"]
         if kind == "ready":
-            self.card = message["card"]
             self._wake.set()
-        elif kind == "loading":
-            self.loading = message["stage"]
-        elif kind == "load_failed":
-            self.failure = message
-            self.loading = message["message"]
         elif kind == "done":
             if self._batch is not None and not self._batch.done():
                 self._batch.set_result(None)
@@ -302,14 +255,14 @@ class Dispatcher:
         self.metrics.request_seconds.labels(job.kind).observe(max(0.0, time.time() - job.created))
         self.live(job.id).progress = 100
         self.live(job.id).note()
-        self._make_room()
+        self._retention.make_room()
 
     def _fail(self, job_id: str, code: str, message: str, kind: str = "invalid_request_error") -> None:
         if self.jobs.fail(job_id, {"code": code, "message": message, "param": None, "type": kind}):
             self.files.remove(job_id, keeps_inputs=job_id in self._running)
             self.live(job_id).note()
             if job_id not in self._running:
-                self._forget(job_id)
+                self._live.pop(job_id, Live()).note()
 
     async def _look_after(self) -> None:
         """End jobs that waited or ran too long, and remove what has expired."""
@@ -325,22 +278,8 @@ class Dispatcher:
                 if seconds > limits.request_timeout:
                     self.cancel(job_id, "timeout", "the job ran longer than --request-timeout", "timeout")
                 if seconds > limits.request_timeout + _STOP_SECONDS:
-                    self._engine.kill()
+                    self.engine.kill()
             if now - cleaned > _CLEAN_SECONDS:
                 cleaned = now
-                for job in self.jobs.expired(now - limits.keep):
-                    self._remove_expired(job)
+                self._retention.remove_expired(now)
             await asyncio.sleep(_LOOK_SECONDS)
-
-    def _make_room(self) -> None:
-        """Remove the oldest results until the storage is within its limit."""
-        while self.jobs.num_bytes() > self.settings.limits.max_storage:
-            job = self.jobs.oldest_ended()
-            if job is None:
-                return
-            self._remove_expired(job)
-
-    def _remove_expired(self, job: Job) -> None:
-        self.jobs.delete(job.id)
-        self.files.remove(job.id)
-        self._forget(job.id)

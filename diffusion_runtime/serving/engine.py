@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError
 from diffusion_runtime.parallel.process_info import read_process_info
-from diffusion_runtime.serving.engine_channel import Channel, Watch
+from diffusion_runtime.serving.engine_channel import BatchProgress, Channel
 from diffusion_runtime.serving.pictures import write_pictures
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.untrusted.files import open_file
@@ -53,7 +53,9 @@ class Engine:
         threading.Thread(target=self._answer, name="questions", daemon=True).start()
         self._channel.send("ready", card=self._model.card())
 
-    def run(self, message: Mapping[str, Any], make: Callable[[Mapping[str, Any], Watch], list[GeneratedMedia]]) -> None:
+    def run(
+        self, message: Mapping[str, Any], make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]
+    ) -> None:
         """Make the works of one message. A batch that fails is made again one by one, so that each fails alone."""
         works = message["works"]
         try:
@@ -74,14 +76,14 @@ class Engine:
         self,
         message: Mapping[str, Any],
         works: Sequence[Mapping[str, Any]],
-        make: Callable[[Mapping[str, Any], Watch], list[GeneratedMedia]],
+        make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]],
     ) -> None:
-        watch = Watch(self._channel, works)
+        watch = BatchProgress(self._channel, works)
         watch.leave_out_cancelled()
         if not watch.wanted:
             return
         works = [works[index] for index in watch.wanted]
-        watch = Watch(self._channel, works)
+        watch = BatchProgress(self._channel, works)
         try:
             media = make({**message, "works": works}, watch)
         except Cancelled:
@@ -203,14 +205,14 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
 
 def _sharing(
     model: ServedModel, coordinator: Coordinator
-) -> Callable[[Mapping[str, Any], Watch], list[GeneratedMedia]]:
+) -> Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]:
     """Return the function with which rank 0 makes a batch together with the other ranks."""
     from diffusion_runtime.session.following import agreed_progress
 
     world = coordinator.world
     assert world is not None
 
-    def make(message: Mapping[str, Any], watch: Watch) -> list[GeneratedMedia]:
+    def make(message: Mapping[str, Any], watch: BatchProgress) -> list[GeneratedMedia]:
         world.from_first(lambda: json.dumps(message))
         try:
             media = _make_batch(model, message, agreed_progress(world, watch), None)

@@ -58,7 +58,7 @@ class Channel:
         os._exit(0)
 
 
-class Watch:
+class BatchProgress:
     """Progress of one batch, as an on_progress: reported to the server, and ended for jobs that were cancelled.
     wanted: indices of the works that nobody cancelled."""
 

@@ -8,7 +8,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.media.publish import published, remove_abandoned_files
+from diffusion_runtime.media.publish import publish_bytes, remove_abandoned_files
 from diffusion_runtime.untrusted.files import read_file
 
 ID = re.compile(r"(video|img)_[0-9a-f]{32}")
@@ -58,8 +58,7 @@ class ResultFiles:
 
     def write_input(self, job_id: str, name: str, content: bytes) -> Path:
         path = self.input(job_id, name)
-        with published(path) as partial, partial.open("wb") as file:
-            file.write(content)
+        publish_bytes(path, content)
         return path
 
     def remove(self, job_id: str, *, keeps_inputs: bool = False) -> None:

@@ -42,7 +42,7 @@ def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "fps": fps,
         "num_frames": num_frames,
         "duration_s": seconds,
-        "queue_position": dispatcher.position(job),
+        "queue_position": _position(job, dispatcher),
         "eta_s": _seconds_left(job, dispatcher),
         "stage": None if live is None else live.stage,
         "step": None if live is None else live.step,
@@ -131,10 +131,15 @@ def poll_milliseconds(dispatcher: Dispatcher) -> int:
     return int(min(_POLL[1], max(_POLL[0], dispatcher.step_seconds * 1000)))
 
 
+def _position(job: Job, dispatcher: Dispatcher) -> int | None:
+    """Return the place of a job in the queue, from 1; None for one that does not wait."""
+    return dispatcher.jobs.num_queued(job.number) if job.status == QUEUED else None
+
+
 def _seconds_left(job: Job, dispatcher: Dispatcher) -> float | None:
     """Estimate by the mean of what ran before; None for a job that is over."""
     if job.is_over:
         return None
     if job.status == IN_PROGRESS and job.started is not None:
         return round(max(0.0, dispatcher.mean_seconds - (time.time() - job.started)), 1)
-    return round((dispatcher.position(job) or 1) * dispatcher.mean_seconds, 1)
+    return round((_position(job, dispatcher) or 1) * dispatcher.mean_seconds, 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.media.publish import published
+from diffusion_runtime.media.publish import publish_bytes
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
@@ -33,8 +33,9 @@ def write_pictures(target: Path, media: GeneratedMedia) -> Iterator[int]:
         sheet.paste(cell, (at % _SHEET * width, at // _SHEET * height))
     for name, picture in (("thumbnail", thumbnail), ("spritesheet", sheet)):
         path = picture_path(target, name)
-        with published(path) as partial, partial.open("wb") as file:
-            picture.save(file, "WEBP")
+        content = io.BytesIO()
+        picture.save(content, "WEBP")
+        publish_bytes(path, content.getvalue())
         yield path.stat().st_size
 
 
@@ -46,8 +47,8 @@ def picture_path(target: Path, name: str) -> Path:
 def encoded(pixels: Any, file_format: str) -> bytes:
     from PIL import Image
 
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, file_format)
+    content, picture = io.BytesIO(), Image.fromarray(pixels)
+    picture.save(content, file_format)
     return content.getvalue()
 
 

@@ -1,6 +1,6 @@
 """Server process: the application under uvicorn, with logs, draining on SIGTERM, and a time limit for headers.
 
-`python -m diffusion_runtime.serving.server FILE` serves what a file of settings says, which `serve` writes where its
+`python -m diffusion_runtime.serving.server FOLDER` serves what the settings in it say, which `serve` writes where its
 own process has imported torch to read its flags.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -82,7 +83,7 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
         asyncio.run(server.run_until_over(listener))
     finally:
         jobs.close()
-    return 0 if dispatcher.failure is None else int(dispatcher.failure["exit_code"])
+    return 0 if dispatcher.engine.failure is None else int(dispatcher.engine.failure["exit_code"])
 
 
 class _Server(uvicorn.Server):
@@ -113,9 +114,9 @@ class _Server(uvicorn.Server):
 
     async def _end_without_model(self) -> None:
         """End the server when its model cannot be loaded, with the reason."""
-        while self._dispatcher.failure is None:
+        while self._dispatcher.engine.failure is None:
             await asyncio.sleep(_LOOK_SECONDS)
-        _logger.error("the model cannot be loaded: %s", self._dispatcher.failure["message"])
+        _logger.error("the model cannot be loaded: %s", self._dispatcher.engine.failure["message"])
         self.should_exit = True
 
 
@@ -195,8 +196,9 @@ def settings_from_dict(values: Mapping[str, Any]) -> ServerSettings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = read_json_file(arguments[0])
-    Path(arguments[0]).unlink()
+    folder = Path(arguments[0])
+    given = read_json_file(folder / "settings.json")
+    shutil.rmtree(folder)
     try:
         return serve(settings_from_dict(given["settings"]), given["config"], given["log_format"])
     except DiffusionRuntimeError as error:

@@ -23,7 +23,7 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
     def card() -> dict[str, Any]:
         known = {"id": settings.name, "object": "model", "created": created, "owned_by": "diffusion-runtime"}
         limits = {"max_pixels": settings.limits.max_pixels, "max_frames": settings.limits.max_frames}
-        return {**known, "root": settings.name, **limits, **(dispatcher.card or {})}
+        return {**known, "root": settings.name, **limits, **(dispatcher.engine.card or {})}
 
     @router.get("/v1/models")
     async def list_models() -> Response:
@@ -62,8 +62,7 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
         """Answer 200 once jobs can be made, 503 with the reason before."""
         if dispatcher.is_draining:
             raise Unavailable("draining", "the server is about to end")
-        if dispatcher.card is None:
-            raise Unavailable("loading", f"the model is not loaded yet: {dispatcher.loading}")
+        dispatcher.engine.check_ready()
         return JSONResponse({"status": "ready"})
 
     if settings.has_metrics:

@@ -78,7 +78,7 @@ class Submission:
         draft = read_draft("video", Body(values, {}, body.is_form), settings.name, settings.limits)
         if draft.images or body.files:
             raise invalid("input_reference", "input_reference: an explanation is of requests without images")
-        return await self._dispatcher.ask("explain", draft.work())
+        return await self._dispatcher.engine.ask("explain", draft.work())
 
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
@@ -94,7 +94,7 @@ class Submission:
                 paths.setdefault(field, []).append(str(path))
         inputs = {field: each[0] if len(each) == 1 else each for field, each in paths.items()}
         draft.requests = [{**request, **inputs} for request in draft.requests]
-        checked = await dispatcher.ask("check", draft.work())
+        checked = await dispatcher.engine.ask("check", draft.work())
         for resolved in checked["requests"]:
             check_limits(resolved, settings.limits)
         remarks = [dispatcher.files.scrub(remark) for remark in checked["remarks"]]

@@ -17,7 +17,7 @@ _STATUS = {"cancelled": 409, "timeout": 504, "engine_lost": 503}
 async def until_over(request: Request, dispatcher: Dispatcher, job: Job) -> Job:
     """Return a job once it is completed. Raises ApiError for one that failed, and Unavailable where the server ends
     first."""
-    done = asyncio.ensure_future(dispatcher.wait(job.id))
+    done = asyncio.ensure_future(_over(dispatcher, job.id))
     gone = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -44,6 +44,14 @@ def job_error(job: Job) -> ApiError:
     error = job.error or {}
     code = str(error.get("code"))
     return ApiError(_STATUS.get(code, 500), code, str(error.get("message")), kind=str(error.get("type", SERVER)))
+
+
+async def _over(dispatcher: Dispatcher, job_id: str) -> Job | None:
+    """Return a job once it is over; None for one that was deleted, or that the next process makes."""
+    async for job in dispatcher.follow(job_id):
+        if job.is_over:
+            return job
+    return None
 
 
 async def _left(request: Request) -> None:

@@ -13,7 +13,7 @@ from tables import table
 
 from diffusion_runtime.errors import DeviceMemoryError, RequestError
 from diffusion_runtime.serving.engine import Engine, public_values
-from diffusion_runtime.serving.engine_channel import Watch
+from diffusion_runtime.serving.engine_channel import BatchProgress
 from diffusion_runtime.serving.served_model import parse_attention, preview_steps
 
 
@@ -41,7 +41,7 @@ def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_pat
     engine = Engine(channel, None, {})  # type: ignore[arg-type]
     sizes = []
 
-    def make(message: Mapping[str, Any], _: Watch) -> list[Any]:
+    def make(message: Mapping[str, Any], _: BatchProgress) -> list[Any]:
         sizes.append(len(message["works"]))
         if any(work["job"] == "large" for work in message["works"]):
             raise DeviceMemoryError("out of memory: try a smaller size")
