@@ -12,7 +12,7 @@ _SPANS = {"text": (0, 2), "denoise": (2, 90), "decode": (90, 98), "write": (99, 
 
 @dataclass
 class Live:
-    """What is known of a job beside its row while this process runs. version: rises with every change."""
+    """State of a job beside its row, while this process runs. version: rises with every change."""
 
     version: int = 0
     stage: str | None = None
