@@ -32,6 +32,8 @@ async def until_over(request: Request, dispatcher: Dispatcher, job: Job) -> Job:
         done.cancel()
         gone.cancel()
         await asyncio.gather(done, gone, return_exceptions=True)
+    if found is None and not dispatcher.is_draining:
+        raise ApiError(409, "cancelled", "the job was deleted while it was being made")
     if found is None:
         raise Unavailable("draining", "the server ends; the job is made when it is started again")
     if found.status == FAILED:
