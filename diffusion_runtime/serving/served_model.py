@@ -74,10 +74,12 @@ class ServedModel:
         self._prepared = functools.lru_cache(maxsize=_MAX_VARIANTS)(self._prepare)
         self._pipeline: GenerationPipeline | None = None
         self._merged = config.lora
+        self._recipe: Mapping[str, Any] = {}
 
     def load(self, on_stage: OnStage | None = None) -> None:
         """Read the weights. Raises what `load_pipeline` raises."""
         self._pipeline = prepare(self._config, self._world).load(on_stage)
+        self._recipe = self._pipeline.recipe
 
     @property
     def pipeline(self) -> GenerationPipeline:
@@ -212,18 +214,21 @@ class ServedModel:
         if config.lora != self._merged:
             self.pipeline.set_loras(config.lora)
             self._merged = config.lora
-        if choice.attention is None:
+        if decided.attention is None:
+            self.pipeline.recipe = self._recipe_of(decided)
             yield
             return
         assert isinstance(self._pipeline, Pipeline)
-        pipeline, before = self._pipeline, self._pipeline.recipe
-        override = AttentionConfig.parse(config.attention_override)
-        with attention_choices(pipeline, override, AttentionConfig.parse(config.attention)):
-            pipeline.recipe = {**before, **self._prepared(decided).description.to_dict()}
-            try:
-                yield
-            finally:
-                pipeline.recipe = before
+        override, below = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
+        with attention_choices(self._pipeline, override, below):
+            self._pipeline.recipe = self._recipe_of(decided)
+            yield
+
+    def _recipe_of(self, decided: Choice) -> Mapping[str, Any]:
+        """Return the recipe of a pipeline that is loaded with a choice: the bytes of a file are those of `generate`, to
+        the order of the keys."""
+        is_own = decided == Choice()
+        return self._recipe if is_own else self._prepared(decided).description.to_dict()
 
     @contextlib.contextmanager
     def _previewing(

@@ -107,7 +107,7 @@ BODIES: list[dict[str, Any]] = [
     {"json": {"prompt": "x", "output_path": "/tmp/out.mp4"}},
     {"content": b'{"prompt": "x\\ud800"}', "headers": {"content-type": "application/json"}},
     {"content": b'{"prompt": "x", "x\\ud800": 1}', "headers": {"content-type": "application/json"}},
-    {"json": {"prompt": "\x00"}},
+    {"json": {"prompt": "\x00", "size": "\x00"}},
     {"json": {"prompt": "x", "height": 10**30}},
     {"content": b'{"prompt": "x", "width": 1e400}', "headers": {"content-type": "application/json"}},
     {"json": {"prompt": "x", "seconds": 1e18}},
