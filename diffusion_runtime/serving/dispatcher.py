@@ -150,7 +150,13 @@ class Dispatcher:
             for job_id in batch.overtaken:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
             found = [self.jobs.get(job_id) for job_id in batch.ids]
-            await self._run([job for job in found if job is not None])
+            try:
+                await self._run([job for job in found if job is not None])
+            except Exception:
+                # A fault of ours with these jobs must not keep the others waiting for ever.
+                _logger.exception("a batch could not be run")
+                for job_id in batch.ids:
+                    self._fail(job_id, "internal_error", "the server failed; its log says how", kind="server_error")
 
     async def _run(self, jobs: list[Job]) -> None:
         self.jobs.begin([job.id for job in jobs])
