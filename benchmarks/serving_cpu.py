@@ -126,14 +126,14 @@ class Expected:
     """Digests of the files that a pipeline makes alone."""
 
     def __init__(self) -> None:
-        self._pipeline: Any = load_pipeline()
+        self.pipeline: Any = load_pipeline()
         self._known: dict[tuple[int, int], str] = {}
 
     def __call__(self, seed: int, steps: int = 2) -> str:
         if (seed, steps) not in self._known:
             request = GenerationRequest(PROMPT, height=64, width=64, num_frames=5, num_inference_steps=steps, seed=seed)
             with tempfile.TemporaryDirectory() as folder:
-                content = self._pipeline(request).save(Path(folder) / "clip.mp4").read_bytes()
+                content = self.pipeline(request).save(Path(folder) / "clip.mp4").read_bytes()
             self._known[seed, steps] = hashlib.sha256(content).hexdigest()
         return self._known[seed, steps]
 
@@ -235,6 +235,39 @@ def batch(expected: Expected, count: int = 8, rounds: int = 3) -> dict[str, Any]
     }
 
 
+def overhead(expected: Expected, rounds: int = 4) -> dict[str, Any]:
+    """CPU seconds of a request with the `draft` preset: of the engine, and of a warm pipeline that writes its file."""
+
+    def alone(seed: int) -> str:
+        pipeline = expected.pipeline
+        request = pipeline.resolve(GenerationRequest(PROMPT, seed=seed), "draft")
+        with tempfile.TemporaryDirectory() as folder:
+            return hashlib.sha256(pipeline(request).save(Path(folder) / "clip.mp4").read_bytes()).hexdigest()
+
+    def used() -> float:
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
+
+    found: dict[str, list[float]] = {"engine": [], "pipeline": []}
+    with serving() as server:
+        for seed in range(rounds + 1):
+            began = cpu_seconds(server.engine)
+            answer = server.http.post("/v1/videos", json={"prompt": PROMPT, "preset": "draft", "seed": seed})
+            video = server.finished(answer.json()["id"])
+            found["engine"].append(cpu_seconds(server.engine) - began)
+            began = used()
+            digest = alone(seed)
+            found["pipeline"].append(used() - began)
+            assert video["sha256"] == digest, seed
+    # The first of each is for what is made once.
+    engine, pipeline = (statistics.median(each[1:]) for each in found.values())
+    return {
+        "engine_cpu_seconds": round(engine, 3),
+        "warm_pipeline_cpu_seconds": round(pipeline, 3),
+        "ratio": round(engine / pipeline, 3),
+    }
+
+
 def kills(expected: Expected, count: int = 20) -> dict[str, Any]:
     """SIGKILL of the engine and of the server at random moments of a job."""
     draw, ends = random.Random(0), {"engine": 0, "server": 0}
@@ -273,6 +306,7 @@ PARTS: dict[str, Callable[[Expected], dict[str, Any]]] = {
     "start": start,
     "crowd": crowd,
     "batch": batch,
+    "overhead": overhead,
     "kills": kills,
     "memory": memory,
 }
@@ -284,14 +318,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     expected = Expected()
-    results: dict[str, Any] = {"schema": "diffusion_runtime.serving_cpu/1", "date": datetime.now(UTC).isoformat()}
-    results["machine"] = describe_machine("cpu")
-    results["load_average"] = os.getloadavg()
+    results: dict[str, Any] = {"schema": "diffusion_runtime.serving_cpu/1", "machine": describe_machine("cpu")}
+    if arguments.output is not None and arguments.output.exists():
+        # Parts take minutes each, and are run one by one.
+        results |= json.loads(arguments.output.read_text())
     for name in arguments.parts.split(","):
-        results[name] = PARTS[name](expected)
+        when = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": round(os.getloadavg()[0], 1)}
+        results[name] = {**PARTS[name](expected), **when}
         print(name, json.dumps(results[name]), flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
