@@ -16,8 +16,8 @@ from diffusion_runtime.memory.offloaded_part import into_arena
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.weight_unit import WeightHome, num_bytes_of
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.quantized_text_encoders import quantized_text, read_dequantized
 from diffusion_runtime.models.text_encoder_files import TextChanges
-from diffusion_runtime.models.text_encoder_scales import apply_scales
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.text_encoders.ahead import EncodingAhead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
@@ -96,11 +96,18 @@ class TextEncoderLoader:
         return reloaded
 
     def _read(self, device: torch.device) -> TextEncoder:
-        encoder = self.model.load_text_encoder(device, self.dtype)
+        quantized = quantized_text(self.model.folder)
+        is_read = device.type != "meta"
+        # transformers would read quantised numbers without what belongs to them.
+        built_on = torch.device("meta") if quantized else device
+        encoder = self.model.load_text_encoder(built_on, self.dtype)
         if self.attention is not None:
             encoder = use_attention(encoder, self.attention)
-        apply_scales(encoder, self.model.folder)
-        if device.type != "meta":
+        if quantized:
+            encoder.implementation = ", ".join([encoder.implementation, *quantized.values()])
+            if is_read:
+                read_dequantized(encoder, self.model.folder, self.model.text_parts, device, self.dtype)
+        if is_read:
             self.changes.apply(encoder)
         return encoder
 

@@ -26,8 +26,8 @@ from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
 from diffusion_runtime.weights.weight_files import (
     DAMAGED,
     find_weight_files,
-    refuse_other_than_fp8,
     refuse_quantised,
+    refuse_unmarked,
 )
 
 
@@ -268,7 +268,7 @@ class Checkpoint:
         file = SafetensorsFile(path, prefix)
         self._stack.callback(file.close)
         kinds = {name: head.kind for name, head in file.heads.items()}
-        (refuse_other_than_fp8 if reads_fp8 else refuse_quantised)(path, kinds)
+        (refuse_unmarked if reads_fp8 else refuse_quantised)(path, kinds)
         return file
 
 

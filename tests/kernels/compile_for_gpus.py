@@ -35,7 +35,7 @@ KERNELS = "diffusion_runtime.kernels"
 # Half a second and more each.
 MOST_VARIANTS = 3
 # Those of transformers, whose calls are of many kinds.
-WITH_EVERY_VARIANT = ("modulated_norm.", "qk_norm_rope.", "fp8_rows.")
+WITH_EVERY_VARIANT = ("modulated_norm.", "qk_norm_rope.", "fp8_rows.", "int8_rows.")
 CASES = ("gathered_cases", "chunk_selection_cases")
 
 
@@ -120,6 +120,9 @@ def call_everything() -> None:
         {"first": y, "features": z},
     ):
         rows.quantize_rows(x, **keywords)
+        integers = importlib.import_module("diffusion_runtime.kernels.int8_rows.triton")
+        for group_size in (0, 16, 64, 256):
+            integers.quantize_rows(x, group_size, **keywords)
     for call in (*(importlib.import_module(name).main for name in CASES), *further_calls()):
         # Of numbers that nobody computed.
         with contextlib.suppress(AssertionError, IndexError, RuntimeError, ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from original_names import flux1_as_authors, original_tensors
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -27,7 +28,6 @@ from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.autoencoder_names import _causal_names, _latent_diffusion_names
 from diffusion_runtime.weights.level_list_names import level_list_names
