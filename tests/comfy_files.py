@@ -26,10 +26,11 @@ class Stored:
 
 def hadamard(size: int) -> Numbers:
     of_four = numpy.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=numpy.float64)
-    matrix = numpy.ones((1, 1))
+    matrix: Numbers = numpy.ones((1, 1))
     while len(matrix) < size:
         matrix = numpy.kron(matrix, of_four)
-    return matrix / numpy.sqrt(size)
+    normalised: Numbers = matrix / numpy.sqrt(size)
+    return normalised
 
 
 def rotated(numbers: Numbers, group: int) -> Numbers:

@@ -65,8 +65,8 @@ class EightBits:
 
     def replace(self, root: nn.Module, name: str, counter: ProductCounter, storage_only: str | None = None) -> None:
         """Put an 8-bit layer of the same size in the place of a Linear, without values. name: of it within root."""
-        options = {"counter": counter, "storage_only": storage_only, "group_size": self.group_size}
-        replace_layer(root, name, functools.partial(self.layer, **options))
+        make = functools.partial(self.layer, counter=counter, storage_only=storage_only, group_size=self.group_size)
+        replace_layer(root, name, make)
 
 
 class EightBitLinear(Linear):

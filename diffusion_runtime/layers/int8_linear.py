@@ -1,5 +1,5 @@
 """Linear layers with weights in 8-bit integers, rotated in groups (int8 ConvRot, kernels/int8_rows): products in 8 bits
-from Ampere on."""
+on NVIDIA's GPUs from Ampere on, and on CPUs with VNNI."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Int8Linear(EightBitLinear):
         return multiply_rows(rows, QuantizedRows(self.weight, self.weight_scale), self.bias, dtype)
 
     def product_dequantized(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate the input, which has fewer rows than the weight where this is used: on a CPU."""
+        """Rotate the input in place of the weight, which has as many rows or more where this is used."""
         weight = (self.weight.float() * self.weight_scale).to(x.dtype)
         return F.linear(rotate(x.float(), self.group_size).to(x.dtype), weight, self.bias)
 

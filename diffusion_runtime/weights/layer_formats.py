@@ -160,9 +160,9 @@ class _Search:
         places = {}
         for each in companions:
             if each.suffix in beside:
-                place = Place(*beside[each.suffix], each)
-                _check(place, place.file.heads[place.name], name)
-                places[each.suffix] = place
+                found = Place(*beside[each.suffix], each)
+                _check(found, name)
+                places[each.suffix] = found
             elif each.is_required or self._needs_scale(name, head):
                 raise ModelLoadError(
                     f"{file.path}: {shown_name(name)} is stored as {head.kind} in a file with scales, and its own is "
@@ -251,7 +251,8 @@ class _Search:
         self.marks[_layer_of(layer)] = _Mark(values, where)
 
 
-def _check(place: Place, head: TensorHead, weight: str) -> None:
+def _check(place: Place, weight: str) -> None:
+    head = place.file.heads[place.name]
     refusal = place.companion.refusal(head.kind, head.shape)
     if refusal is not None:
         raise ModelLoadError(f"{place.file.path}: {shown_name(place.name)} {refusal} beside {shown_name(weight)}")

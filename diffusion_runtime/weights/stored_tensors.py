@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, shown_name
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS
 from diffusion_runtime.layers.stored_linear import PackedRows, StoredPart
 from diffusion_runtime.layers.weight_range import unusable_numbers
@@ -120,6 +121,11 @@ class StoredRows:
             raise self.error(f"tensor {self.name} {error}. {DAMAGED}") from error
         num_by_row = sum(each.by_row for each in self.packed_part.tensors)
         return PackedRows(stored, tensors, num_by_row)
+
+    def quantized_rows(self) -> QuantizedRows:
+        """What an 8-bit layer holds of rows in a format that has one. Raises what `packed` raises."""
+        assert self.layer is not None
+        return self.layer.format.quantized_rows(self.packed().tensors)
 
     def error(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.file.path}: {what}")

@@ -183,17 +183,16 @@ def _quantized_rows(
     order: of the rows, None as they come."""
     stored = [() if checkpoint.is_changed(piece.name) else checkpoint.quantized(piece.name) for piece in pieces]
     read = [
-        [each.packed() for each in some_rows(rows, piece.part)] if _fit(rows, layer) else []
+        [each.quantized_rows() for each in some_rows(rows, piece.part)] if _fit(rows, layer) else []
         for piece, rows in zip(pieces, stored, strict=True)
     ]
     # One dtype for a whole layer: the file's where all rows have it, else the one that rows are quantised to.
-    dtypes = {packed.tensors[0].dtype for several in read for packed in several} if all(read) else set()
+    dtypes = {rows.values.dtype for several in read for rows in several} if all(read) else set()
     wanted = dtypes.pop() if len(dtypes) == 1 else layer.weight_dtype
     parts = []
     for piece, several in zip(pieces, read, strict=True):
-        if several and all(packed.tensors[0].dtype == wanted for packed in several):
-            rows_of = [packed.format.quantized_rows(packed.tensors) for packed in several]
-            parts += [QuantizedRows(*(each.to(device) for each in rows)) for rows in rows_of]
+        if several and all(rows.values.dtype == wanted for rows in several):
+            parts += [QuantizedRows(*(each.to(device) for each in rows)) for rows in several]
             continue
         # From float32, so that a checkpoint with a LoRA is rounded once. Rows are quantised whole, so that a process
         # that keeps some of their columns has the numbers, and the scales, that one process alone has.

@@ -10,7 +10,8 @@ from triton_interpreter import interpret
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations.api import silu_mul
-from diffusion_runtime.kernels.int8_rows import reference
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.int8_rows import api, reference
 from diffusion_runtime.kernels.int8_rows.api import multiply_rows, product_refusal, quantize_rows
 
 
@@ -49,8 +50,7 @@ def test_one_large_channel_costs_less_when_rows_are_rotated() -> None:
     exact = x.double() @ weight.double().T
     errors = {}
     for group_size in (0, 256):
-        rows = [quantize_rows(each, group_size) for each in (x, weight)]
-        found = multiply_rows(*rows, None, torch.float32)
+        found = multiply_rows(quantize_rows(x, group_size), quantize_rows(weight, group_size), None, torch.float32)
         errors[group_size] = float((found.double() - exact).norm() / exact.norm())
     assert errors[256] < 0.02
     assert errors[256] < errors[0] / 3
@@ -84,8 +84,15 @@ def test_shapes_that_do_not_fit_are_refused(given: dict[str, object], said: str)
         quantize_rows(torch.ones(2, 48), **given)  # type: ignore[arg-type]
 
 
-def test_a_cpu_says_why_it_has_no_products() -> None:
-    assert "cpu has no quicker" in str(product_refusal(torch.device("cpu"), torch.bfloat16, 16))
+def test_a_cpu_without_the_instructions_says_so_and_one_with_them_sums_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = (
+        QuantizedRows(torch.full((size, 15360), 127, dtype=torch.int8), torch.ones(size, 1)) for size in (3, 5)
+    )
+    found = multiply_rows(x, weight, torch.full((5,), 0.25), torch.float32)
+    assert torch.equal(found, reference.multiply_rows(x, weight, torch.full((5,), 0.25), torch.float32))
+    monkeypatch.setattr(api, "_has_vnni", lambda: False)
+    assert "this CPU has no products" in str(product_refusal(torch.device("cpu"), torch.bfloat16, 16))
+    assert torch.equal(found, multiply_rows(x, weight, torch.full((5,), 0.25), torch.float32))
 
 
 INTERPRETED = """

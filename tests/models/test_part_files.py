@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from original_names import flux1_as_authors, original_tensors
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -23,6 +22,7 @@ from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading.text_encoders import TextEncoderLoader
 from diffusion_runtime.memory.offloaded_part import OffloadedPart
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.part_files import PartFile, with_parts
@@ -257,8 +257,8 @@ def encoder_of(folder: Path, component: str, path: Path, *, in_files: bool = Fal
     """The text encoders of a folder, one of them out of a file. in_files: read by the unit of streaming."""
     opened = with_parts(ModelFolder(folder), [PartFile(str(path), f"{component}_path", component)], None, ())
     model, cpu = family_for_folder(opened).describe(opened), torch.device("cpu")
-    encoder = model.load_text_encoder(torch.device("meta") if in_files else cpu, torch.float32)
-    apply_scales(encoder, opened)
+    loader = TextEncoderLoader(model, cpu, torch.float32, None, model.text_changes())
+    encoder = loader.read(torch.device("meta") if in_files else cpu)
     if in_files:
         for module, home in model.keep_text_in_files(encoder, cpu, torch.float32).items():
             OffloadedPart("text_encoder", module, home, Transfers(cpu), 0).enter()
@@ -302,7 +302,7 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
             save_file(content, tmp_path / f"{family}-{kind}.safetensors")
             encoder = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors")
             found.append(encoder.encode(["a red star"]))
-            assert encoder.implementation.endswith(NOTE) == (kind == "scaled")
+            assert encoder.implementation.endswith("8-bit floats, dequantised as they are read") == (kind == "scaled")
             streamed = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors", in_files=True)
             assert streamed.implementation == encoder.implementation
             found.append(streamed.encode(["a red star"]))
@@ -310,10 +310,11 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
     # Of two tensors that may be a parameter's, none is.
     twice = {f"x.{each}": tensor.clone() for each, tensor in stored.items() if ".layers.0.self_attn" in each}
     save_file({**stored, **twice}, tmp_path / "both.safetensors")
-    with pytest.raises(ModelLoadError, match="cannot be told to be those of the text encoder"):
+    with pytest.raises(ModelLoadError, match="cannot be dequantised: nothing tells its tensors"):
         encoder_of(folder, name, tmp_path / "both.safetensors")
     path = {"text_encoder_path": str(tmp_path / "wan-scaled.safetensors")}
-    assert NOTE in load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path).text_encoder.implementation
+    loaded = load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path)
+    assert "8-bit floats, dequantised" in loaded.text_encoder.implementation
 
 
 def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:

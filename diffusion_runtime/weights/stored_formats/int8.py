@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.kernels.int8_rows.reference import GROUP_SIZES, QuantizedRows, dequantize
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.int8_rows.reference import GROUP_SIZES, dequantize
 from diffusion_runtime.layers.eight_bit_linear import EightBits
 from diffusion_runtime.layers.int8_linear import Int8Linear
 from diffusion_runtime.layers.stored_linear import StoredTensor

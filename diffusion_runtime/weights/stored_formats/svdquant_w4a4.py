@@ -27,8 +27,8 @@ _GROUP = 64
 
 @dataclass(frozen=True)
 class SvdQuantW4A4(StoredFormat):
-    """number * scale of its group / smooth factor of its column + up @ down.T. rank: of that product; dtype: of all but the smooth
-    factors."""
+    """number * scale of its group / smooth factor of its column + up @ down.T. rank: of that product; dtype: of all but
+    the smooth factors."""
 
     names = ("svdquant_w4a4",)
     kinds = ("I8", "U8")
