@@ -108,6 +108,12 @@ class _Search:
 
     def result(self) -> LayerFormats:
         self._refuse_shared_marks()
+        for weight, beside in self.beside.items():
+            if weight not in self.owner:
+                other, scale = next(iter(beside.values()))
+                raise ModelLoadError(
+                    f"{other.path}: {shown_name(scale)} is a scale, and {shown_name(weight)} is missing"
+                )
         found: dict[str, LayerFormat] = {}
         for name, file in self.owner.items():
             mark = self.marks.get(_layer_of(name)) if name.endswith(_WEIGHT) else None
@@ -120,12 +126,6 @@ class _Search:
                 raise ModelLoadError(
                     f"{file.path}: {shown_name(scale)} is a scale, and {shown_name(name)} is stored as {head.kind}, "
                     "which has none"
-                )
-        for weight, beside in self.beside.items():
-            if weight not in self.owner:
-                other, scale = next(iter(beside.values()))
-                raise ModelLoadError(
-                    f"{other.path}: {shown_name(scale)} is a scale, and {shown_name(weight)} is missing"
                 )
         full = frozenset(filter(self._wants_full_precision, self.owner))
         return LayerFormats(found, frozenset(self.unread), full)

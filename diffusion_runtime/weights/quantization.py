@@ -177,7 +177,7 @@ def _check_share(name: str, linear: Linear, kind: EightBits | None) -> None:
         return
     what = "stays as its file has it" if kind is None else "is rotated in groups (int8 ConvRot)"
     raise ConfigError(
-        f"parallel.tensor_parallel_size: the weight of {name} {what}, and is not shared by processes in this version; "
+        f"parallel.tensor_parallel_size: the weight of {name} is not shared by processes in this version: it {what}; "
         "leave out --tensor-parallel-size, or use weights in bfloat16 or 8-bit floats"
     )
 

@@ -219,15 +219,17 @@ def test_info_lists_every_part_of_a_file(flux1: Path, tmp_path: Path, capsys: py
     assert all(prefix in shown for prefix in ALL_IN_ONE)
 
 
-def test_int8_files_are_refused_by_the_name_of_their_format(flux1: Path, tmp_path: Path) -> None:
-    mark = json.dumps({"format": "int8_tensorwise", "convrot": True, "per_row": False}).encode()
+def test_files_in_an_unknown_format_are_refused_by_its_name(flux1: Path, tmp_path: Path) -> None:
+    mark = json.dumps({"format": "asym_w4a8_int8", "group_size": 16}).encode()
     for component, key in (("transformer", "transformer_path"), ("text_encoder_2", "text_encoder_2_path")):
         tensors = load_file(next((flux1 / component).glob("*.safetensors")))
         name = next(each for each, tensor in tensors.items() if tensor.dim() == 2)
         tensors[name] = tensors[name].to(torch.int8)
         tensors[f"{name.removesuffix('weight')}comfy_quant"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
         save_file(tensors, tmp_path / f"{component}.safetensors")
-        with pytest.raises(ModelLoadError, match=r"are quantised \(format int8_tensorwise, convrot\)"):
+        with pytest.raises(
+            ModelLoadError, match=rf"{name.removesuffix('weight')}comfy_quant: expected format .* got 'asym_w4a8_int8'"
+        ):
             inspect_pipeline(
                 RuntimeConfig(str(flux1), device="cpu", **{key: str(tmp_path / f"{component}.safetensors")})
             )

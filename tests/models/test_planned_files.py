@@ -136,7 +136,7 @@ def write_marked_head(path: Path, shapes: Shapes, settings: Mapping[str, Any], b
 def test_wan_14b_in_int8_and_4_bits_takes_the_bytes_of_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shapes = transformer_shapes("wan2.1-t2v-14b")
+    shapes = transformer_shapes("wan2.1-14b")
     formats = {
         "int8_tensorwise": lambda shape: {"weight": ("I8", 1, shape), "weight_scale": ("F32", 4, (shape[0], 1))},
         "nvfp4": lambda shape: {
@@ -148,6 +148,6 @@ def test_wan_14b_in_int8_and_4_bits_takes_the_bytes_of_its_file(
     for name, beside in formats.items():
         path = tmp_path / f"wan2.1_t2v_14B_{name}.safetensors"
         size = write_marked_head(path, shapes, {"format": name, "convrot": name.startswith("int8")}, beside)
-        weights = weights_of(["--model-path", "wan2.1-t2v-14b", "--transformer-path", str(path)], capsys)
+        weights = weights_of(["--model-path", "wan2.1-14b", "--transformer-path", str(path)], capsys)
         # What stays in float32 of Wan is bfloat16 in the file.
         assert weights["transformer"] == pytest.approx(size, rel=0.02), name

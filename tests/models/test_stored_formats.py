@@ -26,11 +26,15 @@ from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.int8_rows import api, reference
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter, eight_bit_layers
 from diffusion_runtime.layers.int8_linear import Int8Linear
+from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.stored_linear import StoredLinear
+from diffusion_runtime.layers.weight_share import WeightShare
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.blocks import num_bytes_of
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.weight_summary import summarise_weights
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.weights.stored_formats.registry import FORMATS
 from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
@@ -256,6 +260,16 @@ def test_products_in_int8_are_near_those_of_the_weights(
         assert {row.implementation for row in media.attention_report.products} == {"int8 products"}
         apart = torch.as_tensor(media.frames).float() - torch.as_tensor(expected.frames).float()
         assert float(apart.abs().mean()) < 8
+
+
+def test_processes_do_not_share_rotated_or_stored_weights(folder_of: Callable[[str], Path]) -> None:
+    """What they share is cut between the numbers of a group."""
+    transformer = load(folder_of("wan")).transformer
+    for layer in transformer.modules():
+        if isinstance(layer, Linear):
+            layer.share = WeightShare("row", (), RankGroup())
+    with pytest.raises(ConfigError, match=r"is not shared by processes in this version: it is rotated in groups"):
+        Quantization.of("wan", "int8", ()).apply({"transformer": transformer})
 
 
 LAYER = "transformer_blocks.0.attn.to_q"
