@@ -109,18 +109,15 @@ class EightBitLinear(Linear):
         """Quantise rows of the weight, float32 [rows, in_features]."""
 
     @abstractmethod
-    def quantize_input(self, x: torch.Tensor, gelu_from: int | None = None) -> QuantizedRows:
-        """Quantise x [..., in_features], whose features from `gelu_from` on pass the tanh GELU first."""
-
-    @abstractmethod
-    def quantize_gated(self, gate: torch.Tensor, features: torch.Tensor) -> QuantizedRows:
-        """Quantise silu(gate) * features."""
-
-    @abstractmethod
-    def quantize_joined(
-        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None
+    def quantize_input(
+        self,
+        x: torch.Tensor,
+        gelu_from: int | None = None,
+        features: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
     ) -> QuantizedRows:
-        """Quantise what Linear.forward_joined multiplies."""
+        """Quantise first and x side by side. gelu_from: the features from there on pass the tanh GELU; features: for
+        silu(x) * features in place of x."""
 
     @abstractmethod
     def multiply(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:
@@ -165,7 +162,7 @@ class EightBitLinear(Linear):
         """Quantise in the pass of the activation."""
         if self._is_opaque() or self._refusal(gate) is not None:
             return super().product_after_silu(gate, features)
-        return self._multiply(self.quantize_gated(gate, features), gate)
+        return self._multiply(self.quantize_input(gate, features=features), gate)
 
     def product_joined(
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
@@ -173,7 +170,8 @@ class EightBitLinear(Linear):
         """Quantise in the pass of the activation, without a copy of either part."""
         if self._is_opaque() or self._refusal(first) is not None:
             return super().product_joined(first, second, features)
-        return self._multiply(self.quantize_joined(first, second, features), first)
+        gelu_from = first.shape[-1] if features is None else None
+        return self._multiply(self.quantize_input(second, gelu_from, features, first), first)
 
     def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Compute Linear.product_gelu_of_last without overwriting x."""

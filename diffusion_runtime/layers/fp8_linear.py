@@ -31,16 +31,16 @@ class Fp8Linear(EightBitLinear):
     def quantize_weight(self, weight: torch.Tensor) -> QuantizedRows:
         return quantize_rows(weight)
 
-    def quantize_input(self, x: torch.Tensor, gelu_from: int | None = None) -> QuantizedRows:
-        return quantize_rows(x, gelu_from=gelu_from)
-
-    def quantize_gated(self, gate: torch.Tensor, features: torch.Tensor) -> QuantizedRows:
-        return quantize_gated_rows(gate, features)
-
-    def quantize_joined(
-        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None
+    def quantize_input(
+        self,
+        x: torch.Tensor,
+        gelu_from: int | None = None,
+        features: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
     ) -> QuantizedRows:
-        return quantize_joined_rows(first, second, features)
+        if first is not None:
+            return quantize_joined_rows(first, x, features)
+        return quantize_rows(x, gelu_from=gelu_from) if features is None else quantize_gated_rows(x, features)
 
     def multiply(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002 - it has one
         return multiply_rows(rows, QuantizedRows(self.weight, self.weight_scale), self.bias)

@@ -23,17 +23,14 @@ class Int8Linear(EightBitLinear):
     def quantize_weight(self, weight: torch.Tensor) -> QuantizedRows:
         return quantize_rows(weight, self.group_size)
 
-    def quantize_input(self, x: torch.Tensor, gelu_from: int | None = None) -> QuantizedRows:
-        return quantize_rows(x, self.group_size, gelu_from=gelu_from)
-
-    def quantize_gated(self, gate: torch.Tensor, features: torch.Tensor) -> QuantizedRows:
-        return quantize_rows(gate, self.group_size, features=features)
-
-    def quantize_joined(
-        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None
+    def quantize_input(
+        self,
+        x: torch.Tensor,
+        gelu_from: int | None = None,
+        features: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
     ) -> QuantizedRows:
-        gelu_from = first.shape[-1] if features is None else None
-        return quantize_rows(second, self.group_size, gelu_from=gelu_from, features=features, first=first)
+        return quantize_rows(x, self.group_size, gelu_from=gelu_from, features=features, first=first)
 
     def multiply(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:
         return multiply_rows(rows, QuantizedRows(self.weight, self.weight_scale), self.bias, dtype)

@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 
 class StorageFormat(Protocol):
-    """What makes numbers of stored tensors: a value (weights/stored_formats)."""
+    """Format of stored tensors, which makes numbers of them: a value (weights/stored_formats)."""
 
     @property
     def title(self) -> str:

@@ -17,7 +17,7 @@ from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.weight_unit import WeightHome, num_bytes_of
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.quantized_text_encoders import quantized_text, read_dequantized
-from diffusion_runtime.models.text_encoder_files import TextChanges
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.text_encoders.ahead import EncodingAhead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
@@ -107,7 +107,7 @@ class TextEncoderLoader:
         if quantized:
             encoder.implementation = ", ".join([encoder.implementation, *quantized.values()])
             if is_read:
-                read_dequantized(encoder, self.model.folder, self.model.text_parts, device, self.dtype)
+                read_dequantized(encoder, self.model.folder, self.model.family.files.components_called(CONNECTORS), device, self.dtype)
         if is_read:
             self.changes.apply(encoder)
         return encoder

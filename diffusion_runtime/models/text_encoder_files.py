@@ -227,7 +227,7 @@ def source_of(
 
 
 def _open_text(folder: Path, changes: Sequence[WeightChange]) -> Checkpoint:
-    return Checkpoint(folder, STEM, changes=changes, reads_fp8=True)
+    return Checkpoint(folder, STEM, changes=changes, reads_quantized=True)
 
 
 def _open_component(

@@ -40,7 +40,7 @@ _SUFFIXES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class CompanionTensor:
     """A tensor beside a weight. name: of it in `file`; companion: what it has to be."""
 
     file: TensorFile
@@ -54,10 +54,10 @@ class Place:
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a weight is stored. beside: the tensors beside it, by suffix."""
+    """Format of a weight. beside: the tensors beside it, by suffix."""
 
     format: StoredFormat
-    beside: Mapping[str, Place] = field(default_factory=dict)
+    beside: Mapping[str, CompanionTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def find_formats(files: Sequence[TensorFile]) -> LayerFormats:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a file says of a layer. where: for messages."""
+    """Mark of a layer. where: its place, for messages."""
 
     settings: Mapping[str, object]
     where: str
@@ -160,7 +160,7 @@ class _Search:
         places = {}
         for each in companions:
             if each.suffix in beside:
-                found = Place(*beside[each.suffix], each)
+                found = CompanionTensor(*beside[each.suffix], each)
                 _check(found, name)
                 places[each.suffix] = found
             elif each.is_required or self._needs_scale(name, head):
@@ -251,7 +251,7 @@ class _Search:
         self.marks[_layer_of(layer)] = _Mark(values, where)
 
 
-def _check(place: Place, weight: str) -> None:
+def _check(place: CompanionTensor, weight: str) -> None:
     head = place.file.heads[place.name]
     refusal = place.companion.refusal(head.kind, head.shape)
     if refusal is not None:

@@ -123,7 +123,7 @@ class StoredRows:
         return PackedRows(stored, tensors, num_by_row)
 
     def quantized_rows(self) -> QuantizedRows:
-        """What an 8-bit layer holds of rows in a format that has one. Raises what `packed` raises."""
+        """Read rows as the 8-bit layer of their format holds them. Raises what `packed` raises."""
         assert self.layer is not None
         return self.layer.format.quantized_rows(self.packed().tensors)
 

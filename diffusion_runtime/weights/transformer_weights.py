@@ -275,7 +275,7 @@ class TransformerWeights:
             self.folder / component,
             changes=changes,
             kept=kept,
-            reads_fp8=True,
+            reads_quantized=True,
             source=source,
             place=None if file is None else file.place,
         )

@@ -410,8 +410,8 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
     """Check the heads of what find_component_files finds. Raises its errors, and ModelLoadError for weights that are
     quantised in a way that is not read, damaged or cut off."""
     for component, files in find_component_files(folder, elsewhere).items():
-        reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
-        refuse = refuse_unmarked if reads_fp8 else refuse_quantised
+        reads_quantized = component in TRANSFORMERS or component.startswith("text_encoder")
+        refuse = refuse_unmarked if reads_quantized else refuse_quantised
         prefix = part_prefix(folder / component)
         for path in files:
             refuse(path, stored_dtypes(path, prefix))

@@ -20,16 +20,22 @@ def group_size_of(dim: int) -> int:
     return max((size for size in GROUP_SIZES if dim % size == 0), default=0)
 
 
-@functools.cache
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the orthogonal and symmetric [size, size]: H4 (x) H4 (x) ... over the root of the size. Kept, as a copy to
-    a device cannot be captured in a CUDA graph."""
+    """Return the orthogonal and symmetric [size, size]: H4 (x) H4 (x) ... over the root of the size. Of 256 KiB, copied
+    per call: from pinned memory, which a CUDA graph can hold."""
+    is_pinned = device.type == "cuda"
+    return _hadamard(size, is_pinned).to(device, dtype, non_blocking=is_pinned)
+
+
+@functools.cache
+def _hadamard(size: int, is_pinned: bool) -> torch.Tensor:
     with torch.inference_mode(False):
-        of_four = matrix = torch.tensor(_H4, device=device, dtype=dtype)
+        of_four = matrix = torch.tensor(_H4, dtype=torch.float32, device="cpu")
         while len(matrix) < size:
             matrix = torch.kron(matrix, of_four)
-        normalised: torch.Tensor = matrix / size**0.5
-        return normalised
+        # Powers of two in every dtype.
+        matrix = matrix / size**0.5
+        return matrix.pin_memory() if is_pinned else matrix
 
 
 def rotate(x: torch.Tensor, group_size: int) -> torch.Tensor:

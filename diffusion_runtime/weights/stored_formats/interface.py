@@ -1,4 +1,4 @@
-"""StoredFormat: how the weight of a layer is stored: the tensors beside it, and what makes numbers of them."""
+"""StoredFormat: the format of a layer's weight in a file: which tensors stand beside it, and what makes numbers of them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Companion:
 
 @dataclass(frozen=True)
 class StoredFormat(ABC):
-    """How a weight is stored: a value. names: in `format` of ComfyUI's marks. kinds: how its numbers may be stored;
-    described: all such weights together, as of StorageFormat.kind."""
+    """Format that a weight is stored in: a value. names: in `format` of ComfyUI's marks. kinds: how its numbers may be
+    stored; described: all such weights together, as of StorageFormat.kind."""
 
     names: ClassVar[tuple[str, ...]] = ()
     kinds: ClassVar[tuple[str, ...]] = ()

@@ -71,8 +71,13 @@ class Nvfp4(StoredFormat):
         return (values.view(*scales.shape, _BLOCK) * of_blocks).flatten(1)
 
 
-@functools.cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return the number of every code; kept, as a copy to a device cannot be captured in a CUDA graph."""
-    with torch.inference_mode(False):
-        return torch.tensor(_NUMBERS, device=device)
+    """Return the number of every code; copied per call, from pinned memory, which a CUDA graph can hold."""
+    is_pinned = device.type == "cuda"
+    return _numbers(is_pinned).to(device, non_blocking=is_pinned)
+
+
+@functools.cache
+def _numbers(is_pinned: bool) -> torch.Tensor:
+    numbers = torch.tensor(_NUMBERS, device="cpu")
+    return numbers.pin_memory() if is_pinned else numbers
