@@ -105,8 +105,8 @@ class Checkpoint:
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
     the file, which is not read for them again; those that are read, and are not quantised, are added. reads_quantized:
-    whether weights may be quantised with scales (stored_formats). source: opens the tensors where they are in other files, at
-    `place`. renamed: gives the tensors of a file other names.
+    whether weights may be quantised with scales (stored_formats). source: opens the tensors where they are in other
+    files, at `place`. renamed: gives the tensors of a file other names.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
     pointers.
