@@ -1,4 +1,4 @@
-"""StoredFormat: the format of a layer's weight in a file: which tensors stand beside it, and what makes numbers of them."""
+"""StoredFormat: the format of a weight in a file: which tensors stand beside it, and what makes numbers of them."""
 
 from __future__ import annotations
 
