@@ -440,6 +440,9 @@ def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str
         ("qwen_image", "text_encoder", "nvfp4"),
         ("qwen_image", "text_encoder", "int8 ConvRot 16"),
         ("wan", "text_encoder", "int8 ConvRot 16"),
+        ("ltx2", "text_encoder", "nvfp4"),
+        ("flux2", "text_encoder", "int8 ConvRot 16"),
+        ("flux1", "text_encoder", "int8 ConvRot 16"),
     ):
         folder = folder_of(family)
         tensors = load_file(next((folder / component).glob("*.safetensors")))
