@@ -14,7 +14,6 @@ import numpy
 import pytest
 import torch
 from comfy_files import WRITERS, Tensors, mark_of, quantised
-from diffusion_runtime.memory.blocks import num_bytes_of
 from offloaded_pipelines import StrictTransfers, planned
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -32,6 +31,7 @@ from diffusion_runtime.layers.stored_linear import StoredLinear
 from diffusion_runtime.layers.weight_share import WeightShare
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.weight_unit import num_bytes_of
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.weight_summary import summarise_weights
 from diffusion_runtime.parallel.collectives import RankGroup

@@ -33,9 +33,9 @@ def _hadamard(size: int, is_pinned: bool) -> torch.Tensor:
         of_four = matrix = torch.tensor(_H4, dtype=torch.float32, device="cpu")
         while len(matrix) < size:
             matrix = torch.kron(matrix, of_four)
-        # Powers of two in every dtype.
-        matrix = matrix / size**0.5
-        return matrix.pin_memory() if is_pinned else matrix
+        # A power of two, exact in every dtype.
+        normalised: torch.Tensor = matrix / size**0.5
+        return normalised.pin_memory() if is_pinned else normalised
 
 
 def rotate(x: torch.Tensor, group_size: int) -> torch.Tensor:
