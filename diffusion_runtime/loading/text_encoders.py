@@ -107,7 +107,13 @@ class TextEncoderLoader:
         if quantized:
             encoder.implementation = ", ".join([encoder.implementation, *quantized.values()])
             if is_read:
-                read_dequantized(encoder, self.model.folder, self.model.family.files.components_called(CONNECTORS), device, self.dtype)
+                read_dequantized(
+                    encoder,
+                    self.model.folder,
+                    self.model.family.files.components_called(CONNECTORS),
+                    device,
+                    self.dtype,
+                )
         if is_read:
             self.changes.apply(encoder)
         return encoder

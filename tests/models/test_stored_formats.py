@@ -32,9 +32,9 @@ from diffusion_runtime.layers.weight_share import WeightShare
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.weight_unit import num_bytes_of
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.weight_summary import summarise_weights
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.stored_formats.registry import FORMATS
 from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
