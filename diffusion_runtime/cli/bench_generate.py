@@ -59,7 +59,9 @@ def generate(
     attention_backend_config: Annotated[
         str | None, _option(_HOW, "Its options, as in generate.", "--attention-backend-config", "OPTIONS")
     ] = None,
-    quantization: Annotated[str | None, _option(_HOW, "Of ours: none, fp8, fp8-all.", "--quantization", "MODE")] = None,
+    quantization: Annotated[
+        str | None, _option(_HOW, "Of ours: none, fp8, fp8-all, int8.", "--quantization", "MODE")
+    ] = None,
     compile_mode: Annotated[str | None, _option(_HOW, "Of ours: off, regional.", "--compile", "MODE")] = None,
     cuda_graphs: Annotated[str | None, _option(_HOW, "Of ours: auto, off, on.", "--cuda-graphs", "MODE")] = None,
     offload: Annotated[

@@ -248,7 +248,7 @@ Variant: TypeAlias = Annotated[
 ]
 Quantization: TypeAlias = Annotated[
     str | None,
-    _flag(QUANTIZATION, "none, fp8 or fp8-all. See docs/quantization.md.", "--quantization", metavar="MODE"),
+    _flag(QUANTIZATION, "none, fp8, fp8-all or int8. See docs/quantization.md.", "--quantization", metavar="MODE"),
 ]
 QuantizationIgnoredLayers: TypeAlias = Annotated[
     list[str] | None,

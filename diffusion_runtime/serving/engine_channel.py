@@ -43,19 +43,22 @@ class Channel:
             self._socket.sendall(line)
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                message = parse_json(line)
-                if message["type"] == "run":
-                    self.runs.put(message)
-                elif message["type"] == "cancel":
-                    self.cancelled.add(message["job"])
-                else:
-                    self.questions.put(message)
-        # A server that was killed leaves its folder behind. Nobody waits for what this process computes, and one call
-        # of torch may take minutes.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os._exit(0)
+        try:
+            # A server that was killed with messages unread resets the connection: an OSError and no end of file.
+            with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
+                for line in lines:
+                    message = parse_json(line)
+                    if message["type"] == "run":
+                        self.runs.put(message)
+                    elif message["type"] == "cancel":
+                        self.cancelled.add(message["job"])
+                    else:
+                        self.questions.put(message)
+        finally:
+            # A server that was killed leaves its folder behind. Nobody waits for what this process computes, and one
+            # call of torch may take minutes.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(0)
 
 
 class BatchProgress:
