@@ -132,7 +132,7 @@ def multiply_rows(
             inside = start + steps < depth
             left = tl.load(of_x, mask=inside[None, :], other=0)
             right = tl.load(of_weight, mask=inside[:, None], other=0)
-        sums = tl.dot(left, right, sums)
+        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
         of_x += STEP
         of_weight += STEP
     in_rows, in_columns = rows < num_rows, columns < num_out
