@@ -94,6 +94,8 @@ def launch_processes(
         if failure.growing_file is not None:
             failure = with_kept_frames(failure, Path(failure.growing_file))
         report_failure(terminal, failure, schema)
+    # An interruption of one rank alone is among the failures, and has been said.
+    interruptions.leave_reporting_to_others()
     return failure.exit_code
 
 

@@ -73,10 +73,11 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 async def _events(job: Job, dispatcher: Dispatcher, name: str) -> AsyncIterator[bytes]:
     """Yield the events of one image: estimates of it, then itself. A client that leaves cancels it."""
     num_sent = 0
+    # Kept here: the last estimates may come together with the end, when the dispatcher has dropped it.
+    live = dispatcher.live(job.id)
     try:
         async for each in dispatcher.follow(job.id):
-            previews = dispatcher.live(job.id).previews if not each.is_over else []
-            for preview in previews[num_sent : int(job.work["previews"])]:
+            for preview in live.previews[num_sent : int(job.work["previews"])]:
                 yield event(f"{name}.partial_image", await asyncio.to_thread(_partial, job, name, preview, num_sent))
                 num_sent += 1
             if each.status == COMPLETED:

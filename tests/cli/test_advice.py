@@ -52,12 +52,12 @@ def test_advice_is_found() -> None:
         ),
         (("generate", "a star", "--size", "large"), "such as 832*480"),
         (("generate", "a star", "--quantization", "q4"), "write --transformer-path FILE.gguf"),
-        (("generate", "a star", "--quantization", "int8"), "write --quantization fp8"),
+        (("generate", "a star", "--quantization", "int4"), "write --transformer-path FILE.gguf"),
         (("generate", "a star", "-o", "x.jpg"), "write -o x.png --num-frames 1"),
         (("generate", "a star", "--dtype", "int8"), "write --quantization fp8"),
         (("generate", "a star", "--true-cfg-scale", "4", "--dry-run"), "write --guidance-scale 4"),
-        (("generate", "a star", "a blue moon"), "generate --prompt 'a star' --prompt 'a blue moon'"),
-        (("generate", "a", "star"), "generate 'a star'"),
+        (("generate", "a star", "a blue moon"), "a flag each: --prompt 'a star' --prompt 'a blue moon'"),
+        (("generate", "a", "star"), "put them in quotes, as in 'a star'"),
     ],
 )
 def test_the_flag_that_is_advised_is_taken(typed: tuple[str, ...], told: str, command: Command) -> None:

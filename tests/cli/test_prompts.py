@@ -57,7 +57,7 @@ def test_prompts_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unquoted_prompt_says_how_to_quote_it() -> None:
-    with pytest.raises(RequestError, match="generate 'a red circle'"):
+    with pytest.raises(RequestError, match="as in 'a red circle'"):
         collect_prompts(["a", "red", "circle"], [], None)
 
 

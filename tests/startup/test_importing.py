@@ -42,6 +42,8 @@ def run(packages: Path, script: str, **variables: str) -> subprocess.CompletedPr
     """In a process of its own: a warm interpreter has torch's compiler."""
     cache = {"DIFFUSION_RUNTIME_CACHE": str(packages.parent / "cache"), "PYTHONPATH": str(packages)}
     environment = process_environment() | variables | cache
+    # Of a process that has imported the package itself, as the tests of one worker may have.
+    environment.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None)
     command = [sys.executable, "-c", script]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

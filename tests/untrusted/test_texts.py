@@ -179,7 +179,7 @@ def test_sizes_that_no_component_has_are_refused() -> None:
 
 
 def test_both_parsers_read_the_files_of_the_package_alike() -> None:
-    files = sorted((Path(diffusion_runtime.__file__).parent / "models").glob("*.yaml"))
+    files = sorted(Path(diffusion_runtime.__file__).parent.rglob("*.yaml"))
     assert len(files) >= 7
     for file in files:
         assert read_packaged_yaml(file) == read_yaml_file(file), file.name
