@@ -12,9 +12,10 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.config import RuntimeConfig, weight_paths
+from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
@@ -87,37 +88,10 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
-    if config.vae_decode != "exact" or config.vae_decoder is not None or config.vae_tiling != "auto":
-        raise ConfigError(
-            "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
-            "--vae-decode, --vae-decoder and --vae-tiling"
-        )
-    for key in weight_paths():
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"{key}: diffusers' own pipeline reads the weights of its folder; leave out "
-                f"--{key.replace('_', '-')}, or --backend diffusers"
-            )
-    if config.upsampler_path is not None:
-        raise ConfigError(
-            "upsampler_path: diffusers' own pipelines have no second stage in one call; leave out --upsampler-path, or "
-            "--backend diffusers"
-        )
-    if config.quantization != "none":
-        raise ConfigError(
-            f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
-            "quantization_config in the folder; leave out --quantization"
-        )
-    if config.cuda_graphs == "on":
-        raise ConfigError(
-            "cuda_graphs: on: diffusers' own pipeline runs its model as it is; leave out --cuda-graphs, or use "
-            "--backend native where the model has a family here"
-        )
-    if config.offload not in ("auto", "none") or config.memory_limit is not None:
-        raise ConfigError(
-            "offload, memory_limit: diffusers' own pipeline has its own, by "
-            "pipeline.pipeline.enable_model_cpu_offload() in Python; leave out --offload and --memory-limit"
-        )
+    for name, option in runtime_options().items():
+        value = getattr(config, name)
+        if option.diffusers_refusal is not None and value not in (option.default, *option.diffusers_takes):
+            raise ConfigError(option.diffusers_refusal.format(name=name, flag=flag_name(name), value=value))
     check_components(folder)
     if folder.download_gb is None:
         with_parts(folder, (), config.variant, ())
