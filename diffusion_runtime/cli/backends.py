@@ -51,7 +51,7 @@ class Listing:
 
 def backends(
     import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
-    device: options.Device = None,
+    device: Annotated[str | None, options.runtime_flag("device")] = None,
     show_all: Annotated[
         bool,
         typer.Option(

@@ -176,7 +176,7 @@ def _wrapped(letters: str, width: int = 60) -> list[str]:
     return [letters[start : start + width] for start in range(0, len(letters), width)]
 
 
-def _signature() -> inspect.Signature:
+def _parameters() -> list[inspect.Parameter]:
     """The flags of `generate`, without those of files that are written, and --html."""
     kept = [
         parameter
@@ -189,8 +189,7 @@ def _signature() -> inspect.Signature:
         default=None,
         annotation=options.html_option("Write it as a page too."),
     )
-    return inspect.Signature([*kept, html])
+    return [*kept, html]
 
 
-explain.__signature__ = _signature()  # type: ignore[attr-defined]
-explain.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}
+options.set_parameters(explain, _parameters())

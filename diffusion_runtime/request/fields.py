@@ -11,8 +11,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.given_images import as_image_paths
 
-# Panels of `generate --help`.
-WHAT = "What to make"
+# A panel of `generate --help`; the others are those of runtime options.
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.core.options import MethodText
+from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
@@ -21,7 +22,6 @@ from diffusion_runtime.request.fields import (
     NO_UPSAMPLER,
     SHIFT,
     VIDEO,
-    WHAT,
     Blocks,
     Count,
     ImageFile,
