@@ -359,13 +359,13 @@ class RuntimeConfig:
     parallel: how the work is spread over processes.
     self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
         before the weights are read, once per version.
-    transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
-        transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
+    transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's.
+        None or `none` for the folder's. transformer_2_path: weights of the second transformer, in models with two.
     controlnet_path: the folder of a ControlNet, with its config.json, for models that take one; None or `none` for the
         model folder's own, or none.
-    vae_path, text_encoder_path, text_encoder_2_path: the same for the autoencoder and the text encoders: a safetensors
+    vae_path, text_encoder_path, text_encoder_2_path: weights of the autoencoder and the text encoders: a safetensors
         file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
-        vocoder_path: for the sound's, in models that make any.
+        vocoder_path: weights of the audio autoencoder and the vocoder, in models that make sound.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half

@@ -3,6 +3,7 @@ of runtime options from RuntimeConfig and ParallelConfig; the others are here. N
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -256,9 +257,14 @@ def is_of_clips(flag: str | None) -> bool:
     return any(flag in (each.default, *each.param_decls) for each in declared)
 
 
-def parameters_of(flags: type, **annotations: Any) -> list[inspect.Parameter]:
-    """Return the flags of one of the classes above as parameters of a verb. annotations: in place of the class's."""
-    hints = {**get_type_hints(flags, include_extras=True), **annotations}
+def parameters_of(flags: type, **texts: str) -> list[inspect.Parameter]:
+    """Return the flags of a class such as those above as parameters of a verb. texts: helps in place of the class's."""
+    hints = get_type_hints(flags, include_extras=True)
+    for name, text in texts.items():
+        kind, annotation = get_args(hints[name])
+        annotation = copy.copy(annotation)
+        annotation.help = text
+        hints[name] = Annotated[kind, annotation]
     return [_parameter(item.name, hints[item.name], item.default) for item in fields(flags)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import RuntimeConfig, runtime_options
-from diffusion_runtime.core.runtime_options import flag_name
+from diffusion_runtime.core.runtime_options import Refusal, flag_name
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.rules.features import ChosenRequest, ChosenRuntime
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
@@ -50,9 +50,15 @@ def check_combinations(about: str, chosen: ChosenRequest | ChosenRuntime) -> Non
 
 def pipeline_combinations() -> tuple[Combination, ...]:
     """Return the rows of pipelines of diffusers' own, which the options declare."""
-    declared = [(name, each.refusal) for name, each in runtime_options().items() if each.refusal is not None]
-    rows = [Combination(("diffusers' own pipeline", each.feature or f"`{name}`"), each.says) for name, each in declared]
-    return tuple(dict.fromkeys(rows))
+    names: dict[Refusal, list[str]] = {}
+    for name, declared in runtime_options().items():
+        if declared.refusal is not None:
+            names.setdefault(declared.refusal, []).append(name)
+    rows = []
+    for each, (first, *others) in names.items():
+        says = each.says if others else each.says.replace("{name}", first).replace("{flag}", flag_name(first))
+        rows.append(Combination(("diffusers' own pipeline", each.feature or f"`{first}`"), says))
+    return tuple(rows)
 
 
 def check_pipeline_options(config: RuntimeConfig) -> None:
