@@ -531,7 +531,7 @@ class RuntimeConfig:
 
     @property
     def asks_to_offload(self) -> bool:
-        """Whether weights are to wait in the machine's memory, or the device's is limited."""
+        """True where weights are to wait in the machine's memory, or the device's is limited."""
         return self.offload in ("model", "layers") or self.memory_limit is not None
 
     @property

@@ -39,7 +39,7 @@ _NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class Listing:
-    """What there is to show. default: None with the reason why nothing can be the default."""
+    """Listing of backends on this machine. default: None with the reason why nothing can be the default."""
 
     hardware: Hardware
     backends: Sequence[BackendInfo]

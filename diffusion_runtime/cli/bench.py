@@ -78,7 +78,7 @@ class SizeFlags:
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Where a benchmark runs, and what is written and reported."""
+    """Flags of every benchmark: the device, the files that are written, and the report."""
 
     import_files: options.ImportFiles = None
     device: Annotated[str | None, options.runtime_flag("device")] = None
@@ -99,7 +99,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class AttentionBenchFlags:
-    """What `bench attention` measures."""
+    """Flags of `bench attention`: the backends, the shapes, and how long."""
 
     backends: Annotated[
         str | None,

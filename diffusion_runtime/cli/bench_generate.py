@@ -42,7 +42,7 @@ class ClipFlags(SizeFlags):
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """How `bench generate` makes it, beside the options of RuntimeConfig."""
+    """Flags of how `bench generate` makes the clip, in addition to the options of RuntimeConfig."""
 
     no_diffusers: Annotated[bool, option(HOW, "Leave out diffusers' pipeline.", "--no-diffusers")] = False
     repeats: Annotated[

@@ -34,7 +34,7 @@ _COLUMNS = ("one step", "ms", "attention", "linear", "rest", "idle", "host", "of
 
 @dataclass(frozen=True)
 class StepFlags(SizeFlags):
-    """What `bench step` measures."""
+    """Flags of `bench step`: the part of the model, and the ways of computing it."""
 
     batch: Annotated[
         int,

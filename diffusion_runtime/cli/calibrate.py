@@ -156,7 +156,7 @@ def spectrum_text(spectrum: Mapping[str, float]) -> str:
 
 
 def _check_target(path: Path) -> None:
-    """Whether the file can be written, before anything is generated. Raises OutputError."""
+    """Check that the file can be written, before anything is generated. Raises OutputError."""
     from diffusion_runtime.session.outputs import prepare_result
 
     if path.exists():

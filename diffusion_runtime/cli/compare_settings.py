@@ -80,7 +80,7 @@ def _checked_name(name: str) -> str:
 
 
 class _named:
-    """What is wrong inside is wrong in this setting."""
+    """Context manager: errors inside get the name of this setting."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -211,8 +211,8 @@ def _checked(check: object) -> Schema:
 
 
 def _documented(declared: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of each field: `name: text`, or `name, name: text`, at the start of a
-    line or of a sentence."""
+    """Return the text about each field in the docstring of a dataclass: `name: text`, or `name, name: text`, at the
+    start of a line or of a sentence."""
     names = [item.name for item in dataclasses.fields(declared)]
     text = " ".join(inspect.cleandoc(declared.__doc__ or "").split())
     one = "|".join(sorted(names, key=len, reverse=True))

@@ -69,7 +69,7 @@ def explain(context: typer.Context, **given: Any) -> None:
 
 
 def _explain(flags: Any, terminal: Terminal, plan_for: str | None) -> tuple[Explanation, int]:
-    """Of the first request; and how many others there are. plan_for: as of prepare."""
+    """Explain the first request; return also how many others there are. plan_for: as of prepare."""
     import dataclasses
 
     from diffusion_runtime.cli.settings import resolve_settings

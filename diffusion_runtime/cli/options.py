@@ -67,7 +67,7 @@ LogFormat: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class PromptFlags:
-    """Where prompts come from, beside --prompt."""
+    """Sources of prompts, in addition to --prompt."""
 
     prompts: Prompts = None
     prompt_file: Annotated[
@@ -82,7 +82,7 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """LoRA files, and where other values come from."""
+    """LoRA files, and sources of other values."""
 
     lora: Lora = None
     lora_path: Annotated[
@@ -177,7 +177,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Where results go and what is reported about them."""
+    """Flags of the files that are written, and of plans and instruments."""
 
     output_path: Annotated[
         str | None,
@@ -238,7 +238,7 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """How much is reported, and in which form."""
+    """Flags of how much is reported, and in which form."""
 
     quiet: Quiet = False
     verbose: Annotated[bool, option(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")] = False

@@ -33,7 +33,7 @@ _NOT_HERE = ("file_format", "as_json", "dry_run", "resume", "profile", "attentio
 
 @dataclass(frozen=True)
 class ScriptFlags:
-    """What the flags say. runtime: for load_pipeline. output_path: of --output-path, None without it."""
+    """The values of the flags. runtime: for load_pipeline. output_path: of --output-path, None without it."""
 
     runtime: RuntimeConfig
     output_path: str | None

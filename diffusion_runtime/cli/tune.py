@@ -217,7 +217,7 @@ def _checked_target(path: str | None, folders: ExitStack) -> Path:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """What a method remarks on its options would be said of every clip."""
+    """Context manager: a method's remarks on its options are logged once, not for every clip."""
     seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:

@@ -168,7 +168,7 @@ class MethodText:
     kind: ClassVar[type] = str
 
     def read(self, value: object) -> object:
-        """Return the text, which a request holds as it is given."""
+        """Return the value unchanged."""
         return value
 
     def __call__(self, name: str, value: object) -> None:

@@ -64,7 +64,7 @@ class AsGiven:
     """A check of values that a request holds as they are given."""
 
     def read(self, value: object) -> object:
-        """See Check."""
+        """Return the value unchanged."""
         return value
 
 

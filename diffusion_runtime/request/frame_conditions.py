@@ -40,7 +40,7 @@ class FrameConditions(ImageFile):
         return tuple(_parsed(item) for item in value) or None
 
     def __call__(self, name: str, value: object) -> None:
-        """See Check."""
+        """Raises RequestError for a frame, a path or a strength that cannot be, and for a frame that is given twice."""
         name = f"{name} (--condition-at)"
         if not isinstance(value, tuple) or not value:
             raise RequestError(f"{name}: expected {_FORM}, once for each image, got {shown(value)}")

@@ -17,7 +17,7 @@ class SamplerName(OneOf):
     """The name of a sampler, in another project's spelling too (`euler`)."""
 
     def read(self, value: object) -> object:
-        """See Check."""
+        """Return our name of a sampler; any other value as it is."""
         return own_name("sampler", value, SAMPLERS)
 
 

@@ -36,7 +36,7 @@ class PromptSwitches:
     kind: ClassVar[Any] = list[str]
 
     def read(self, value: object) -> object:
-        """See Check: texts as "5s a blue star"."""
+        """Return pairs, of texts as "5s a blue star" too."""
         return _read_pairs(value)
 
     def __call__(self, name: str, value: object) -> None:
@@ -55,7 +55,7 @@ class SeedSwitches:
     kind: ClassVar[Any] = list[str]
 
     def read(self, value: object) -> object:
-        """See Check: texts as "5s 7"."""
+        """Return pairs, of texts as "5s 7" too."""
         pairs = _read_pairs(value)
         if not isinstance(pairs, tuple):
             return pairs
@@ -103,7 +103,7 @@ def seconds_of(at: str, name: str) -> float:
 
 
 def _units(at: str) -> str:
-    """What to type in place of digits alone."""
+    """Return what to type in place of digits alone."""
     number = at.strip()
     if _NUMBER.fullmatch(number) is None:
         return ""

@@ -44,11 +44,11 @@ class Journal:
 
     @staticmethod
     def beside(result: Path) -> Path:
-        """Where the journal of a tuning is that writes `result`."""
+        """Return the path of the journal of a tuning that writes `result`."""
         return result.with_name(f".{result.name}.journal.json")
 
     def value(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What is known by this name, else what `measure` returns, JSON values, which is written down."""
+        """Return the recorded value of this name, else what `measure` returns, JSON values, which is recorded."""
         if name not in self._values:
             self._values[name] = measure()
             self._write()

@@ -93,7 +93,7 @@ def _sta_tile(grid: Extent) -> Extent:
 
 
 def _cuts(grid: Extent, tile: Extent) -> bool:
-    """Whether every axis of three tokens or more is cut into three tiles or more."""
+    """Return whether every axis of three tokens or more is cut into three tiles or more."""
     return all(count >= min(3, extent) for count, extent in zip(tile_counts(grid, tile), grid, strict=True))
 
 

@@ -45,7 +45,7 @@ class TunedPrompt:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the clips of a setting. values: means by metric (budget.METRICS); right: by prompt, where accuracy was
+    """Figures of the clips of a setting. values: means by metric (budget.METRICS); right: by prompt, where accuracy was
     measured. seconds: of denoising one clip, the median without the first; num_steps: of each clip."""
 
     values: dict[str, float]
@@ -101,7 +101,7 @@ class Measurement:
         return float(self.journal.value(_name("distance", rules, prompt.request), measure))
 
     def figures(self, rules: Rules, prompts: Sequence[TunedPrompt]) -> Figures:
-        """Of whole clips."""
+        """Return the figures of whole clips."""
         return _mean_figures([self.clip(rules, prompt) for prompt in prompts], prompts[0].request)
 
     def clip(self, rules: Rules, prompt: TunedPrompt) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Measurement:
         return self._dense[key]
 
     def _predictions(self, request: GenerationRequest) -> list[tuple[int, torch.Tensor]]:
-        """Of the dense clip, in the order of the sampler's calls."""
+        """Return the predictions of the dense clip, in the order of the sampler's calls."""
         if self._recorded is not None and self._recorded[0] == request:
             return self._recorded[1]
         predictions: list[tuple[int, torch.Tensor]] = []
@@ -236,7 +236,7 @@ class Measurement:
 
 @dataclass
 class _Made:
-    """What was seen of a clip while it was made: latents after the last step, on the CPU, and seconds of denoising."""
+    """Observations of a clip while it was made: latents after the last step, on the CPU, and seconds of denoising."""
 
     last: list[torch.Tensor]
     seconds: float = 0.0

@@ -73,7 +73,7 @@ class _Run:
         self.measurement = Measurement(self.pipeline, self.plan.dense, tuple(metrics), journal, clip)
 
     def _identity(self) -> dict[str, Any]:
-        """What every measurement depends on, beside its rules and its prompt."""
+        """Return what every measurement depends on, in addition to its rules and its prompt."""
         description = self.plan.prepared.description
         return {
             "model": description.config.model_path,
@@ -89,7 +89,7 @@ class _Run:
         }
 
     def _versions(self) -> dict[str, str]:
-        """Of this package, of torch and of the kernel packages that are installed."""
+        """Return the versions of this package, of torch and of the kernel packages that are installed."""
         own = {"diffusion_runtime": str(self.pipeline.recipe["version"]), "torch": str(torch.__version__)}
         return {**own, **detect_hardware(str(self.pipeline.device)).packages}
 
@@ -132,7 +132,7 @@ class _Run:
         )
 
     def _sensitivities(self) -> list[Sensitivity]:
-        """Of every cell and choice, with all other cells dense."""
+        """Measure every cell and choice, with all other cells dense."""
         todo = [
             (cell, spec, kept)
             for cell in self.plan.cells
