@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -66,6 +67,21 @@ def load_pipeline(
     pipeline = prepared.load(on_stage)
     pipeline.note_load({"prepare": prepare_seconds})
     return pipeline
+
+
+def _with_options(shown: inspect.Signature) -> inspect.Signature:
+    """Return the signature of load_pipeline with every option by name, for help() and documentation; type checkers and
+    editors read LoadOptions."""
+    model, *others = (each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    options = [
+        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+        for item in dataclasses.fields(RuntimeConfig)
+        if item.name not in NOT_KEYWORDS
+    ]
+    return shown.replace(parameters=[model, *options, *others])
+
+
+load_pipeline.__signature__ = _with_options(inspect.signature(load_pipeline))  # type: ignore[attr-defined]
 
 
 def inspect_pipeline(config: RuntimeConfig, *, plan_for: str | None = None) -> PipelineDescription:

@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cli_support import process_environment
 
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.settings import _REPEATED_RUNTIME
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options, weight_paths
 from diffusion_runtime.core.runtime_options import options_of
+from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.request.fields import RequestField
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.resume import output_identity
@@ -150,6 +152,12 @@ def test_every_option_has_a_check_and_a_flag_where_one_is_declared() -> None:
 
 
 def test_load_pipeline_shows_every_option() -> None:
+    shown = inspect.signature(load_pipeline).parameters
+    options = {name: each.default for name, each in runtime_options().items() if name not in ("model_path", "parallel")}
+    assert {name: shown[name].default for name in options} == options
+    assert set(shown) - set(options) == {"model", "on_stage", "world"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'vae_decod'"):
+        load_pipeline("shapes", vae_decod="fast")  # type: ignore[call-arg]
     written = runpy.run_path(str(ROOT / "scripts" / "write_load_options.py"))["file_text"]()
     file = ROOT / "diffusion_runtime" / "loading" / "load_options.py"
     assert file.read_text() == written, "python scripts/write_load_options.py"
