@@ -106,20 +106,24 @@ class ParallelConfig:
     """
 
     num_gpus: int | None = option(
-        *(MACHINE, None, _PROCESSES),
+        MACHINE,
+        None,
+        _PROCESSES,
         Flag("Number of GPUs (one process each); parallel degrees are chosen automatically.", "N"),
     )
     ulysses_degree: int | None = option(
-        *(MACHINE, None, _PROCESSES), Flag("Sequence parallel: processes that share the heads.", "N")
+        MACHINE, None, _PROCESSES, Flag("Sequence parallel: processes that share the heads.", "N")
     )
     ring_degree: int | None = option(
-        *(MACHINE, None, _PROCESSES), Flag("Ring attention: processes that share the keys.", "N")
+        MACHINE, None, _PROCESSES, Flag("Ring attention: processes that share the keys.", "N")
     )
     cfg_parallel: bool | None = option(
-        *(MACHINE, None, Switch(is_optional=True)), Flag("The two guidance branches on two groups of processes.")
+        MACHINE, None, Switch(is_optional=True), Flag("The two guidance branches on two groups of processes.")
     )
     tensor_parallel_size: int | None = option(
-        *(MACHINE, None, _PROCESSES),
+        MACHINE,
+        None,
+        _PROCESSES,
         Flag("Processes that share each weight and the heads, for models that one device cannot hold.", "N", TENSOR),
     )
     order: str = option(MACHINE, "ulysses_inside_ring", OneOf(ORDERS))
@@ -390,11 +394,15 @@ class RuntimeConfig:
     """
 
     model_path: str = option(
-        *(MODEL, "shapes", Text()),
+        MODEL,
+        "shapes",
+        Text(),
         Flag("shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "MODEL", WHAT),
     )
     backend: str = option(
-        *(MODEL, "auto", OneOf(RUNTIME_BACKENDS)),
+        MODEL,
+        "auto",
+        OneOf(RUNTIME_BACKENDS),
         Flag("Implementation: native, diffusers (its own pipeline) or auto.", "NAME"),
     )
     device: str = option(MACHINE, "auto", Text(), Flag("auto, cpu, cuda, cuda:1, mps, ...", "NAME", order=-1))
@@ -411,11 +419,15 @@ class RuntimeConfig:
     text_encoder_path: str | None = _weights("Text encoder weights: umt5_xxl_fp16, ...")
     text_encoder_2_path: str | None = _weights("Weights of the second text encoder, in models with two.")
     variant: str | None = option(
-        *(OUTPUT, None, Text("a name such as fp16 or bf16", VARIANT, is_optional=True, none_word=True)),
+        OUTPUT,
+        None,
+        Text("a name such as fp16 or bf16", VARIANT, is_optional=True, none_word=True),
         Flag("Which of a folder's weights: fp16 for model.fp16.safetensors.", "NAME", PARTS),
     )
     upsampler_path: str | None = option(
-        *(OUTPUT, None, Text("the path of a folder", is_optional=True, none_word=True)),
+        OUTPUT,
+        None,
+        Text("the path of a folder", is_optional=True, none_word=True),
         Flag("Folder of a latent upsampler: half the size first, then refined at full size.", "PATH"),
         Refusal(
             "{name}: diffusers' own pipelines have no second stage in one call; leave out {flag}, or --backend "
@@ -424,31 +436,43 @@ class RuntimeConfig:
     )
     lora: Any = option(OUTPUT, (), Other(_parsed_loras))
     self_check: bool = option(
-        *(MACHINE, True, Switch()),
+        MACHINE,
+        True,
+        Switch(),
         Flag(
             "On an accelerator, compare third-party kernels with the definition before loading, once per version.",
             order=1,
         ),
     )
     vae_decode: str = option(
-        *(OUTPUT, "exact", OneOf(VAE_DECODE_MODES)),
+        OUTPUT,
+        "exact",
+        OneOf(VAE_DECODE_MODES),
         Flag("exact: diffusers' bits; fast: differs by rounding.", "MODE", bench_help="Of ours: exact, fast."),
         _DECODES,
     )
     vae_tiling: str = option(
-        *(OUTPUT, "auto", OneOf(VAE_TILING_CHOICES, ("off", "on"))),
+        OUTPUT,
+        "auto",
+        OneOf(VAE_TILING_CHOICES, ("off", "on")),
         Flag("Decode in blended tiles: auto, on (less memory), off.", "CHOICE"),
         _DECODES,
     )
     vae_decoder: str | None = option(
-        *(OUTPUT, None, Text("tiny or the path of a safetensors file", is_optional=True, none_word=True)),
+        OUTPUT,
+        None,
+        Text("tiny or the path of a safetensors file", is_optional=True, none_word=True),
         Flag("For previews: tiny, or a TAEHV file in safetensors; none: the model's own.", "tiny|FILE"),
         _DECODES,
     )
     quantization: str = option(
-        *(OUTPUT, "none", OneOf(QUANTIZATION_MODES, ("none",), "quantization")),
+        OUTPUT,
+        "none",
+        OneOf(QUANTIZATION_MODES, ("none",), "quantization"),
         Flag(
-            *("none, fp8 or fp8-all. See docs/quantization.md.", "MODE", QUANTIZATION),
+            "none, fp8 or fp8-all. See docs/quantization.md.",
+            "MODE",
+            QUANTIZATION,
             bench_help="Of ours: none, fp8, fp8-all.",
         ),
         Refusal(
@@ -457,23 +481,32 @@ class RuntimeConfig:
         ),
     )
     quantization_ignored_layers: Any = option(
-        *(OUTPUT, (), Names("names or patterns of layers", MAX_IGNORED_LAYERS)),
+        OUTPUT,
+        (),
+        Names("names or patterns of layers", MAX_IGNORED_LAYERS),
         Flag(
-            *("Layers that stay as they are, by name or pattern (blocks.0.*); again for several.", "NAME"),
+            "Layers that stay as they are, by name or pattern (blocks.0.*); again for several.",
+            "NAME",
             panel=QUANTIZATION,
         ),
     )
     compile: str = option(
-        *(OUTPUT, "off", OneOf(COMPILE_MODES, ("off",))),
+        OUTPUT,
+        "off",
+        OneOf(COMPILE_MODES, ("off",)),
         Flag(
-            *("Compile each kind of block once (torch.compile): off, regional.", "MODE"),
+            "Compile each kind of block once (torch.compile): off, regional.",
+            "MODE",
             bench_help="Of ours: off, regional.",
         ),
     )
     cuda_graphs: str = option(
-        *(SPEED, "auto", OneOf(CUDA_GRAPH_MODES, ("off", "on"))),
+        SPEED,
+        "auto",
+        OneOf(CUDA_GRAPH_MODES, ("off", "on")),
         Flag(
-            *("Replay launch-bound forward passes (CUDA graphs): auto, off, on.", "MODE"),
+            "Replay launch-bound forward passes (CUDA graphs): auto, off, on.",
+            "MODE",
             bench_help="Of ours: auto, off, on.",
         ),
         Refusal(
@@ -484,24 +517,33 @@ class RuntimeConfig:
         ),
     )
     offload: str = option(
-        *(MACHINE, "auto", OneOf(OFFLOAD_MODES)),
+        MACHINE,
+        "auto",
+        OneOf(OFFLOAD_MODES),
         Flag(
-            *("Which weights wait in the machine's memory: auto, none, model, layers. See docs/memory.md.", "MODE"),
+            "Which weights wait in the machine's memory: auto, none, model, layers. See docs/memory.md.",
+            "MODE",
             bench_help="Of a folder's weights: auto, none, model, layers.",
         ),
         _OFFLOADS,
     )
     memory_limit: str | None = option(
-        *(MACHINE, None, Size()),
+        MACHINE,
+        None,
+        Size(),
         Flag("Device memory limit, e.g. 12GB.", "SIZE", bench_help="Of ours, as in generate."),
         _OFFLOADS,
     )
     revision: str | None = option(
-        *(MODEL, None, Text("a branch, a tag or a commit", REVISION, is_optional=True)),
+        MODEL,
+        None,
+        Text("a branch, a tag or a commit", REVISION, is_optional=True),
         Flag("Branch, tag or commit of a hub model; also --model-path ORG/NAME@REV.", "REV", WHAT),
     )
     offline: bool = option(
-        *(SPEED, False, Switch()),
+        SPEED,
+        False,
+        Switch(),
         Flag("Offline: use local folders and the hub cache only.", panel=WHAT),
     )
 

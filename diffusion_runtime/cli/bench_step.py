@@ -38,9 +38,7 @@ class StepFlags(SizeFlags):
 
     batch: Annotated[
         int,
-        option(
-            *(WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch"), metavar="N", min=1
-        ),
+        option(WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch", metavar="N", min=1),
     ] = 1
     num_images: Annotated[
         int | None,
@@ -49,7 +47,9 @@ class StepFlags(SizeFlags):
     layers: Annotated[
         int | None,
         option(
-            *(WHAT, "Build N blocks of the kind with most; the figures are of this part.", "--layers"),
+            WHAT,
+            "Build N blocks of the kind with most; the figures are of this part.",
+            "--layers",
             metavar="N",
             min=1,
         ),

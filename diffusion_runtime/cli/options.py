@@ -50,7 +50,9 @@ Lora: TypeAlias = Annotated[
 ImportFiles: TypeAlias = Annotated[
     list[str] | None,
     option(
-        *(ATTENTION, "Run a Python file of yours first, which registers a backend; again for several.", "--import"),
+        ATTENTION,
+        "Run a Python file of yours first, which registers a backend; again for several.",
+        "--import",
         metavar="FILE.py",
         callback=import_files,
     ),
@@ -73,7 +75,8 @@ class PromptFlags:
     prompt_file: Annotated[
         str | None,
         option(
-            *(WHAT, "One prompt per line (- reads standard input), or rows of request fields: .jsonl, .csv."),
+            WHAT,
+            "One prompt per line (- reads standard input), or rows of request fields: .jsonl, .csv.",
             "--prompt-file",
             metavar="FILE",
         ),
@@ -102,14 +105,17 @@ class SourceFlags:
     set_values: Annotated[
         list[str] | None,
         option(
-            *(WHAT, "Set one value of the config: request.height=128. Also as a flag: --request.height 128.", "--set"),
+            WHAT,
+            "Set one value of the config: request.height=128. Also as a flag: --request.height 128.",
+            "--set",
             metavar="KEY=VALUE",
         ),
     ] = None
     preset: Annotated[
         str | None,
         option(
-            *(SIZE, "fast (4 steps), draft, default, large, few-step settings of `models`, or one of --config."),
+            SIZE,
+            "fast (4 steps), draft, default, large, few-step settings of `models`, or one of --config.",
             "--preset",
             metavar="NAME",
         ),
@@ -132,14 +138,17 @@ class AttentionChoice:
     attention_backend_config: Annotated[
         str | None,
         option(
-            *(ATTENTION, "Its options: key=value,... or JSON, or a JSON or YAML file.", "--attention-backend-config"),
+            ATTENTION,
+            "Its options: key=value,... or JSON, or a JSON or YAML file.",
+            "--attention-backend-config",
             metavar="OPTIONS",
         ),
     ] = None
     attention_config: Annotated[
         str | None,
         option(
-            *(ATTENTION, "Default, per role and schedule, as JSON or a file. Single values: see below."),
+            ATTENTION,
+            "Default, per role and schedule, as JSON or a file. Single values: see below.",
             "--attention-config",
             metavar="JSON|FILE",
         ),
@@ -191,7 +200,8 @@ class OutputFlags:
     plan_for: Annotated[
         str | None,
         option(
-            *(OUTPUT, "With --dry-run: plan for a GPU that is not here: h100, 4090, ... See docs/memory.md."),
+            OUTPUT,
+            "With --dry-run: plan for a GPU that is not here: h100, 4090, ... See docs/memory.md.",
             "--plan-for",
             metavar="NAME",
         ),
@@ -202,7 +212,9 @@ class OutputFlags:
     profile: Annotated[
         str | None,
         option(
-            *(OUTPUT, "Trace of the first request, for Perfetto. See docs/instruments.md.", "--profile"),
+            OUTPUT,
+            "Trace of the first request, for Perfetto. See docs/instruments.md.",
+            "--profile",
             metavar="FILE.json",
         ),
     ] = None
