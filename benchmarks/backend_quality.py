@@ -162,19 +162,14 @@ def tables(document: Mapping[str, Any]) -> str:
         prompts = " and ".join(map(str, counts))
         header = "| backend | density | time | one object | two objects | latent distance | PSNR, dB |"
         title = f"{device}, {dtype}, {prompts} prompts of each kind:"
-        refused = [refusal_line(row) for row in own if "refused" in row]
-        listed = ["", "Refused there, with the first reason:", "", *refused] if refused else []
+        refused = ", ".join(f"`{row['backend']}`" for row in own if "refused" in row)
+        listed = ["", f"Refused there: {refused}."] if refused else []
         figures = [line(row) for row in own if is_measured(row)]
         blocks.append("\n".join([title, "", header, "|---|---|---|---|---|---|---|", *figures, *listed]))
     # On a CPU it runs in float32.
     if all(row["dtype"] == "float32" for row in rows):
         blocks.append(NO_GPU_RUN)
     return "\n\n".join(blocks)
-
-
-def refusal_line(row: Mapping[str, Any]) -> str:
-    reason = str(row["refused"][0][1]).partition("; fix:")[0]
-    return f"- `{row['backend']}`: {reason}"
 
 
 def with_tables(page: str, document: Mapping[str, Any]) -> str:
@@ -189,7 +184,7 @@ def line(row: Mapping[str, Any]) -> str:
     if "accuracy" not in row:
         return f"| {name} | | {row['cpu_seconds']:.1f} s | | | | |"
     joint = [row["accuracy"][kind]["joint"] for kind in ("one_object", "two_objects")]
-    right = " | ".join(f"{each['rate']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in joint)
+    right = " | ".join(f"{each['rate']:.2f} ({each['low']:.2f}-{each['high']:.2f})" for each in joint)
     taken = f"{row['cpu_seconds']:.1f} s" if "cpu_seconds" in row else f"{row['denoise_seconds']:.3f} s"
     return (
         f"| {name} | {row['density']:.2f} | {taken} | {right} | "

@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _MAX_CHARACTERS = 120
 @dataclass(frozen=True)
 class Row:
     """runs: `yes`, or why not: `refused: `, `not shown: ` or `no, and diffusers alone runs it: `. reached: attention
-    modules with our attention, of all; empty where it did not run. sparse: `yes`, or why not."""
+    modules with our attention, of all, or `all`; empty where it did not run. sparse: `yes`, or why not."""
 
     pipeline: str
     runs: str
@@ -95,7 +95,8 @@ def _run(name: str, folder: Path, temporary: Path) -> Row:
     if request is None:
         return Row(name, f"not shown: {reason}")
     with attach(loaded.pipeline, "torch_sdpa") as handle:
-        reached = f"{handle.num_reached} of {handle.num_modules}"
+        is_all = handle.num_reached == handle.num_modules
+        reached = "all" if is_all else f"{handle.num_reached} of {handle.num_modules}"
     try:
         sparse = load_pipeline(
             str(folder), backend="diffusers", device="cpu", attention={"per_role": {"self": SPARSE}}
@@ -224,7 +225,7 @@ def table_of(rows: Sequence[Row], version: str) -> str:
         "",
         f"Not in the table, as diffusers has them only where these packages are installed: {absent}.",
         "",
-        "| runs | with a sparse backend | pipelines, with the attention modules reached |",
+        "| runs | with a sparse backend | pipelines; in brackets the attention modules reached, where not all are |",
         "|---|---|---|",
         *_lines_of(rows),
     ]
@@ -234,13 +235,26 @@ def table_of(rows: Sequence[Row], version: str) -> str:
 def _lines_of(rows: Sequence[Row]) -> Iterator[str]:
     """One line for all classes of one outcome; what runs comes first, then by the reason."""
     outcomes: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.runs != "yes", row.sparse != "yes", row.runs, row.sparse)):
+    shown = [replace(row, runs=_outcome(row.runs)) for row in rows]
+    for row in sorted(shown, key=lambda row: (row.runs != "yes", row.sparse != "yes", row.runs, row.sparse)):
         outcomes.setdefault((row.runs, row.sparse), []).append(row)
     for (runs, sparse), found in outcomes.items():
         names = ", ".join(
-            f"{row.pipeline} {row.reached}".strip() for row in sorted(found, key=lambda row: row.pipeline)
+            f"{row.pipeline} ({row.reached})" if " of " in row.reached else row.pipeline
+            for row in sorted(found, key=lambda row: row.pipeline)
         )
         yield f"| {runs} | {sparse} | {names} |"
+
+
+def _outcome(runs: str) -> str:
+    """Return the outcome as the page shows it: a row that is not shown names a missing package, or no more than that
+    the tiny components gave nothing (`--show` prints the whole reason)."""
+    if not runs.startswith("not shown: "):
+        return runs
+    package = next((name for name in ("torchvision", "PyAV", "cosmos_guardrail") if name in runs), None)
+    if package is not None:
+        return f"not shown: it needs {package}"
+    return "not shown: no tiny components" if "no tiny " in runs else "not shown: its tiny components do not run"
 
 
 def rows_of(page: str) -> list[Row]:
@@ -252,7 +266,7 @@ def rows_of(page: str) -> list[Row]:
         runs, sparse, names = (cell.strip() for cell in cells)
         for each in names.split(", "):
             pipeline, _, reached = each.partition(" ")
-            found.append(Row(pipeline, runs, reached, sparse))
+            found.append(Row(pipeline, runs, reached.strip("()") or ("all" if runs == "yes" else ""), sparse))
     return sorted(found, key=lambda row: row.pipeline)
 
 

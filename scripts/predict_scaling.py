@@ -1,6 +1,6 @@
 """A small model of how a denoising step gets shorter with more processes, fitted to results/parallel_gpu.json.
 
-python -m scripts.predict_scaling    # prints the tables of docs/scaling.md
+python -m scripts.predict_scaling    # prints the figures of docs/scaling.md
 
     t(N) = t_cut / N + t_every + exposed bytes / bandwidth + num_exchanges * latency
 

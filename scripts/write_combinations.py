@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from diffusion_runtime.rules.combinations import combinations, pipeline_combinations
+from diffusion_runtime.rules.combinations import Combination, combinations, pipeline_combinations
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 TITLES = {
@@ -17,9 +17,9 @@ TITLES = {
 }
 START = """# Combinations: which features do not go together
 
-Each row is a pair that is refused, with the message: why, and what to do instead, before the weights load where that is
-possible. The table is `diffusion_runtime/rules/combinations.yaml`, and `diffusion_runtime/config.py` for pipelines of
-diffusers' own (`python scripts/write_combinations.py` writes this page).
+Each row is a pair that is refused, before the weights load where possible. The message tells why, and what to do.
+The table is `diffusion_runtime/rules/combinations.yaml`; rows of diffusers' own pipelines are declared with the options
+in `diffusion_runtime/config.py` (`python scripts/write_combinations.py` writes this page).
 """
 
 
@@ -29,7 +29,13 @@ def page_text() -> str:
     table = {**combinations(), "pipelines": pipeline_combinations()}
     for about, title in TITLES.items():
         parts.append(f"\n## {title}\n\n| feature | with | message |\n|---|---|---|\n")
-        parts += [f"| {row.pair[0]} | {row.pair[1]} | `{re.sub('[{}]', '', row.says)}` |\n" for row in table[about]]
+        # Features that are refused with the same one in the same words share a line, without the keys that differ.
+        groups: dict[tuple[str, str], list[Combination]] = {}
+        for row in table[about]:
+            groups.setdefault((row.pair[0], row.says.partition(": ")[2]), []).append(row)
+        for (first, words), group in groups.items():
+            message = re.sub("{[^}]*}", "...", words if len(group) > 1 else group[0].says)
+            parts.append(f"| {first} | {', '.join(row.pair[1] for row in group)} | `{message}` |\n")
     return "".join(parts)
 
 

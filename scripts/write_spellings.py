@@ -31,10 +31,15 @@ def joined(rows: Sequence[tuple[Spelling, tuple[str, str]]]) -> list[str]:
     for row, cells in rows:
         groups.setdefault(cells, []).append(row)
     lines = []
-    for cells, group in groups.items():
+    # A long reason is written once.
+    given: dict[str, str] = {}
+    for (first, second), group in groups.items():
         origins = dict.fromkeys(origin for row in group for origin in row.origin.split(", "))
         names = ", ".join(f"`{row.spelling}`" for row in group)
-        lines.append(f"| {names} | {', '.join(origins)} | {' | '.join(cells)} |")
+        reason = f"as `{given[first]}`" if first in given else first
+        if len(first.split()) > 6:
+            given.setdefault(first, group[0].spelling)
+        lines.append(f"| {names} | {', '.join(origins)} | {reason} | {second} |")
     return lines
 
 

@@ -116,8 +116,8 @@ def test_python_blocks_run(
         for name in added:
             unregister_backend(name)
     assert not failures, "\n".join(failures)
-    # Blocks ran, and not only compiled: those of own_backend.md and CONTRIBUTING.md register theirs.
-    assert {"softcap_attn", "my_attn"} <= added
+    # Blocks ran, and not only compiled: those of own_backend.md register theirs.
+    assert {"softcap_attn", "near_attn"} <= added
     assert num_changes() > changes
 
 

@@ -33,12 +33,12 @@ def shapes() -> Iterator[Pipeline]:
 
 def test_one_object_prompts_at_the_draft_size(shapes: Pipeline) -> None:
     """Measured over more prompts in benchmarks/results/prompt_accuracy.json; here enough to see a broken model."""
-    prompts = evaluation_prompts("one_object", 6)
+    prompts = evaluation_prompts("one_object", 3)
     requests = [shapes.resolve(GenerationRequest(p.text, seed=p.seed), preset="draft") for p in prompts]
     media = shapes.generate(requests)
     verdicts = [check_clip(p.attributes, torch.from_numpy(m.frames)) for p, m in zip(prompts, media, strict=True)]
     right = sum(verdict.joint for verdict in verdicts)
-    assert right >= 4, [(p.text, v) for p, v in zip(prompts, verdicts, strict=True) if not v.joint]
+    assert right >= 2, [(p.text, v) for p, v in zip(prompts, verdicts, strict=True) if not v.joint]
 
 
 def test_the_first_prompt_of_the_readme_at_the_default_size(shapes: Pipeline) -> None:
@@ -119,12 +119,14 @@ def test_a_sampler_of_ones_own_is_of_every_chunk() -> None:
 
 
 def test_the_causal_model_goes_on_and_follows_another_prompt() -> None:
-    """3 s at 256 x 256. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
+    """3 s at 128 x 128. Measured over more streams in its TRAINING.json; here enough to see a broken model."""
     pipeline = load_pipeline("shapes-causal", device="cpu", dtype="float32")
-    request = GenerationRequest("a red circle", seconds=3, seed=1, prompt_switches=((13, "a blue circle"),))
+    request = GenerationRequest(
+        "a red circle", height=128, width=128, seconds=3, seed=1, prompt_switches=((13, "a blue circle"),)
+    )
     with pipeline.stream(request) as stream:
         frames = torch.cat([torch.from_numpy(chunk.frames) for chunk in stream])
-    assert frames.shape[1:] == (256, 256, 3)
+    assert frames.shape[1:] == (128, 128, 3)
     # The prompt changes with the chunk that begins at frame 13; windows of a second, and of the last two.
     for colour, other, window in (("red", "blue", frames[:12]), ("blue", "red", frames[-24:])):
         says = SceneAttributes((ObjectAttributes(colour, "circle", None),), None)

@@ -44,13 +44,13 @@ def test_a_device_that_is_not_one(device: str) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"use --device auto|of them, counted from 0"):
+    with pytest.raises(ConfigError, match=r"write --device auto|of them, counted from 0"):
         resolve_device("cuda:99")
 
 
 def test_an_unknown_dtype() -> None:
     with pytest.raises(ConfigError, match="dtype: expected auto"):
-        resolve_dtype("fp16", torch.device("cpu"))
+        resolve_dtype("fp8", torch.device("cpu"))
 
 
 def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ CACHED_KEYS = "cached keys"
 
 class CachedCall(NamedTuple):
     """A call to the keys of a cache. inputs: with the keys in sight; with its own where `parts` are read in their
-    place. copied: what was done to the keys for it, as KeyStore.copied says, `in place` for none of it, empty for a
-    store that is always read in place."""
+    place. copied: what was done to the keys for it, as KeyStore.copied describes, `in place` for none of it, empty for
+    a store that is always read in place."""
 
     inputs: AttentionInputs
     copied: str = ""
@@ -77,7 +77,7 @@ def write_to_cache(
 
 
 def _grid_of(inputs: AttentionInputs, layer: LayerInfo, cache: FrameCache) -> Extent:
-    """Of a call over the frames of the cache's plan. Raises ConfigError for any other."""
+    """Return the grid of a call over the frames of the cache's plan. Raises ConfigError for any other."""
     plan, layout = cache.plan, inputs.layout
     if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
         raise ConfigError(
@@ -93,7 +93,7 @@ def with_prefix(
     """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
     so that every process attends with the heads that it computes.
 
-    Raises ConfigError for a call whose text stands before the grid, or behind a prefix with padding.
+    Raises ConfigError for a call whose text precedes the grid, or behind a prefix with padding.
     """
     layout, name = inputs.layout, layer.name or layer.role
     if layout is None or layout.num_prefix_tokens:
@@ -112,8 +112,8 @@ def with_prefix(
 
 
 def plan_of(call: AttentionCall, cache: FrameCache | None, parts: KeyParts | None = None) -> ForwardPlan:
-    """What a backend prepares for, once per forward pass: of cached calls the largest that the cache makes. parts: of a
-    call whose keys are read where they are stored."""
+    """Return the plan that a backend prepares once per forward pass: for cached calls, of the largest one the cache
+    makes. parts: the keys of a call that reads them where they are stored."""
     layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
     plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
     if plan is not None and layout is not None:

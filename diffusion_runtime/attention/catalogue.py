@@ -32,7 +32,7 @@ from diffusion_runtime.startup.importing import raised_line as raised_line
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as seen from one machine. version: None when it is not usable here; reason and fix then say why.
+    """One backend as seen from one machine. version: None when it is not usable here; reason and fix then tell why.
 
     aliases: every other spelling that means it, those of peers included; capability: what this machine leaves of it;
     options: the keys it takes.
@@ -98,7 +98,7 @@ def select_backend(
 
     cli, config: the choices of each level, in any form that AttentionConfig.parse takes; forced: a spec, a name or a
     mapping; an active force_attention_backend counts when `forced` is None.
-    device: a Hardware value stands for any machine.
+    device: a Hardware value describes any machine.
     needs: features the calls use, of backends.interface.FEATURES. Raises BackendUnavailableError, ConfigError.
     """
     for feature in needs:
@@ -138,7 +138,7 @@ def missing_names() -> tuple[str, ...]:
 
 
 def platform_default(hardware: Hardware) -> Decision:
-    """What a usual layer (self-attention, heads of 128, the platform's usual dtype) gets when nobody chooses.
+    """Return the default choice for a usual layer (self-attention, heads of 128, the platform's usual dtype).
 
     Raises BackendUnavailableError when nothing runs there.
     """

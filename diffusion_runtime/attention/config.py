@@ -44,7 +44,7 @@ class AttentionSpec:
     name: a backend, several in order of preference (`fa,torch_sdpa`), or `auto` for no choice. Any spelling that the
         registry knows; kept in its canonical form.
     options: explicitly set options, each checked against what the named backends declare. With `auto` they configure
-        the backend that a lower level chooses and are checked there. What they say together is checked where the set
+        the backend that a lower level chooses and are checked there. Their combination is checked where the set
         is complete, when a layer makes its choice: another level may complete it.
 
     Raises ConfigError for an unknown name, an unknown option, a wrong type, or one value under two names.
@@ -205,7 +205,7 @@ class ScheduleRule:
 
 class StatedChoice(NamedTuple):
     """One entry of an AttentionConfig that may decide for a role. by_name: it is made for the role, or for the role's
-    category, by name; key: where it stands, for people."""
+    category, by name; key: where it was given, for people."""
 
     spec: AttentionSpec
     by_name: bool
@@ -326,7 +326,7 @@ class AttentionConfig:
         except DocumentError as error:
             raise ConfigError(f"attention config: {error}") from error
         _refuse_duplicates(value)
-        # Shorter paths first: a spec that is a name, then the options beside it.
+        # Shorter paths first: a spec that is a name, then the options next to it.
         return cls._of_mapping(dict(sorted(value.items(), key=lambda item: len(_split_path(item[0])))))
 
     def with_values(self, dotted: Mapping[str, Any]) -> Self:
@@ -393,7 +393,8 @@ def _read_mapping(path: str, where: str) -> Mapping[str, Any]:
 
 
 def _refuse_duplicates(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value that a mapping gives twice: `default.backend` beside `default: {backend: ...}`."""
+    """Raises ConfigError for a value that a mapping gives twice: `default.backend` next to `default: {backend:
+    ...}`."""
     given: set[tuple[str, ...]] = set()
     for key, value in values.items():
         if not isinstance(key, str):

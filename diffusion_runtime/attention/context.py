@@ -113,7 +113,7 @@ class RequestCache:
             del self._scopes[key]
 
     def is_first(self, what: str) -> bool:
-        """Whether `what` is asked for the first time in this request: for messages that are logged once."""
+        """Return True the first time it is called for `what` in this request: for messages that are logged once."""
         if what in self._seen:
             return False
         self._seen.add(what)
@@ -125,7 +125,7 @@ class RequestCache:
             scope = self._scopes[key] = self._make_scope(key)
         return scope
 
-    def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that stands for another
+    def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that replaces another
         return CacheScope()
 
 
@@ -134,7 +134,7 @@ REQUEST_CACHES: HandleTable[RequestCache] = HandleTable()
 
 
 def _is_of(scope: Hashable, branch: str) -> bool:
-    """Whether the key of a scope is one of a guidance branch, or of a layer in it."""
+    """Return whether the key of a scope belongs to a guidance branch, or to a layer in it."""
     return isinstance(scope, tuple) and scope[1] == branch
 
 
@@ -176,7 +176,7 @@ class AttentionContext:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether it was made while torch.compile traces, without a recorder."""
+        """Return whether it was made while torch.compile traces, without a recorder."""
         return self.recorder is _UNREAD
 
     def run_blocks(
@@ -204,7 +204,7 @@ class AttentionContext:
         return dataclasses.replace(self, layout=layout)
 
 
-# Of contexts that are made while torch.compile traces: nobody reads what it counts.
+# The recorder of contexts that are made while torch.compile traces: its counts are not read.
 _UNREAD = AttentionRecorder()
 
 

@@ -25,7 +25,7 @@ _MISSING = object()
 
 def form_of(value: Any) -> Hashable:
     """All of a value but the numbers in its tensors: values of one form differ in those alone. Objects that are no
-    tensors, dataclasses, tuples, lists or dicts stand for themselves."""
+    tensors, dataclasses, tuples, lists or dicts are their own form."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.stride(), value.dtype, value.device
     parts = _parts(value)
@@ -43,7 +43,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Clones:
-    """Clones of values, with tensors of their own in the same sizes and strides. An object that stands in two places is
+    """Clones of values, with tensors of their own in the same sizes and strides. An object that occurs twice is
     one object in the clones."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class FixedState(RequestCache):
         self._source = self._clones = None
 
     def difference(self, other: RequestCache) -> str | None:
-        """Why the values of another request cannot be copied; None where they can."""
+        """Return why the values of another request cannot be copied; None where they can."""
         for (scope, key), fixed in self._used.items():
             found = other.scope(scope).find(key, _MISSING)
             if found is _MISSING:
@@ -177,7 +177,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _name(key: Hashable) -> str:
-    """Of a cache's key, which begins with a name or is a function with its arguments."""
+    """Return the name of a cache's key, which begins with a name or is a function with its arguments."""
     first = key[0] if isinstance(key, tuple) and key else key
     words = key[:2] if isinstance(key, tuple) and isinstance(first, str) else (first,)
     return " ".join(getattr(word, "__name__", str(word))[:60] for word in words)

@@ -94,7 +94,8 @@ class force_attention_backend:
         return cast(Callable[Parameters, Returned], functools.wraps(function)(run))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of the same kind as `function`: who decorates further, or runs it, may look at what kind it is."""
+        """Return a wrapper of the same kind (function, generator, coroutine), as later decorators and callers may
+        inspect it."""
         if inspect.iscoroutinefunction(function):
 
             async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ class force_attention_backend:
         return run
 
     def _held(self, returned: Any) -> Any:
-        """What a function returned; what of it has yet to run, such as a generator, holds the choice while it runs."""
+        """Return the result of a function; what has yet to run, such as a generator, holds the choice while it runs."""
         if inspect.isgenerator(returned):
             return _Resumes(self._choice).generator(returned)
         if inspect.iscoroutine(returned):
@@ -130,7 +131,7 @@ class force_attention_backend:
 
 class _Resumes:
     """One generator or coroutine that is resumed again and again: it holds a choice, and what it forces itself, from
-    each resume until it is suspended. Whoever resumes it, anywhere, holds what they held before."""
+    each resume until it is suspended. The code that resumes it keeps the choices it held before."""
 
     def __init__(self, choice: ForcedChoice) -> None:
         self._held: tuple[ForcedChoice, ...] = (choice,)

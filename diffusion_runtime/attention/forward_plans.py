@@ -41,9 +41,9 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What `prepare` makes a plan of. limits: of its calls; step: of this forward pass; cache: what it reads and writes
-    of the key-value cache, with the number of keys in sight; None for calls without one. stored: the pages of calls
-    that read them in place, which all layers have alike unless one shares pages with another video."""
+    """The input of `prepare`. limits: of its calls; step: of this forward pass; cache: its reads and writes of the
+    key-value cache, with the number of keys in sight; None for calls without one. stored: the pages of calls that read
+    them in place, alike in all layers unless one shares pages with another video."""
 
     limits: PlanLimits
     step: StepInfo
@@ -85,7 +85,7 @@ class ForwardPlans:
 
 
 class VideoPlans(ForwardPlans):
-    """Plans of all forward passes of one video that is made chunk by chunk: each pass prepares them anew, in buffers
+    """Plans of all forward passes of one video that is made chunk by chunk: each pass prepares them again, in buffers
     that are reserved once."""
 
     def __init__(self) -> None:

@@ -100,17 +100,16 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v by any backend.
 
-    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], heads a multiple of kv_heads.
-    backend: a name, several in order of preference, or `auto` for the environment's or the platform's; it is a choice
-        for this layer's role by name, so one that does not serve the role is an error. options: of that backend.
-    layout: where the key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends.
-    state: what a backend keeps between calls and steps, such as windows and offsets on the device; pass one per
-        request, as without one every call makes them anew. gate: as q, for gated backends.
-    mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or in q's dtype and added to the scaled
-        scores, beside what layout and causal hide. -inf hides, a large negative number is a number; hidden keys and
-        values must be finite. Padding is better given as the layout's valid_lengths, which cost nothing: a boolean mask
-        of keys that is a plain prefix means the same, and its values are not looked at to find that out.
-    scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], heads a multiple of kv_heads. backend:
+    a name, several in order of preference, or `auto` for the environment's or the platform's; it is a choice for this
+    layer's role by name, so one that does not serve the role is an error. options: of that backend. layout: where the
+    key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends. state: what a backend
+    keeps between calls and steps, such as windows and offsets on the device; pass one per request, as without one every
+    call makes them again. gate: as q, for gated backends. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
+    (True: attend) or in q's dtype and added to the scaled scores, in addition to what layout and causal hide. -inf
+    hides, a large negative number is a number; hidden keys and values must be finite. Padding is better given as the
+    layout's valid_lengths, which cost nothing: a boolean mask of keys that is a plain prefix means the same, and its
+    values are not looked at to find that out. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
 
     Returns out like q, and with return_lse also the log-sum-exp: natural log, float32, [batch, heads, seq_q]. A query
     that sees no key gives 0 and -inf. Raises BackendUnavailableError and ConfigError.
@@ -206,7 +205,7 @@ class _RecordedFunction:
         values: CallValues | None,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See RecordedAttention."""
+        """Compute a recorded call, as RecordedAttention describes."""
         assert values is not None, "a function has no context"
         name, of_spec, options, scale, causal = values.further
         backend = AttentionSpec(name, of_spec) if of_spec else name

@@ -1,4 +1,4 @@
-"""Handles: integers, in tensors, that stand for objects which torch.compile must not trace.
+"""Handles: integers, in tensors, that identify objects which torch.compile must not trace.
 
 A compiled graph passes tensors to its operators. An integer would be compiled in as a constant, and a graph made for
 one layer or one request would not serve the next; the value of a tensor is no part of a graph.
@@ -38,7 +38,7 @@ class HandleTable(Generic[T]):
         return torch.tensor(self.number_of(value), dtype=torch.int64, device="cpu")
 
     def find(self, handle: torch.Tensor) -> T:
-        """The object of a handle. Raises RuntimeError when it is gone: whoever runs a graph holds its objects."""
+        """The object of a handle. Raises RuntimeError when it is gone: the caller of a graph holds its objects."""
         return self.find_number(int(handle))
 
     def find_number(self, number: int) -> T:

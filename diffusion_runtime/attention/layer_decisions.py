@@ -129,11 +129,11 @@ class LayerDecisions:
         )
 
     def resolved_at(self, step: StepInfo, layout: TokenLayout | None) -> Resolved:
-        """Return what will serve a call at a step of a request whose keys sit as `layout` says."""
+        """Return what will serve a call at a step of a request whose keys sit as in `layout`."""
         return self._planned(current_force(), self.policy.rules_now(self._layer, step), layout).resolved
 
     def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
-        """Return what the report of a request will say computed a call at `step`; None where that is found at the
+        """Return the implementation that the report will name for a call at `step`; None where that is found at the
         call."""
         return expected_implementation(*self._expected_call(step, form))
 

@@ -48,7 +48,7 @@ _STEP = StepInfo()
 
 
 class AttentionLayer(nn.Module, ABC):
-    """What the three layers share: a decision at construction, a check and a count at every call.
+    """The base of the three layers: a decision at construction, a check and a count at every call.
 
     num_heads, head_dim: of the queries; num_kv_heads: of keys and values, None for as many (fewer is grouped-query
     attention). layer: which layer this is, its role included. policy: the choices it is built with; None takes the
@@ -176,9 +176,9 @@ class AttentionLayer(nn.Module, ABC):
 
     def write_keys(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> None:
         """Leave k and v in the key-value cache of the context, as a call with the same arguments does, and attend to
-        nothing: of a commit whose output nobody reads. No call is counted.
+        nothing: of a commit whose output is not read. No call is counted.
 
-        q: says how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
+        q: gives how many queries each process has, and is exchanged with k and v. Raises what `forward` raises.
         """
         if context.shapes_only:
             return
@@ -194,7 +194,7 @@ class AttentionLayer(nn.Module, ABC):
         self.decisions.served(q, context).exchange.attend(inputs, run)
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
-        """Whether the backend that serves the next call has a gated branch; a gate for any other is not worth making.
+        """Return whether the backend of the next call has a gated branch; for any other, a gate need not be computed.
 
         x: a tensor of the dtype and on the device of that call's q; context: of that call. Raises
         BackendUnavailableError when no backend of the choice can serve it.
@@ -278,8 +278,8 @@ class AttentionLayer(nn.Module, ABC):
         values: CallValues | None,
         return_lse: bool,  # noqa: ARG002 - a layer returns none
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See RecordedAttention. A graph is the same at every step, so it always makes the gate; a backend without a
-        gated branch, such as that of dense first steps, is called without."""
+        """Compute a recorded call, as RecordedAttention describes. A graph is the same at every step, so it always
+        makes the gate; a backend without a gated branch, such as that of dense first steps, is called without it."""
         if values is not None and values.further[0]:
             raise ConfigError(values.further[0])
         if gate is not None and not self.takes_gate(q, context):
@@ -306,7 +306,7 @@ class AttentionLayer(nn.Module, ABC):
         served: ResolvedCall,
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
-        """What this process computes of one call, or a part of that."""
+        """Compute this process's share of one call, or a part of it."""
         backend, dense = served.resolved.backend, served.resolved.dense
         copied, parts = "", None
         if self.cached_keys and context.cache is not None:
@@ -375,7 +375,7 @@ class AttentionLayer(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
-        """How a layer of this class shares a sequence on a mesh."""
+        """Return how a layer of this class shares a sequence on a mesh."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the handle, which is this layer's and not the copy's. A shallow copy decides for itself, too.

@@ -55,12 +55,12 @@ class Choice:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept."""
+    """Return the folder of measurements."""
     return cache_root() / "attention"
 
 
 class MeasuredCache:
-    """The choices of one machine. machine: all that they depend on beside the shape: chip, driver, versions."""
+    """The choices of one machine. machine: all that they depend on besides the shape: chip, driver, versions."""
 
     def __init__(self, machine: Mapping[str, Any]) -> None:
         text = json.dumps(machine, sort_keys=True, default=str)
@@ -72,7 +72,7 @@ class MeasuredCache:
         return cache_folder() / self._name / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', shape_class)}.json"
 
     def read(self, shape_class: str) -> Choice | None:
-        """What was measured; None when nothing was, or when the file is damaged, which is logged."""
+        """Return what was measured; None when nothing was, or when the file is damaged, which is logged."""
         path = self.path(shape_class)
         try:
             return Choice.from_file(path)
@@ -111,7 +111,7 @@ class MeasuredCache:
 
 
 def machine_facts(hardware: Hardware, candidates: Sequence[Backend]) -> dict[str, Any]:
-    """All that a measurement depends on beside the shape: the chip, its driver, and every version that takes part."""
+    """All that a measurement depends on besides the shape: the chip, its driver, and every version that takes part."""
     return {
         "platform": hardware.platform,
         "device": hardware.device_name,

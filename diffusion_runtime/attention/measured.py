@@ -73,7 +73,7 @@ def candidates(hardware: Hardware) -> list[Backend]:
 
 
 class _AnyCandidate(NarrowedCapability):
-    """What any candidate can do, each call by one of them."""
+    """The union of what the candidates can do; one of them serves each call."""
 
     def refusals(self, requirements: AttentionRequirements) -> list[str]:
         if any(not refusals(backend.name, requirements) for backend in candidates(requirements.hardware)):
@@ -125,7 +125,7 @@ class MeasuredBackend(Backend):
 
     def run(self, call: AttentionCall) -> AttentionResult:
         if torch.compiler.is_compiling():
-            # Not a decorator: that would load the compiler where nobody compiles.
+            # Not a decorator: that would load the compiler where nothing is compiled.
             pick: _Pick = torch.compiler.disable(_pick)(call)  # type: ignore[no-untyped-call]
             return pick.run(call)
         return _pick(call).run(call)
@@ -137,7 +137,7 @@ _measuring = threading.Lock()
 
 
 def forget() -> None:
-    """Choose for every shape anew, from the disk or by measuring: for a process that moved its cache."""
+    """Choose again for every shape, from the disk or by measuring: for a process that moved its cache."""
     _picks.clear()
 
 

@@ -28,8 +28,8 @@ def never_sparse(layers: Iterable[AttentionLayer], grid: Extent, num_steps: int)
 
 
 def _reasons(name: str, layers: list[AttentionLayer], layout: TokenLayout, num_steps: int) -> dict[str, str] | None:
-    """What to change for every reason why a call is dense; nothing where no call is the backend's; None where one is
-    sparse."""
+    """Return every reason why a call is dense, with what to change; empty where no call is the backend's, None where
+    one is sparse."""
     reasons: dict[str, str] = {}
     # Dense layers and steps are mostly the first ones, so a sparse call is found at once.
     for layer in reversed(layers):

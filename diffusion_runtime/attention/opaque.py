@@ -1,8 +1,8 @@
 """Opaque attention: one operator that torch.compile records and does not trace (torch.library.custom_op).
 
 Selection, planning, exchanges between processes and the count of a call are Python, and depend on step and request: a
-traced call would be compiled anew with each of them. Layer and context reach the operator as handles; a context that is
-made within a graph, and the values of `attention`, as arguments (recorded_values.py).
+traced call would be compiled again with each of them. Layer and context reach the operator as handles; a context that
+is made within a graph, and the values of `attention`, as arguments (recorded_values.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffusion_runtime.report.attention_report import AttentionRecorder
 
 
 class RecordedAttention(Protocol):
-    """What the operator calls: an attention layer, or the function `attention`."""
+    """The callee of the operator: an attention layer, or the function `attention`."""
 
     def run_recorded(
         self,
@@ -40,7 +40,7 @@ class RecordedAttention(Protocol):
 
 # What the operators of compiled graphs call.
 ATTENTIONS: HandleTable[RecordedAttention] = HandleTable()
-# The handle of no context: the values say all.
+# The handle of no context: the values hold everything.
 _NO_HANDLE = torch.tensor(0, dtype=torch.int64, device="cpu")
 
 
@@ -56,7 +56,7 @@ def record_attention(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """While torch.compile traces: the operator for one call. attention: a handle; at: the handle of a context, or the
-    call's values. Where there is no log-sum-exp to return, an empty tensor stands for it."""
+    call's values. Where there is no log-sum-exp to return, an empty tensor replaces it."""
     tensors = [each for each in (q, k, v, gate, mask) if each is not None]
     differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     context, values = (_NO_HANDLE, at) if isinstance(at, OperatorValues) else (at, OperatorValues("", (), _NO_HANDLE))
@@ -263,8 +263,8 @@ def _(x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
 
 
 def refusal_of_recording(context: AttentionContext | None, block_mask: object = None) -> str:
-    """Why the operator cannot stand for a call in a graph, and what to do; empty where it can. context: one that was
-    made while torch.compile traces, None for no context."""
+    """Return why the operator cannot replace a call in a graph, and what to do; empty where it can. context: one that
+    was made while torch.compile traces, None for no context."""
     if block_mask is not None:
         return "attention in a graph of torch.compile: no operator takes a block mask; give its pairs as mask="
     if context is None or context.handle is not None:

@@ -43,7 +43,7 @@ class DecisionLog:
 
 @dataclass(frozen=True)
 class AttentionPolicy:
-    """What the command line and the config say, for one model on one device.
+    """The choices of the command line and the config for one model on one device.
 
     cli, config: the two levels' choices. device, dtype: where and in what the model will run, known
     before any weight is there. environment: the value of DIFFUSION_ATTENTION_BACKEND when the policy was made.
@@ -75,7 +75,7 @@ class AttentionPolicy:
     def requirements(
         self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int
     ) -> AttentionRequirements:
-        """What is known of a layer before it is called."""
+        """Return what is known of a layer before it is called."""
         return AttentionRequirements(
             role=layer.role,
             category=role_category(layer.role),
@@ -98,7 +98,7 @@ class AttentionPolicy:
         return resolve_device(self.device) if self.planned_on is None else torch.device(self.device)
 
     def hardware_of(self, device: torch.device) -> Hardware:
-        """What is behind the device of a call."""
+        """Return the hardware behind the device of a call."""
         return detect_hardware(str(device)) if self.planned_on is None else self.planned_on
 
     def rules_now(self, layer: LayerInfo, step: StepInfo) -> HeldRules:
@@ -112,9 +112,10 @@ class AttentionPolicy:
         return held[0], held[1]
 
     def held_rules(self, layer: LayerInfo, num_steps: int | None = None) -> tuple[HeldRules, ...]:
-        """What `rules_now` can say for this layer: at the steps of a request, or of any request for None.
+        """Return every result that `rules_now` can have for this layer: at the steps of a request, or of any request
+        for None.
 
-        Options may be spread over rules and levels, so a rule is judged with those that hold beside it.
+        Options may be spread over rules and levels, so a rule is judged together with those that hold at the same time.
         """
         cli, config = (
             tuple((index, rule.window) for index, rule in enumerate(schedule) if rule.window.holds_in_layer(layer))
@@ -124,7 +125,8 @@ class AttentionPolicy:
         return _combinations(cli, config, num_steps, every if layer.phase is None else (layer.phase,))
 
     def held_in_commits(self, layer: LayerInfo) -> tuple[HeldRules, ...]:
-        """What `rules_now` can say for this layer in commits; nothing for a model or a layer without them."""
+        """Return every result that `rules_now` can have for this layer in commits; empty for a model or layer without
+        them."""
         if not self.has_phases or layer.phase not in (None, "commit"):
             return ()
         windows = [rule.window for level in (self.cli, self.config) for rule in level.schedule]
@@ -132,7 +134,7 @@ class AttentionPolicy:
         return tuple(dict.fromkeys(self.rules_now(layer, step) for step in commits))
 
     def chunk_rules(self, step: StepInfo) -> tuple[bool, ...]:
-        """Of the rules that name chunks, which ones hold in that of the step."""
+        """Return, for each rule that names chunks, whether it holds in that of the step."""
         windows = [rule.window for level in (self.cli, self.config) for rule in level.schedule]
         return tuple(window.chunks.contains(step.chunk, 0) for window in windows if not window.chunks.is_every)
 
@@ -207,7 +209,7 @@ def _combinations(
     if "denoise" not in phases:
         steps = []
     if "commit" in phases:
-        # No rule by steps holds in a commit, so one step stands for all.
+        # No rule by steps holds in a commit, so one step represents all.
         steps += [StepInfo(chunk=chunk, phase="commit") for chunk in chunks]
     return tuple(dict.fromkeys((held(cli, step), held(config, step)) for step in steps))
 
@@ -222,14 +224,14 @@ def representative_chunks(windows: Sequence[Window]) -> list[int]:
 def representative_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:
     """Steps at which every combination of `windows` that can hold together does hold.
 
-    num_steps: of the request; None: of any, for which a few step counts stand: which ranges overlap changes only where
+    num_steps: of the request; None: of any, represented by a few step counts: which ranges overlap changes only where
     the count passes a number that is counted from the start, one that is counted from the end, or a sum of the two.
     """
     bounds = {bound for window in windows for pair in window.ranges for bound in pair}
     counts = [num_steps] if num_steps is not None else _representative_counts(bounds)
     for count in counts:
         edges = {bound + count if bound < 0 else bound for bound in bounds}
-        # Between two edges nothing changes, so the edges and their neighbours say it all.
+        # Between two edges nothing changes, so the edges and their neighbours decide everything.
         steps = {0} | {edge + shift for edge in edges for shift in (-1, 0, 1)}
         yield from (StepInfo(index=step, num_steps=count) for step in sorted(steps) if 0 <= step < count)
 

@@ -1,7 +1,7 @@
 """Values of an attention call as arguments of an operator, for torch.compile: a text, integers and times.
 
 An operator takes tensors, numbers and texts. Numbers that differ between calls (a step's index, lengths of a prompt)
-are symbols of a graph, so another step compiles nothing anew; what a text says is a constant of the graph.
+are symbols of a graph, so another step compiles nothing again; the value of a text is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def operator_values(
 
 
 def literal(value: Any) -> str:
-    """A plain value as Python writes it. Anything else becomes the name of its type, which whoever checks the value
-    refuses."""
+    """A plain value as Python writes it. Anything else becomes the name of its type, which the code that checks the
+    value refuses."""
     if isinstance(value, Mapping):
         return "{" + ", ".join([f"{literal(key)}: {literal(each)}" for key, each in value.items()]) + "}"
     if isinstance(value, list | tuple):

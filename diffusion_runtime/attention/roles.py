@@ -12,8 +12,8 @@ CATEGORIES = ("self", "cross")
 # (text_encoders/attention_choice.py).
 TEXT_ENCODER = "text_encoder"
 
-# Who knows the roles of every model. They stand above and are not imported from here: they are asked by their names,
-# and only about a role that nobody has registered, so that a choice can be checked before its model is known.
+# The modules that declare the roles of every model. They are higher rows and not imported here: they are asked by name,
+# and only about a role that is not registered, so that a choice can be checked before its model is known.
 _DECLARED_IN = ("diffusion_runtime.models.registry", "diffusion_runtime.diffusers_bridge.modules")
 
 _category_of: dict[str, str] = {category: category for category in CATEGORIES}
@@ -36,7 +36,7 @@ def known_roles() -> tuple[str, ...]:
 
 
 def is_role(name: object) -> bool:
-    """Whether `name` is a role, of a category, registered, or of any model there is."""
+    """Return whether `name` is a role: of a category, registered, or of any model of this package."""
     if isinstance(name, str) and name not in _category_of:
         for module in _DECLARED_IN:
             importlib.import_module(module).register_declared_roles()

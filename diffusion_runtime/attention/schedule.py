@@ -55,7 +55,7 @@ class IndexRanges:
 
     @property
     def is_every(self) -> bool:
-        """Whether it names no range, and so contains every index."""
+        """Return whether it names no range, and so contains every index."""
         return not self.ranges
 
     def contains(self, index: int, count: int) -> bool:
@@ -86,7 +86,7 @@ class Window:
     chunks: IndexRanges = IndexRanges()
 
     def holds_in_phase_of(self, layer: LayerInfo) -> bool:
-        """Whether it can hold in the phase in which the layer runs."""
+        """Return whether it can hold in the phase in which the layer runs."""
         if layer.phase == "commit" and not self.steps.is_every:
             return False
         return self.phase is None or layer.phase in (None, self.phase)
@@ -98,7 +98,7 @@ class Window:
         return self.holds_in_layer(layer) and self.holds_at(step)
 
     def holds_at(self, step: StepInfo) -> bool:
-        """Whether it holds in layers that it names."""
+        """Return whether it holds at this step, in the layers that it names."""
         if self.phase not in (None, step.phase) or not self.chunks.contains(step.chunk, 0):
             return False
         return self.steps.is_every or (step.phase != "commit" and self.steps.contains(step.index, step.num_steps))

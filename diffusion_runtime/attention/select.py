@@ -47,7 +47,7 @@ class Decision:
     dense: Decision | None = None
 
     def log_line(self, role: str, hardware: Hardware) -> str:
-        """What is logged once when a role's backend is chosen."""
+        """Return the line that is logged once when a role's backend is chosen."""
         if self.source == "platform":
             backend = find_backend(self.backend)
             versions = "" if backend is None else backend.versions(hardware)
@@ -61,7 +61,7 @@ class Decision:
 
 class Choice(NamedTuple):
     """One entry of a level. source: its level; by_name: it is made for the role, or for the role's category,
-    by name; key: where it stands, for people."""
+    by name; key: where it was given, for people."""
 
     source: str
     spec: AttentionSpec
@@ -164,12 +164,12 @@ def _with_dense(decision: Decision, requirements: AttentionRequirements, choices
 
 
 def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str, Choice]] = ()) -> Decision:
-    """What serves the calls of a layer that attend to every key, though the layer's backend chooses among keys.
+    """Choose the backend for the calls that attend to every key in a layer whose own backend chooses among keys.
 
-    named: backends and the choices that name them, in order, below the choice of the layer's backend: what the user
-    chose for whatever that one leaves. The first that can run is taken, then the platform's default; nobody chose these
-    for the role, so one that cannot run is passed over, which `rejected` and `reason` say. A gate stays with the
-    layer's backend. Raises BackendUnavailableError when not even the platform's default can run.
+    named: backends and the choices that name them, in order, below the choice of the layer's backend: the user's
+    choices for the calls that it leaves. The first that can run is taken, then the platform's default; the user chose
+    none of these for the role, so one that cannot run is passed over, as `rejected` and `reason` tell. A gate stays
+    with the layer's backend. Raises BackendUnavailableError when not even the platform's default can run.
     """
     requirements = dataclasses.replace(
         requirements, needs=requirements.needs - {"gate"}, keys_in_parts=False, every_key_on_demand=False
@@ -189,8 +189,8 @@ def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str,
 
 
 def _passed_over(backend: Backend, requirements: AttentionRequirements) -> str:
-    """Why it is not made for the role, empty where it is; one that raises when asked counts as made for it, and is then
-    refused."""
+    """Return why it is not made for the role, empty where it is; one that raises when asked counts as made for it, and
+    is then refused."""
     try:
         return backend.capability.passed_over(requirements)
     except Exception:  # whatever a third-party capability raises
@@ -276,7 +276,7 @@ def resolve_decision(decision: Decision) -> Resolved:
 
 
 def resolve_dense(decision: Decision) -> DenseAttention:
-    """What `select_dense` decided, as a call carries it. Raises ConfigError like resolve_decision."""
+    """Return the decision of `select_dense` as a call carries it. Raises ConfigError like resolve_decision."""
     found = resolve_decision(decision)
     is_plain_default = decision.source == "platform" and not decision.rejected
     return DenseAttention(found.backend, found.options, "" if is_plain_default else decision.reason)

@@ -39,7 +39,7 @@ FromFirst = Callable[[Callable[[], str]], str]
 
 @dataclass(frozen=True)
 class CheckedUse:
-    """What a model's layers ask of one backend. categories, needs: of all of them together, sorted."""
+    """The demands of a model's layers on one backend. categories, needs: of all of them together, sorted."""
 
     backend: str
     version: str
@@ -54,7 +54,7 @@ class CheckedUse:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What came of the check of one use.
+    """The outcome of the check of one use.
 
     status: `passed`; `kept`: passed when a model was loaded earlier; `failed`; `due`: to be made when the model is
     loaded; `off`: turned off. error: the largest of all cases, relative, in the Frobenius norm; bound: what it may be.
@@ -109,7 +109,7 @@ class SelfChecker:
         layers_of: Callable[[Built], Iterable[AttentionLayer]],
         built: Built | None = None,
     ) -> tuple[Built, tuple[SelfCheck, ...]]:
-        """What `build` makes of choices that pass, and how they were checked. build: makes a model's attention layers,
+        """Return what `build` makes from choices that pass, and their checks. build: makes a model's attention layers,
         which choose; it is called again, and chooses otherwise, after a check that failed. built: what it made already,
         which is checked first.
 
@@ -172,8 +172,8 @@ class SelfChecker:
 
 
 def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
-    """What layers ask of backends whose numbers are checked on their machine: those they chose, and those that these
-    may hand calls to."""
+    """Return the uses of backends whose numbers are checked on this machine: those that the layers chose, and those
+    that these may hand calls to."""
     uses: dict[tuple[str, int, str], CheckedUse] = {}
     for layer in layers:
         for _, decision in layer.decisions.possible:
@@ -191,7 +191,7 @@ def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
 
 
 def remarks_on(checks: Iterable[SelfCheck]) -> tuple[str, ...]:
-    """Notes on the checks for the report; a failed one stands there as the reason for another choice."""
+    """Notes on the checks for the report; a failed one is given there as the reason for another choice."""
     return tuple(dict.fromkeys(str(check) for check in checks if check.status != "failed"))
 
 

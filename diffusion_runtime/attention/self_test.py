@@ -83,7 +83,7 @@ class SelfTestResult:
 
 
 def planned_tests(name: str, hardware: Hardware) -> tuple[SelfTest, ...]:
-    """What `name` is tested for on `hardware`: every case its capability admits in the platform's usual dtype and the
+    """Return the tests of `name` on `hardware`: every case its capability admits in the platform's usual dtype and the
     first head size, and the plain case in its other dtypes and another head size. Empty when nothing can run."""
     backend = find_backend(name)
     if backend is None:
@@ -108,9 +108,9 @@ def tests_of_use(
     needs: Collection[str],
     num_keys: Collection[int],
 ) -> tuple[SelfTest, ...]:
-    """What `name` is tested for where a model uses it for roles of `categories`, with the features `needs` at most.
+    """Return the tests of `name` for a model that uses it for roles of `categories`, with the features `needs` at most.
 
-    num_keys: numbers of keys that its self-attention has beside those of the cases. Empty when nothing can run.
+    num_keys: numbers of keys of its self-attention, in addition to those of the cases. Empty when nothing can run.
     """
     backend = find_backend(name)
     if backend is None:
@@ -142,7 +142,7 @@ def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
 
 
 def device_answers(device: str | torch.device) -> bool:
-    """Whether the device still works. After an illegal memory access every later call of the process fails."""
+    """Return whether the device still works. After an illegal memory access every later call of the process fails."""
     try:
         return bool(torch.ones(2, device=device).sum().item() == 2)
     except Exception:

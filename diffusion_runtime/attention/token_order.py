@@ -1,9 +1,9 @@
 """The order of a grid's tokens in a transformer's blocks: that of its sparse layers' tiles, where they share one.
 
 A sparse method with static blocks (tiles of sliding tile attention, of Video Sparse Attention) computes on tokens that
-stand block by block. Where all layers agree, tokens and rotary positions are permuted once before the first block and
-back after the last one, and no layer packs. Everything between treats each token by itself or, as dense attention and
-the text do, in no order.
+are stored block by block. Where all layers agree, tokens and rotary positions are permuted once before the first block
+and back after the last one, and no layer packs. Everything between treats each token by itself or, as dense attention
+and the text do, in no order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grids of ggml's IQ formats: which vectors of magnitudes the indices of a block stand for.
+"""Grids of ggml's IQ formats: which vectors of magnitudes the indices of a block denote.
 
 Facts of the file format, written by scripts/write_gguf_grids.py. A grid is packed: `bits` per number, the first
 number of a vector in the lowest bits, and counts which of `levels` it is.

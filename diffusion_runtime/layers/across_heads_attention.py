@@ -52,7 +52,7 @@ class AcrossHeadsSelfAttention(nn.Module):
 
 
 class AcrossHeadsCrossAttention(nn.Module):
-    """Attention from the tokens of a stream to those of something else. inner_dim: of what stands in between. eps: of
+    """Attention from the tokens of a stream to those of something else. inner_dim: of what lies in between. eps: of
     the norms of q and k. has_gates: one for each head.
 
     rotations, where given: [tokens, heads, head_dim / 2], complex.

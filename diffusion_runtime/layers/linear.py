@@ -34,7 +34,7 @@ _onednn = _find_onednn()
 
 class QuantizedTokens(NamedTuple):
     """The input of linear layers that multiply in 8 bits, quantised where it was made. rows: of all tokens, one after
-    the other; shape: of the tensor that they stand for, [..., in_features]."""
+    the other; shape: of the tensor that they represent, [..., in_features]."""
 
     rows: QuantizedRows
     shape: torch.Size

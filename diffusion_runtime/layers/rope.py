@@ -40,7 +40,7 @@ def position_rotations(
     """Unit complex numbers [tokens, sum(channels) / 2], complex64, for the tokens of a box of positions.
 
     axes: the positions along each axis; the tokens are all their combinations, the last axis varying fastest. channels:
-    of a head that encode each axis, even numbers. spans: of tokens that stand for so many positions along each axis,
+    of a head that encode each axis, even numbers. spans: of tokens that cover so many positions along each axis,
     numbered by the first of them through `axes`; they turn by the middle one. None for one each.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
@@ -72,7 +72,7 @@ def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch
 
 
 def _axis_rotations(positions: range, num_channels: int, theta: float, span: int = 1) -> torch.Tensor:
-    """complex128 [positions, channels / 2]. span: positions that each of them stands for, from itself on."""
+    """complex128 [positions, channels / 2]. span: positions that each of them covers, from itself on."""
     powers = torch.arange(0, num_channels, 2, dtype=torch.float64) / max(1, num_channels)
     places = torch.arange(positions.start, positions.stop, positions.step, dtype=torch.float64)
     angles = torch.outer(places + (span - 1) / 2, theta**-powers)

@@ -32,6 +32,6 @@ def let_wait(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def is_waiting(module: nn.Module) -> bool:
-    """Return True if a module's parameters still wait for their values: one number stands for all of each matrix."""
+    """Return True if a module's parameters still wait for their values: one number represents each whole matrix."""
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1 and parameter.numel() > 1]
     return bool(matrices) and all(not any(matrix.stride()) for matrix in matrices)

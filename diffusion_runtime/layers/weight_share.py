@@ -25,7 +25,7 @@ ShareKind: TypeAlias = Literal["column", "gathered", "row", "norm"]
 class WeightShare:
     """One process's part of a weight: of every section the one of group.size equal parts that is group.index's.
 
-    sections: widths of what stands side by side in the features that are divided, such as q, k and v.
+    sections: widths of what lies side by side in the features that are divided, such as q, k and v.
     """
 
     kind: ShareKind

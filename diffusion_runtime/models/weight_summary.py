@@ -81,8 +81,8 @@ def summarise_weights(path: Path) -> WeightSummary:
     for part in parts:
         with contextlib.closing(SafetensorsFile(path, part.prefix)) as file:
             heads = file.heads if part.prefix else {name: file.heads[name] for name in part.names}
-            if part.is_left_over:
-                summaries.append(_left_over(path, heads))
+            if part.kind is None and not part.is_transformer:
+                summaries.append(dataclasses.replace(_left_over(path, heads), prefix=part.prefix))
                 continue
             refuse_other_than_fp8(path, {name: head.kind for name, head in heads.items()})
             summary = _summary(path, [file])
@@ -94,7 +94,7 @@ def summarise_weights(path: Path) -> WeightSummary:
 
 
 def _parts_in(path: Path) -> tuple[FilePart, ...]:
-    if path.suffix != ".safetensors" or path.is_dir():
+    if not path.name.endswith(SAFETENSORS) or path.is_dir():
         return ()
     with contextlib.closing(SafetensorsFile(path)) as file:
         return parts_of(tuple(file.heads))

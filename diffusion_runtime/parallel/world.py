@@ -293,7 +293,7 @@ class World:
         self._watchdog.stop()
         self.end(failure)
         if self.is_first and self.size > 1 and not self.place.has_agent:
-            # The store stands in this process: the others need a moment to read why.
+            # The store is in this process: the others need a moment to read why.
             time.sleep(4 * BEAT_SECONDS)
 
 

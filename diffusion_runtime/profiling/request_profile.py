@@ -160,7 +160,9 @@ class RequestProfile:
         duration = round(progress.seconds * 1e9)
         name, begun = self._begun.get(_STAGES, ("", 0))
         if name != progress.stage:
-            begun = time.time_ns() - duration
+            # Both are durations measured elsewhere: a stage begins where the one before it ended, not within it.
+            ended = max((end for track, *_, end in self._ranges if track == _STAGES), default=0)
+            begun = max(time.time_ns() - duration, ended)
             self._begun[_STAGES] = progress.stage, begun
         return begun + duration
 

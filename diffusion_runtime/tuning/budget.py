@@ -55,7 +55,7 @@ class Budget:
         return dense[self.metric] + self.value if self.is_relative else self.value
 
     def slack(self, figures: Figures, dense: Figures) -> float:
-        """Return the distance of a setting inside the bound, in the metric's unit; below 0 where it misses."""
+        """Return how far inside the bound a setting is, in the metric's unit; below 0 where it misses."""
         distance = figures[self.metric] - self.bound(dense)
         return distance if METRICS[self.metric] else -distance
 
@@ -86,5 +86,5 @@ def all_met(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> bool
 
 
 def least_slack(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> float:
-    """Return the slack of the budget that is missed by most or met by least, over its bound's size, as units differ."""
+    """Return the least slack of all budgets, each over the size of its bound, as units differ."""
     return min(budget.slack(figures, dense) / (abs(budget.bound(dense)) or 1.0) for budget in budgets)

@@ -48,7 +48,7 @@ class Journal:
         return result.with_name(f".{result.name}.journal.json")
 
     def value(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the recorded value of this name, else what `measure` returns, JSON values, which is recorded."""
+        """Return the value kept under this name, else what `measure` returns (JSON values), which is then kept."""
         if name not in self._values:
             self._values[name] = measure()
             self._write()

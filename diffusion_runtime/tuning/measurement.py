@@ -45,7 +45,7 @@ class TunedPrompt:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of the clips of a setting. values: means by metric (budget.METRICS); right: by prompt, where accuracy was
+    """The figures of a setting's clips. values: means by metric (budget.METRICS); right: by prompt, where accuracy was
     measured. seconds: of denoising one clip, the median without the first; num_steps: of each clip."""
 
     values: dict[str, float]
@@ -101,7 +101,7 @@ class Measurement:
         return float(self.journal.value(_name("distance", rules, prompt.request), measure))
 
     def figures(self, rules: Rules, prompts: Sequence[TunedPrompt]) -> Figures:
-        """Return the figures of whole clips."""
+        """Return the mean figures of whole clips."""
         return _mean_figures([self.clip(rules, prompt) for prompt in prompts], prompts[0].request)
 
     def clip(self, rules: Rules, prompt: TunedPrompt) -> dict[str, Any]:
@@ -236,7 +236,8 @@ class Measurement:
 
 @dataclass
 class _Made:
-    """Observations of a clip while it was made: latents after the last step, on the CPU, and seconds of denoising."""
+    """The observations of a clip while it was made: latents after the last step, on the CPU, and seconds of
+    denoising."""
 
     last: list[torch.Tensor]
     seconds: float = 0.0

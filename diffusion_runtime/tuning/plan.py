@@ -33,9 +33,9 @@ UNIFORM_LEVELS = 8
 
 @dataclass(frozen=True)
 class Tuning:
-    """A model and its requests to tune. requests: not resolved, the first num_measured of them measure, the others
-    verify; attributes: what a clip of each must show, None where nobody knows. methods: backends with a ladder; levels:
-    of each. layer_ranges, step_ranges, head_ranges: the cells. clip_path: of a CLIP model."""
+    """The input of a tuning. requests: not resolved, the first num_measured of them measure, the others verify;
+    attributes: what a clip of each must show, None where unknown. methods: backends with a ladder; levels: of each.
+    layer_ranges, step_ranges, head_ranges: the cells. clip_path: of a CLIP model."""
 
     runtime: RuntimeConfig
     requests: Sequence[GenerationRequest]

@@ -89,7 +89,8 @@ class TuneResult:
 
     @property
     def setting(self) -> Outcome:
-        """The setting that the file holds: the sparsest within the budget, tuned or uniform; else the nearest."""
+        """Return the setting that the file holds: the sparsest one within the budget, tuned or uniform; else the
+        nearest."""
         return by_name(self.tuned, self.uniform)[self.chosen]
 
     @property
@@ -108,7 +109,7 @@ class TuneResult:
         return rules.to_dict()
 
     def record(self) -> dict[str, Any]:
-        """Return the record: what was measured, on what, with which versions."""
+        """Return what was measured, on what, with which versions."""
 
         def prompts(pairs: Sequence[tuple[str, int | None]]) -> list[dict[str, Any]]:
             return [{"prompt": prompt, "seed": seed} for prompt, seed in pairs]

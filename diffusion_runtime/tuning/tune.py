@@ -89,7 +89,7 @@ class _Run:
         }
 
     def _versions(self) -> dict[str, str]:
-        """Return the versions of this package, of torch and of the kernel packages that are installed."""
+        """Return the versions of this package, of torch and of the installed kernel packages."""
         own = {"diffusion_runtime": str(self.pipeline.recipe["version"]), "torch": str(torch.__version__)}
         return {**own, **detect_hardware(str(self.pipeline.device)).packages}
 
@@ -132,7 +132,7 @@ class _Run:
         )
 
     def _sensitivities(self) -> list[Sensitivity]:
-        """Measure every cell and choice, with all other cells dense."""
+        """Return the sensitivity of every cell and choice, with all other cells dense."""
         todo = [
             (cell, spec, kept)
             for cell in self.plan.cells

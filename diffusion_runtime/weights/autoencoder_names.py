@@ -22,7 +22,7 @@ from diffusion_runtime.weights.weight_files import listed
 Shapes = Mapping[str, tuple[int, ...]]
 # In front of the names in files that hold more than an autoencoder; that of other components is their name.
 _PREFIXES = {"vae": ("first_stage_model.", "vae.")}
-# Whole modules that a scheme calls otherwise, wherever they stand.
+# Whole modules that a scheme calls otherwise, at any position.
 _CAUSAL = {
     "norm1": "residual.0",
     "conv1": "residual.2",

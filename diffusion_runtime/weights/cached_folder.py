@@ -45,8 +45,8 @@ def read_ref(folder: Path, name: str) -> str | None:
 
 
 def way_to_complete(path: Path) -> str:
-    """What to do about a model folder in which `path`, of a component or a file, is missing or is not whole: its
-    download in the hub's cache, else a copy."""
+    """Return how to complete a model folder in which `path`, a component or a file, is missing or incomplete: the
+    command that downloads it to the hub's cache, else the advice to copy it again."""
     for folder in (path, *path.parents):
         repository = _REPOSITORY.fullmatch(folder.parent.parent.name)
         if (commit := commit_of(folder)) is not None and repository is not None:

@@ -54,9 +54,9 @@ Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 
 
 class TensorSource(Protocol):
-    """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
-    messages; shapes: of every tensor, by name; elsewhere: the other file or folder that they come from, None for the
-    model's own."""
+    """The source of a component's parameters: its checkpoint, or numbers of another origin. folder: for messages;
+    shapes: of every tensor, by name; elsewhere: the other file or folder that they come from, None for the model's
+    own."""
 
     @property
     def folder(self) -> Path: ...
@@ -71,10 +71,10 @@ class TensorSource(Protocol):
         """Write a part of tensor `name` into `target`, of the part's shape."""
 
     def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
-        """`copy_into` that goes on beside others until the result is called, which raises what it raises."""
+        """Begin `copy_into` in the background; calling the result waits for its end and raises its errors."""
 
     def is_changed(self, name: str) -> bool:
-        """Whether a change adds to tensor `name`."""
+        """Return whether a change adds to tensor `name`."""
 
     def quantized(self, name: str) -> tuple[StoredRows, ...]:
         """The rows of tensor `name` as they are stored, where all are quantised; empty otherwise."""
@@ -85,7 +85,7 @@ class WeightChange(ABC):
 
     @abstractmethod
     def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Whether it fits the tensors of a component (`transformer`), by name. Raises ModelLoadError that names what
+        """Check that it fits the tensors of a component (`transformer`), by name. Raises ModelLoadError that names what
         does not."""
 
     @abstractmethod
@@ -94,8 +94,8 @@ class WeightChange(ABC):
 
     @abstractmethod
     def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """What is added to tensor `name` of a component, in float32; None where nothing changes. weight: the tensor
-        without any change, in float32."""
+        """Return what is added to tensor `name` of a component, in float32; None where nothing changes. weight: the
+        tensor without any change, in float32."""
 
 
 class Checkpoint:
@@ -182,7 +182,7 @@ class Checkpoint:
         target.copy_(part.of(total))
 
     def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
-        """`copy_into`, in the background where the file's bytes are the numbers; nobody may touch `target` before the
+        """`copy_into`, in the background where the file's bytes are the numbers; do not touch `target` before the
         result is called, which raises what copy_into raises."""
         if part.is_zero:
             target.zero_()
@@ -225,7 +225,7 @@ class Checkpoint:
         return rows if all(each.is_quantized for each in rows) else ()
 
     def is_changed(self, name: str) -> bool:
-        """Whether a change adds to tensor `name`."""
+        """Return whether a change adds to tensor `name`."""
         return name in self._changed
 
     def expect(self, names: Collection[str]) -> None:
@@ -234,7 +234,7 @@ class Checkpoint:
             for rows in self._rows[name]:
                 stored = rows.file.stored_bytes(rows.name, rows.rows)
                 if stored is not None:
-                    # What cannot be read is said when it is read.
+                    # An unreadable tensor raises when it is read.
                     with contextlib.suppress(OSError):
                         stored.expect()
 

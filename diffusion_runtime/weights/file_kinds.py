@@ -1,4 +1,4 @@
-"""What a file of tensors holds, told by their names: a text encoder, an autoencoder, a transformer, a LoRA."""
+"""The kind of a tensor file, told by its tensors' names: a text encoder, an autoencoder, a transformer, a LoRA."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def kind_of(names: Sequence[str]) -> FileKind | None:
 
 
 def describe_file(shapes: Shapes, known: Callable[[], Sequence[LoraNames]]) -> str:
-    """What a file of these tensors holds, for a message. known: the names of all families."""
+    """Return what a file of these tensors holds, for a message. known: the names of all families."""
     names = tuple(shapes)
     if any(parse_key(name) for name in names):
         return "a LoRA"

@@ -1,7 +1,7 @@
-"""Parts of a file: which components a file of tensors holds, told by what stands in front of their names.
+"""Parts of a file: which components a file of tensors holds, told by the prefixes of their names.
 
 ComfyUI's checkpoints hold a transformer, its text encoders and its autoencoder in one file; most files hold one of
-these. Whoever reads a component of such a file names its prefix, and sees the tensors behind it alone
+these. A reader of a component of such a file names its prefix, and sees the tensors behind it alone
 (SafetensorsFile).
 """
 
@@ -27,7 +27,7 @@ _CONTAINER = re.compile(
         )
     )
 )
-# Components whose prefix alone says what they are.
+# Components whose prefix alone identifies them.
 _BY_PREFIX = {
     "audio_vae.": FileKind("an autoencoder of sound", (), component="audio_vae"),
     "vocoder.": FileKind("a vocoder", (), component="vocoder"),
@@ -47,10 +47,6 @@ class FilePart:
     def is_transformer(self) -> bool:
         return self.prefix in PREFIXES
 
-    @property
-    def is_left_over(self) -> bool:
-        return not self.prefix
-
 
 def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
     """The parts of a file that holds several components, in its order, with what is left over last; empty for a file
@@ -60,7 +56,7 @@ def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
         container = _CONTAINER.match(name)
         found["" if container is None else container[0]].append(name)
     for prefix in [each for each in found if each and any(other.startswith(each) for other in found if other != each)]:
-        # Beside a text encoder's own tensors, such as a projection that nothing reads.
+        # In addition to a text encoder's own tensors, such as a projection that nothing reads.
         found[""] += found.pop(prefix)
     if sum(bool(prefix) for prefix in found) < 2:
         return ()

@@ -27,7 +27,7 @@ _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 _SCALE_KINDS = ("F32", "F16", "BF16", "F64")
 # Of the JSON for all layers.
 _MAX_METADATA_BYTES = 10_000_000
-# Scales of other formats, which stand beside weights that this runtime does not read.
+# Scales of other formats, which belong to weights that this runtime does not read.
 _OTHER_SCALES = {
     ".weight_scale_inv": "one scale per block of 128 x 128 numbers",
     ".weight_scale_2": "two levels of scales (NVFP4)",
@@ -45,7 +45,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Scales:
-    """of: by the weight's name. unread: tensors that say nothing about a weight's numbers. full_precision: weights
+    """of: by the weight's name. unread: tensors that hold nothing about a weight's numbers. full_precision: weights
     whose products the file wants in the model's dtype."""
 
     of: Mapping[str, Scale]

@@ -21,7 +21,7 @@ _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 
 
 class GgufFile(TensorFile):
-    """A GGUF file. architecture: what it says its model is, such as `flux` or `wan`.
+    """A GGUF file. architecture: the model kind it declares, such as `flux` or `wan`.
 
     Raises ModelLoadError for a file that is missing, cut off or damaged, and for tensors of types that are not read.
     """

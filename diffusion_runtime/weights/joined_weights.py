@@ -1,4 +1,4 @@
-"""Weights of a transformer that lie in several components of a folder, such as those of a ControlNet beside it."""
+"""Weights of a transformer that lie in several components of a folder, such as those of its ControlNet."""
 
 from __future__ import annotations
 

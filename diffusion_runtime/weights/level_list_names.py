@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-# Behind diffusers' name of a block: what stands in a level of its own, in the order of the authors' list.
+# Behind diffusers' name of a block: the parts with a level of their own, in the order of the authors' list.
 _DOWN, _UP = ("resnets", "downsamplers.0", "conv_out"), ("conv_in", "upsamplers.0", "resnets")
 _STATISTICS = {
     "latents_mean": "per_channel_statistics.mean-of-means",
@@ -45,7 +45,8 @@ def vocoder_names(expected: Collection[str]) -> dict[str, str]:
 
 
 def _levels(expected: Collection[str]) -> Iterator[tuple[str, str]]:
-    """What stands in a level of its own by diffusers' name, such as `decoder.up_blocks.1.upsamplers.0` -> the level."""
+    """Yield pairs of a part that has its own level, by diffusers' name (`decoder.up_blocks.1.upsamplers.0`), and the
+    level."""
     for half, blocks, parts in (("encoder", "down_blocks", _DOWN), ("decoder", "up_blocks", _UP)):
         found = {_place(name, half, blocks) for name in expected} - {None}
         num_blocks = 1 + max((int(place.split(".")[2]) for place in found if place is not None), default=-1)

@@ -26,7 +26,7 @@ from diffusion_runtime.memory.transfers import Transfers, transfers_of
 CHUNK_BYTES = 8 * 2**20
 # Copying out of the system's cache, one thread has 5 to 10 GB/s; more than eight have no more on the disks measured.
 MAX_THREADS = 8
-# What is read at once by whoever asks: handing it to a thread costs as much.
+# The sizes that are read at once by the caller: handing it to a thread costs as much.
 _INLINE_BYTES = 2**20
 
 # Waits until what was begun is in place.
@@ -36,7 +36,7 @@ _Buffer: TypeAlias = tuple[torch.Tensor | None, Any]
 
 
 class _Count:
-    """Of bytes, by several threads."""
+    """A count of bytes that several threads add to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class StoredBytes:
 
 
 class ParallelReads:
-    """Reads that go on beside whoever asked for them. Close it: it has threads, and pinned memory for a GPU.
+    """Reads that run in the background of their caller. Close it: it has threads, and pinned memory for a GPU.
 
     transfers: how chunks come to any target, None for the way of its device.
     """
@@ -103,11 +103,11 @@ class ParallelReads:
         self._buffers: queue.SimpleQueue[_Buffer] | None = None
 
     def can_fill(self, target: torch.Tensor) -> bool:
-        """Whether `into` takes this target: contiguous, on the CPU or a CUDA device."""
+        """Return whether `into` takes this target: contiguous, on the CPU or a CUDA device."""
         return target.is_contiguous() and (target.device.type in ("cpu", "cuda") or self._always_transfers)
 
     def into(self, stored: StoredBytes, target: torch.Tensor) -> Finish:
-        """Begin to fill a tensor of as many numbers, converted to its dtype. Nobody may touch it before the result is
+        """Begin to fill a tensor of as many numbers, converted to its dtype. Do not touch it before the result is
         called, which raises what StoredBytes.read raises."""
         flat, itemsize = target.view(-1), stored.dtype.itemsize
         assert flat.numel() * itemsize == stored.num_bytes, "the target has another number of numbers"

@@ -33,7 +33,7 @@ def two_layer_pieces(ours: str, theirs: str, in_dim: int, dim: int, *, bias: boo
 
 @dataclass(frozen=True)
 class StreamNames:
-    """What a checkpoint calls the parts of a double-stream block: its maps to modulation rows and its feed-forward
+    """The names of a double-stream block's parts in a checkpoint: its maps to modulation rows and its feed-forward
     networks, of the grid and of the text."""
 
     modulation: str = "norm1.linear"

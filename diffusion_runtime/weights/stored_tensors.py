@@ -49,7 +49,7 @@ class StoredRows:
 
     @property
     def is_blocks(self) -> bool:
-        """Whether these are quantised blocks of a GGUF file."""
+        """Return whether these are quantised blocks of a GGUF file."""
         return self.file.is_gguf and self.kind not in PLAIN_KINDS
 
     @property
@@ -74,7 +74,7 @@ class StoredRows:
         return dataclasses.replace(self, shape=shape) if same else self
 
     def stored_bytes(self) -> StoredBytes | None:
-        """Where they are in the file, of numbers that are read as they are; None for others."""
+        """Return where the numbers are in the file if they are stored plainly, in one run; None otherwise."""
         in_one_run = not self.is_quantized and self.columns is None
         return self.file.stored_bytes(self.name, self.rows) if in_one_run else None
 
@@ -126,7 +126,8 @@ class StoredRows:
         return ModelLoadError(f"{self.file.path}: {what}")
 
     def scales(self, num_rows: int) -> torch.Tensor:
-        """Of 8-bit floats, float32 [rows, 1]. Raises ModelLoadError for a scale that is not positive."""
+        """Return the scales of 8-bit floats, float32 [rows, 1]. Raises ModelLoadError for a scale that is not
+        positive."""
         if self.scale is None:
             return torch.ones(num_rows, 1)
         scales = self.scale.file.read(self.scale.name).float().view(-1)

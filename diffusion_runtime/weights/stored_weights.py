@@ -24,7 +24,8 @@ from diffusion_runtime.weights.weight_loading import Arrange, MakeEmpty, read_we
 
 @dataclass(frozen=True)
 class Conversions:
-    """How a component's tensors become parameters: as of load_weights. checkpoint: opens it with changes to it."""
+    """The conversion of a component's tensors to parameters, as in load_weights. checkpoint: opens it with changes to
+    it."""
 
     checkpoint: Callable[[Sequence[WeightChange]], Checkpoint]
     pieces: Mapping[str, tuple[Piece, ...]]
@@ -36,7 +37,7 @@ class Conversions:
 
 class StoredWeights:
     """The home of a module's weights (memory/weight_unit.py: WeightHome). Its parameters hold NaN while they wait, so
-    that whoever reads one that is not there computes NaN (layers/waiting_weights.py).
+    that a read of one that is not there gives NaN (layers/waiting_weights.py).
 
     module: with empty parameters of the shapes and dtypes of loaded ones, and checked names. changes: made to the
     tensors as they are read, such as a LoRA. Keeps the files open, so that a folder that is replaced meanwhile changes
@@ -58,16 +59,16 @@ class StoredWeights:
 
     def _opened(self, changes: Sequence[WeightChange]) -> Checkpoint:
         checkpoint = self._conversions.checkpoint(changes)
-        # Of a pipeline that nobody closes.
+        # For a pipeline that is never closed.
         weakref.finalize(self, checkpoint.close)
         return checkpoint
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> StoredUnit:
-        """See WeightHome.unit. What no file holds, such as frequencies of a rotary embedding, stays where it is."""
+        """Return a unit, as WeightHome.unit does. What no file holds, such as rotary frequencies, stays where it is."""
         return StoredUnit(self, {self._names[id(each)]: each for each in tensors if id(each) in self._names})
 
     def read(self, names: Sequence[str], make_empty: MakeEmpty) -> dict[str, torch.Tensor]:
-        """The values of some parameters. Raises ModelLoadError."""
+        """Return the values of some parameters. Raises ModelLoadError."""
         of, scales = self._conversions, set(quantized_weights(self._module).values())
         found = read_weights(
             self._module,
@@ -90,7 +91,7 @@ class StoredWeights:
         self._checkpoint.expect(pieces)
 
     def pin(self, *_: Any) -> None:
-        """See WeightHome.pin: there is nothing to pin."""
+        """Do nothing: there is nothing that WeightHome.pin could pin."""
 
     def close(self) -> None:
         """Close the files; nothing is read afterwards."""
@@ -108,7 +109,7 @@ class StoredUnit:
         self.num_bytes = sum(aligned(tensor.nbytes) for tensor in tensors.values())
 
     def copy_to(self, buffer: torch.Tensor, transfers: Transfers) -> Any:
-        """See Unit.copy_to: returns when everything is read."""
+        """Read everything into the buffer and return when it is done; otherwise as Unit.copy_to."""
         used = 0
 
         def make_empty(shape: torch.Size, *, dtype: torch.dtype) -> torch.Tensor:
@@ -123,16 +124,16 @@ class StoredUnit:
         return transfers.mark()
 
     def expect(self) -> None:
-        """See Unit.expect."""
+        """Expect the files' tensors next, as Unit.expect describes."""
         self._home.expect(list(self._tensors))
 
     def use_buffer(self, _: torch.Tensor) -> None:
-        """See Unit.use_buffer."""
+        """Use the values that were read, as Unit.use_buffer describes."""
         for name, tensor in self._tensors.items():
             tensor.data = self._values[name]
 
     def use_host(self) -> None:
-        """See Unit.use_host."""
+        """Use the waiting tensors and drop the values that were read, as Unit.use_host describes."""
         for name, tensor in self._tensors.items():
             tensor.data = self._waiting[name]
         self._values = {}

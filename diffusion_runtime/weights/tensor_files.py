@@ -36,7 +36,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorHead:
-    """What the head of a file says of a tensor. kind: the file format's name of how it is stored, such as `BF16`,
+    """The entry of a tensor in the head of a file. kind: the file format's name of how it is stored, such as `BF16`,
     `F8_E4M3` or `Q4_K`."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorHead:
 
 class TensorFile(ABC):
     """An open file of tensors. is_gguf: whether they are read as bytes; heads: of every tensor, by name; metadata: the
-    texts beside them."""
+    texts stored with them."""
 
     is_gguf = False
     path: Path
@@ -58,11 +58,12 @@ class TensorFile(ABC):
         bytes], with all columns."""
 
     def mapped(self, name: str) -> torch.Tensor:
-        """As `read`, in pages that the system may take back and read again, where that is possible."""
+        """Return the tensor as `read` does, where possible in pages that the system may drop and read again."""
         return self.read(name)
 
     def stored_bytes(self, name: str, rows: slice | None = None) -> StoredBytes | None:
-        """Where a tensor, or some of its rows, are in the file; None where that are not its numbers alone."""
+        """Return where a tensor, or some of its rows, are in the file; None where the bytes are not
+        its numbers alone."""
         del name, rows
         return None
 
@@ -75,7 +76,7 @@ class SafetensorsFile(TensorFile):
     """prefix: of the names of a part of the file, which is then all of it (file_parts.py). Raises ModelLoadError for a
     file that is missing, cut off, damaged, or a Git-LFS pointer."""
 
-    # Whoever opened several files has one for all of them.
+    # A reader of several files has one for all of them.
     reads: ParallelReads | None = None
 
     def __init__(self, path: Path, prefix: str = "") -> None:

@@ -46,7 +46,7 @@ def by_diffusers_names(path: Path, rows: Rows, expected: Expected) -> Rows:
 
 
 def transformer_tensors(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of a file's tensors that are a transformer's: all, or those behind a prefix where any has one."""
+    """Return a file's tensors that belong to a transformer: all, or those behind a prefix where any has one."""
     return tuple(name for name in names if name.startswith(PREFIXES)) or tuple(names)
 
 
@@ -83,7 +83,7 @@ class _Renaming:
         return {name: tuple(placed[index] for index in sorted(placed)) for name, (_, placed) in self.parts.items()}
 
     def _place(self, name: str, stored: StoredRows) -> bool:
-        """Whether the rows of a tensor were given to tensors of the model, or are read by nothing."""
+        """Give the rows of a tensor to tensors of the model; return False for a name that no tensor or rule expects."""
         shapes = self.expected.shapes
         targets = [(name, ModuleRows(name))] if name in shapes else self._targets(name)
         if not targets:
@@ -146,7 +146,7 @@ class _Renaming:
         )
 
     def _modules(self, name: str) -> list[str]:
-        """The modules of diffusers' that an unmatched tensor is of; a name that stands for none, as it is."""
+        """The modules of diffusers' that an unmatched tensor is of; a name of none, as it is."""
         module, _ = _split(without_prefix(name)[:_MAX_NAME_CHARACTERS])
         return [rows.module for rows in self.expected.names.find(module, flattened=False)] or [module]
 

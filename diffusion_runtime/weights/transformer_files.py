@@ -45,7 +45,7 @@ class TransformerFile:
         return user_path(self.path, self.key)
 
     def check_settings(self, folder: AnyFolder) -> None:
-        """Raises ModelLoadError where config.json beside the weights says something else than the model folder's, which
+        """Raises ModelLoadError where config.json next to the weights differs from the model folder's, which
         is the one that holds: other positions or epsilons fit the same tensors, and give other numbers."""
         path = self.place / "config.json"
         if not path.is_file():
@@ -91,7 +91,7 @@ class TransformerFile:
         return open_files
 
     def files(self) -> Sequence[Path]:
-        """Those that are opened. Raises what `source` raises for a place without any."""
+        """Return the files that are opened. Raises what `source` raises for a path without any."""
         place = check_place(self.place, self.key)
         if not place.is_dir():
             return [place]

@@ -28,7 +28,7 @@ from diffusion_runtime.untrusted.files import check_path, open_file
 from diffusion_runtime.untrusted.json_text import parse_json
 from diffusion_runtime.weights.cached_folder import way_to_complete
 
-# Names listed in a message before it says how many more there are.
+# Names listed in a message before it gives how many more there are.
 _NUM_LISTED = 10
 
 # Where only variants of a checkpoint are there, the first of these wins, then the first in alphabetical order.
@@ -53,7 +53,7 @@ _TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
 LAYER_MARK = ".comfy_quant"
 MAX_MARK_BYTES = 4096
 _MAX_MARKS = 1000
-# Texts and marks beside 8-bit floats.
+# Texts and marks stored with 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
@@ -75,7 +75,7 @@ def find_weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def has_variant(folder: Path, stem: str, variant: str) -> bool:
-    """Whether a component has weights of a variant, such as `fp16`."""
+    """Return whether a component has weights of a variant, such as `fp16`."""
     return f".{variant}" in _variants(folder, stem)
 
 
@@ -147,8 +147,8 @@ def stored_shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
-    """Where every tensor of a safetensors file begins and ends in it, in bytes; from the head of the file alone. Raises
-    as stored_dtypes."""
+    """Return where every tensor of a safetensors file begins and ends in it, in bytes, from the head of the file alone.
+    Raises the errors of stored_dtypes."""
     head = _head(path, "data_offsets")
     with open_file(path, error=ModelLoadError) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -156,7 +156,7 @@ def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _head(path: Path, key: str) -> dict[str, Any]:
-    """What the head of a safetensors file says of every tensor, `key` among it."""
+    """Return the entry of every tensor in the head of a safetensors file; each has `key`."""
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
@@ -209,7 +209,7 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
 
 def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
-    numbers, 8-bit floats and the marks beside these. dtypes: by tensor name."""
+    numbers, 8-bit floats and the marks stored with these. dtypes: by tensor name."""
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
@@ -228,7 +228,7 @@ def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
 
 def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file that diffusers would load and make noise of, when no quantization_config says
-    how its numbers were made: it converts integers as they are, and leaves the scales beside 8-bit floats unread.
+    how its numbers were made: it converts integers as they are, and leaves the scales of 8-bit floats unread.
     dtypes: by tensor name."""
     strange = _need_scales(dtypes)
     if strange:
@@ -239,7 +239,7 @@ def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
 
 
 def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """The tensors that are worth nothing without scales. 8-bit floats with no scales beside them are plain numbers."""
+    """The tensors that cannot be read without scales. 8-bit floats without scales are plain numbers."""
     has_scales = any("scale" in name.rpartition(".")[2] and "table" not in name for name in dtypes)
     return {
         name: dtype
@@ -258,9 +258,9 @@ def _stored_as(path: Path, dtypes: Mapping[str, str], strange: Mapping[str, str]
 
 
 def _marked_formats(path: Path, dtypes: Mapping[str, str]) -> list[str]:
-    """The formats that ComfyUI's marks beside quantised weights name, with what they say is switched on:
+    """The formats that ComfyUI's marks of quantised weights name, with what they switch on:
     `int8_tensorwise, convrot`. dtypes: by tensor name, with or without the prefix of a part. Marks that cannot be read
-    say nothing."""
+    hold nothing."""
     if not any(name.endswith(LAYER_MARK) for name in dtypes):
         return []
     found: dict[str, None] = {}
@@ -375,7 +375,7 @@ def _check_quantization_config(path: Path, values: Mapping[str, Any], component:
 
 
 def _is_modelopt_fp8(settings: object) -> bool:
-    """Whether a quantization_config says what ModelOpt writes for 8-bit floats with scales beside them."""
+    """Return whether a quantization_config is what ModelOpt writes for 8-bit floats with separate scales."""
     if not isinstance(settings, dict) or settings.get("quant_method") != "modelopt":
         return False
     nested = settings.get("quantization")
@@ -400,8 +400,8 @@ def find_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> 
 
 
 def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
-    """As find_component_files, by the heads of the files: raises ModelLoadError besides for weights that are quantised
-    in a way that is not read, damaged or cut off."""
+    """Check the heads of what find_component_files finds. Raises its errors, and ModelLoadError for weights that are
+    quantised in a way that is not read, damaged or cut off."""
     for component, files in find_component_files(folder, elsewhere).items():
         reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
         refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised

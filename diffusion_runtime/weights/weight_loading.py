@@ -247,7 +247,7 @@ def _in_order(parts: Sequence[GgufRows], order: torch.Tensor) -> list[GgufRows]:
 
 
 def _row_order(module: nn.Module, name: str, num_rows: int, arrange: Arrange | None) -> torch.Tensor | None:
-    """What `arrange` makes of the numbers of the rows; None where they stay."""
+    """Return the order into which `arrange` brings the rows; None where they stay."""
     if arrange is None:
         return None
     order = torch.arange(num_rows)

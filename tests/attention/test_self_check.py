@@ -246,7 +246,7 @@ def test_the_key_count_of_the_model_is_among_them(foreign: type[Foreign]) -> Non
     load_pipeline("shapes", device="cpu", attention="foreign")
     defaults = described("foreign").rules
     sizes = (defaults.defaults[name] for name in ("height", "width", "num_frames"))
-    num_keys = case_with_keys(defaults.geometry.num_tokens(*sizes)).layout.num_tokens
+    num_keys = case_with_keys(defaults.sampling.geometry.num_tokens(*sizes)).layout.num_tokens
     assert num_keys in {call.k.shape[1] for call in foreign.calls}
 
 

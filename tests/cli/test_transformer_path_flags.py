@@ -57,9 +57,17 @@ def test_info_says_what_a_file_of_weights_holds(command: Command, tmp_path: Path
     save_file({**stored, "vae.conv.weight": torch.zeros(1)}, tmp_path / "a.safetensors")
     values = command("info", tmp_path / "a.safetensors", "--model-path", tiny_wan_folder, "--json").json
     assert (values["format"], values["families"], values["fits"]) == ("safetensors", ["Wan"], str(tiny_wan_folder))
-    assert (values["num_tensors"], values["num_others"]) == (len(given), 1)
+    assert (values["num_tensors"], values["num_others"]) == (len(given), 0)
+    unread = "what no component here reads"
+    assert [(each["prefix"], each["holds"]) for each in values["parts"]] == [
+        ("diffusion_model.", None),
+        ("vae.", unread),
+    ]
     assert values["kinds"]["F8_E4M3"] == sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) - 1
     assert values["scales"] == f"{values['kinds']['F8_E4M3']} per tensor"
+    shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
+    assert f"prefix diffusion_model. holds {unread} tensors 1" in shown
+    save_file({**stored, "logit_scale": torch.zeros(1)}, tmp_path / "a.safetensors")
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
     assert "1 tensors, which --transformer-path leaves unread" in shown
     save_file({name: each for name, each in given.items() if name != "proj_out.bias"}, tmp_path / "short.safetensors")

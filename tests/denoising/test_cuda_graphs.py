@@ -198,12 +198,14 @@ def test_blocks_of_another_layout_at_the_same_address_are_captured_anew() -> Non
     model = BlocksModel()
     layer = model.text
     assert isinstance(layer, GgufLinear)
-    place = layer.hold([rows("F32"), rows("Q8_0")], torch.device("cpu"))
+    layer.hold([rows("F32"), rows("Q8_0")], torch.device("cpu"))
+    place = layer.weight.detach()
     requests = Requests(model)
     # In the graph, as what is kept for a request is not.
     model.attention[0].register_forward_hook(lambda *given: given[2] + layer(torch.ones(32)).mean())
     requests.check()
-    place.copy_(layer.hold([rows("Q8_0"), rows("F32")], torch.device("cpu")))
+    layer.hold([rows("Q8_0"), rows("F32")], torch.device("cpu"))
+    place.copy_(layer.weight)
     layer.weight = nn.Parameter(place, requires_grad=False)
     assert requests.check(seed=1).eager == {FIRST: 1, TIMED: 1, CAPTURED: 1}
 

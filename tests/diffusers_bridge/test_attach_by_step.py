@@ -192,7 +192,8 @@ def test_branches_experts_and_what_lives_for_a_request(watching: list[AttentionC
             scheduler.set_timesteps(2)
             for t, model in zip(scheduler.timesteps, (first, second), strict=True):
                 for _ in range(3):
-                    out = model(**{**arguments, "timestep": t.expand(1)}, return_dict=False)[0].detach()
+                    with torch.no_grad():
+                        out = model(**{**arguments, "timestep": t.expand(1)}, return_dict=False)[0]
                 scheduler.step(out, t, arguments["hidden_states"], return_dict=False)
     # Two layers a pass, three passes a step, two steps.
     one, two = watching[:12], watching[12:]

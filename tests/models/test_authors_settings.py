@@ -335,7 +335,7 @@ def differences(
         ]
         if keys:
             folder, own, run = (", ".join(f"{key} {_shown(values[key])}" for key in keys) for values in three)
-            yield name, folder, own, run
+            yield name, folder, own, {folder: "the folder's", own: "the authors'"}.get(run, run)
 
 
 def _shown(value: Any) -> str:

@@ -515,7 +515,7 @@ REFUSED: list[tuple[str, Given, type[DiffusionRuntimeError], str]] = [
     ),
     ("nothing", path_of("vae_path", lambda folder: folder / "lost"), ModelLoadError, "no such file or folder"),
     ("GGUF", given("text_encoder_2_path", component("text_encoder_2"), "t5.gguf"), ModelLoadError, "GGUF is read of a"),
-    ("a pickle", given("vae_path", component("vae"), "ae.sft"), ModelLoadError, r"expected a \.safetensors file"),
+    ("a pickle", given("vae_path", component("vae"), "ae.ckpt"), ModelLoadError, r"expected a \.safetensors file"),
 ]
 
 

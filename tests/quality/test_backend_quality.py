@@ -37,7 +37,7 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
         assert "refused" not in row
     text = tables(joined)
     assert "EPYC, float32, 8 prompts of each kind:" in text
-    assert "- `fa`: FlashAttention is not installed\n" in text
+    assert "Refused there: `fa`." in text
     assert "| `fa` | 1.00 | 0.100 s |" in text
     assert NO_GPU_RUN not in text
     assert tables(merged([cpu, times])).endswith(NO_GPU_RUN)

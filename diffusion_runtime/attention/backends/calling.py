@@ -70,7 +70,7 @@ def _without_gradients(backend: Backend, reason: str) -> ConfigError:
 
 
 def expected_implementation(backend: Backend, form: CallForm) -> str | None:
-    """What the result of `run_backend` will say of such a call; None where that is found at the call."""
+    """Return the implementation that `run_backend` will report for such a call; None where it is found at the call."""
     if form.k_shape[1] == 0:
         return "no keys"
     return backend.expected_implementation(form)
@@ -126,10 +126,8 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 
 def key_count_reason(backend: Backend, call: AttentionCall) -> str | None:
-    """Why a call must run elsewhere: one of its numbers of keys is none of the capability's key_counts; None when not.
-
-    The fields of a narrowed capability say the worst of it, so most calls are done with one comparison.
-    """
+    """Return why a call must run elsewhere: one of its numbers of keys is none of the capability's key_counts; else
+    None. The fields of a narrowed capability give its narrowest case, so one comparison settles most calls."""
     if backend.capability.key_counts.block == 1:
         return None
     counts = _key_counts(backend, call.q.device)
@@ -150,7 +148,7 @@ def run_elsewhere(call: AttentionCall, reason: str) -> AttentionResult:
 
 
 def numbers_of_keys(call: AttentionCall) -> set[int]:
-    """How many keys a kernel meets whose mask does not end with them: the lengths, where padding is cut off.
+    """Return the numbers of keys of a kernel that masks nothing behind them: the lengths, where padding is cut off.
 
     A causal kernel hides from every query what comes after it, the rest of the last block with it; it is exempt unless
     there is padding, whose own queries see all keys before them and are computed without the causal mask.
@@ -198,7 +196,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Toke
 
 
 def _are_groups(num_heads: int, num_kv_heads: int) -> bool:
-    """Whether every key head serves as many query heads; no heads at all on either side are fine."""
+    """Return whether every key head serves equally many query heads; no heads on either side are allowed."""
     return num_heads == num_kv_heads or (num_kv_heads > 0 and num_heads % num_kv_heads == 0)
 
 

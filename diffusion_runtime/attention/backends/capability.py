@@ -79,7 +79,7 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class AttentionRequirements:
-    """What is known of a layer when its backend is chosen.
+    """The facts about a layer that are known when its backend is chosen.
 
     category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
     keys_in_parts: a call sees a part of the keys, and the parts are merged by their log-sum-exps, as in a ring.
@@ -104,7 +104,7 @@ class AttentionRequirements:
 
 @dataclass(frozen=True)
 class Capability:
-    """What a backend can do. Declared once, enforced by `refusals` alone.
+    """The abilities of a backend. Declared once, enforced by `refusals` alone.
 
     platforms: where it runs; dtypes: input types; head_sizes: see HeadSizes; features: a subset of FEATURES.
     minimum_capability, maximum_capability: inclusive range of compute capabilities on CUDA, None for no bound.
@@ -126,15 +126,15 @@ class Capability:
     needs_grid: bool = False
 
     def on_hardware(self, hardware: Hardware) -> Capability:  # noqa: ARG002
-        """What one machine leaves of it."""
+        """Return the part of this capability that one machine supports."""
         return self
 
     def serves(self, requirements: AttentionRequirements) -> bool:
-        """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
+        """Return whether the backend is made for the role; a general choice passes over it for other roles."""
         return not self.passed_over(requirements)
 
     def passed_over(self, requirements: AttentionRequirements) -> str:
-        """Why a general choice passes over the role; empty where it does not."""
+        """Return why a general choice passes over the backend for the role; empty where it does not."""
         if requirements.category not in self.categories:
             return f"not made for role {shown(requirements.role)}"
         if "cached_keys" in requirements.needs - self.features:

@@ -25,7 +25,7 @@ _GENERATIONS: tuple[FlashAttention, ...] = (FlashAttention4(), FlashAttention3()
 
 
 def _refusals(generation: FlashAttention, hardware: Hardware, head_dim: int) -> list[str]:
-    """Why a generation cannot serve a plain call of this head size here; the chip first."""
+    """Return why a generation cannot serve a plain call of this head size here; reasons of the chip come first."""
     requirements = AttentionRequirements("self", "self", head_dim, "bfloat16", hardware, num_heads=1, num_kv_heads=1)
     return generation.capability.refusals(requirements)
 
@@ -79,7 +79,7 @@ def _log_passed_over(generation: FlashAttention, reason: str, taken: str) -> Non
 
 @dataclass(frozen=True)
 class _AnyGeneration(Capability):
-    """What the generations can do between them; on a machine, what those that are installed there can."""
+    """The union of what the generations can do; on a machine, of those that are installed there."""
 
     def refusals(self, requirements: AttentionRequirements) -> list[str]:
         reasons = super().refusals(requirements)
@@ -118,7 +118,7 @@ class AnyFlashAttention(ImportingBackend):
         if others:
             misfits = "; ".join(f"{g.distribution} {_refusals(g, hardware, 64)[0]}" for g in others)
             reason = f"no FlashAttention for this device is installed: {misfits}"
-        # Without a chip that any of them serves, the capability says why.
+        # Without a chip that any of them serves, the capability gives the reason.
         fix = for_chip[0].install if for_chip else ""
         return Availability(None, reason, fix)
 

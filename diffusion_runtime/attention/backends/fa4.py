@@ -1,7 +1,7 @@
 """FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and newer.
 
 What it compiles depends on dtypes, head sizes, heads per key head, causality, the log-sum-exp and the varlen form, and
-not on lengths, but for whether all queries fit one tile. Each process compiles anew, unless
+not on lengths, but for whether all queries fit one tile. Each process compiles again, unless
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the kernels on disk.
 """
 
@@ -52,7 +52,7 @@ def _kernels() -> tuple[Callable[..., Any], ...]:
 def _first_compiled(
     q: torch.Tensor, k: torch.Tensor, form: str, *, return_lse: bool, causal: bool = False
 ) -> Iterator[None]:
-    """Around a call: a first one of its kind compiles for seconds, which look like a hang, so it says so and is
+    """Around a call: a first one of its kind compiles for seconds, which look like a hang, so it is announced and
     counted."""
     q_shape = q.shape
     key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, return_lse, form)

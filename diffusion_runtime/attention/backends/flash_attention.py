@@ -29,7 +29,7 @@ def _lengths(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def codes_refusal(form: PageFormat) -> str | None:
-    """Why kernels that take queries and keys of one dtype cannot read pages; None for pages in 16 bits."""
+    """Return why kernels that take queries and keys of one dtype cannot read pages; None for pages in 16 bits."""
     if form.dtype in (torch.bfloat16, torch.float16):
         return None
     return "its kernels take keys in 8 bits only with queries in 8 bits"

@@ -64,8 +64,8 @@ def _planned(
 
 
 class CacheWrappers:
-    """What the calls of one video to its key-value cache are planned with: a wrapper for keys in a row and one for
-    stored pages, each planned anew where a forward pass has other lengths or pages than the one before."""
+    """The wrappers that plan one video's calls to its key-value cache: one for contiguous keys, one for stored pages.
+    Each plans again when a forward pass has other lengths or pages than the one before."""
 
     def __init__(self, device: torch.device) -> None:
         self.workspace = _workspace(device, _stream(device))
@@ -169,7 +169,7 @@ class FlashInferBackend(PackageBackend, StoredKeysReader):
         return CacheWrappers(limits.device)
 
     def prepare(self, plan: ForwardPlan, into: Any = None) -> CacheWrappers | None:
-        """Of calls to a key-value cache, once per forward pass; others are planned once per request and form."""
+        """Plan calls to a key-value cache once per forward pass; others are planned once per request and form."""
         if plan.cache is None:
             return None
         wrappers = CacheWrappers(plan.limits.device) if into is None else into

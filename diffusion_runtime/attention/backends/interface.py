@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend's packages are there: a version when they are, a reason and a fix when they are not."""
+    """The presence of a backend's packages: a version when they are installed, else a reason and a fix."""
 
     version: str | None
     reason: str = ""
@@ -42,8 +42,8 @@ class NoOptions:
 
 
 class DenseAttention(NamedTuple):
-    """What serves the dense calls of a backend that chooses among keys. options: an instance of the options_type of
-    `backend`; reason: why it is this one, empty for the platform's default."""
+    """The backend for the dense calls of one that chooses among keys. options: an instance of its options_type; reason:
+    why it was chosen, empty for the platform's default."""
 
     backend: Backend
     options: Any
@@ -93,7 +93,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Where the key tokens sit; None when nothing is padded."""
+        """Return where the key tokens sit; None when nothing is padded."""
         return self.inputs.layout
 
     @property
@@ -110,7 +110,7 @@ class AttentionCall(NamedTuple):
     @property
     def mask(self) -> torch.Tensor | None:
         """[batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores in q's
-        dtype; it hides keys beside those that layout and causal hide."""
+        dtype; it hides keys in addition to those that layout and causal hide."""
         return self.inputs.mask
 
     @property
@@ -142,7 +142,7 @@ class AttentionCall(NamedTuple):
 
 
 class KnownCall(NamedTuple):
-    """What a forward pass on the meta device shows of a layer's call. Shapes, mask: as in CallForm."""
+    """The facts that a forward pass on the meta device shows about a layer's call. Shapes, mask: as in CallForm."""
 
     dtype: torch.dtype
     q_shape: tuple[int, ...]
@@ -153,7 +153,7 @@ class KnownCall(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """What is known of a call before there is one, as far as it decides which kernel serves it.
+    """The facts known before a call that decide which kernel serves it.
 
     q_shape: [batch, seq_q, heads, head_dim]; k_shape: [batch, seq_k, kv_heads, head_dim]; mask: its shape and dtype,
     None without one; the others as in AttentionCall. Where samples differ in their lengths is not known.
@@ -221,16 +221,16 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self, hardware: Hardware) -> Availability:
-        """Whether its packages are there, read off `hardware` without importing anything heavy."""
+        """Return whether its packages are installed, from `hardware`, without importing anything heavy."""
 
     def versions(self, hardware: Hardware) -> str:
-        """Versions for a log line, beside the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
+        """Versions for a log line, in addition to the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
         version = self.probe(hardware).version
         return "" if version in (None, hardware.torch_version) else f"{self.name} {version}"
 
     # Not abstract: most backends serve whatever their capability declares.
     def check(self, options: Any, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:  # noqa: B027
-        """Whether a complete set of options can serve a layer, asked before any weight is read.
+        """Check that a complete set of options can serve a layer, before any weight is read.
 
         options: an instance of options_type. num_heads: all query heads of the layer, however many processes share
         them. num_steps: of the request that is about to start; None while no request is known. Raises ConfigError when
@@ -239,21 +239,21 @@ class Backend(ABC):
 
     # Not abstract: most backends treat every head by itself.
     def check_split_heads(self, options: Any) -> None:  # noqa: B027
-        """Whether these options can serve a layer whose heads are shared by processes; asked when `check` is.
+        """Check that these options can serve a layer whose heads are shared by processes; called together with `check`.
 
         Raises ConfigError when what one head attends to depends on heads that another process holds.
         """
 
     def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
-        """Whether a comparison of speed on `hardware` includes it unless it is named.
+        """Return whether a comparison of speed on `hardware` includes this backend when none is named.
 
-        False for what is there to be right and not fast, for what takes a minute to start, and for what picks one of
-        the others.
+        False for a reference that is right rather than fast, one that takes a minute to start, and one that picks
+        another backend.
         """
         return True
 
     def compiles_at_first_call(self, hardware: Hardware) -> bool:  # noqa: ARG002
-        """Whether the first call of each form on `hardware` compiles kernels, which takes seconds to minutes."""
+        """Return whether the first call of each form on `hardware` compiles kernels, which takes seconds to minutes."""
         return False
 
     def error_bound_on(self, hardware: Hardware) -> float | None:  # noqa: ARG002
@@ -265,8 +265,8 @@ class Backend(ABC):
         return ()
 
     def replay_refusal(self, options: Any) -> str | None:  # noqa: ARG002
-        """Why calls with these options cannot be captured in a CUDA graph and replayed; None where they can. Here
-        `not_replayed`, whatever the options.
+        """Return why calls with these options cannot be captured in a CUDA graph and replayed; None where they can. The
+        default is `not_replayed`, whatever the options.
 
         They can where `run` launches the same kernels for equal shapes, layouts, options and `step_key`, reads nothing
         else of the step, never waits for the device, and keeps nothing in AttentionCall.state that another step
@@ -276,13 +276,14 @@ class Backend(ABC):
         return self.not_replayed
 
     def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:  # noqa: ARG002
-        """What of a step decides which kernels a call runs, such as a dense schedule: a graph serves the steps with
-        equal keys."""
+        """Return the part of a step that decides which kernels a call runs, such as a dense schedule: a graph serves
+        the steps with equal keys."""
         return ()
 
     def depends_on_step(self, options: Any, layer: LayerInfo) -> bool:  # noqa: ARG002
-        """Whether what a call computes depends on the step, so that one whose step is unknown cannot be served. Here:
-        whether it chooses among keys, since such methods may go by step; dense backends do not."""
+        """Return whether the result of a call depends on the step; a call whose step is unknown is then refused. The
+        default is True for backends that choose among keys, since such methods may depend on the step, False for dense
+        ones."""
         return self.capability.needs_grid
 
     def reserve(self, limits: PlanLimits) -> Any:  # noqa: ARG002
@@ -291,8 +292,8 @@ class Backend(ABC):
         return None
 
     def prepare(self, plan: ForwardPlan, into: Any = None) -> Any:  # noqa: ARG002
-        """What calls find as AttentionCall.prepared. into: what `reserve` made, which is written and returned, without
-        allocating on the device or waiting for it; None makes a plan of its own."""
+        """Return what calls find as AttentionCall.prepared. into: what `reserve` made, which is written and returned,
+        without allocating on the device or waiting for it; None makes a new plan."""
         return into
 
     def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:  # noqa: ARG002
@@ -304,7 +305,8 @@ class Backend(ABC):
     def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:  # noqa: ARG002
         """The order of the grid's tokens (TokenLayout.tile) in which a layer costs least; None where any will do.
 
-        Models keep their tokens in the order that all layers prefer. A call may come in any other, and layout says so.
+        Models keep their tokens in the order that all layers prefer. A call may come in any other, which its layout
+        tells.
         """
         return RASTER if self.capability.needs_grid else None
 
@@ -320,17 +322,17 @@ class Backend(ABC):
         return 1.0
 
     def expected_warning(self, form: CallForm) -> str | None:  # noqa: ARG002
-        """What such a call would warn of, such as a result that lacks something; None for nothing."""
+        """Return the warning of such a call, for example that its result lacks something; None without one."""
         return None
 
     def expected_implementation(self, form: CallForm) -> str | None:  # noqa: ARG002
-        """What AttentionResult.implementation will say of such a call, before anything is computed; None where that is
-        found at the call. Of a call whose samples differ in their lengths a result may say that beside it."""
+        """Return the AttentionResult.implementation of such a call before anything is computed; None where it is found
+        at the call. A result may add that the samples of its call differ in length."""
         return None
 
     def gradient_refusal(self, call: AttentionCall) -> str | None:  # noqa: ARG002
-        """Why the gradients of such a call, whose inputs require them, cannot be computed; None where they can, or
-        where `run` says so. A result that records none is refused in any case (calling.py)."""
+        """Return why the gradients of such a call, whose inputs require them, cannot be computed; None where they can,
+        or where `run` gives the reason. A result that records none is refused in any case (calling.py)."""
         return None
 
     @abstractmethod

@@ -100,7 +100,7 @@ def _attend_ranges_causally(
     """Causal attention with gaps between the keys.
 
     Cutting keys shifts the positions that a causal kernel counts. Cutting the queries at the same places shifts both
-    alike; queries that stand in a gap are padding themselves, and see all keys before it.
+    alike; queries in a gap are padding themselves, and see all keys before it.
     """
     cut = _cut_mask(call, queries=ranges, keys=ranges)
     inside = attend(cut, keep_ranges(q, ranges), keep_ranges(k, ranges), keep_ranges(v, ranges), True)
@@ -194,5 +194,5 @@ def unpack_rows(result: AttentionResult, batch: int) -> tuple[torch.Tensor, torc
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where each sample begins, and where the last one ends: int32 [batch + 1]."""
+    """Return where each sample begins, and where the last one ends: int32 [batch + 1]."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

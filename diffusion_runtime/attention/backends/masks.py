@@ -38,10 +38,8 @@ def check_mask(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def block_mask_as_boolean(blocks: BlockMask) -> torch.Tensor:
-    """What a BlockMask lets be seen, pair by pair: bool [batch or 1, heads or 1, seq_q, seq_k].
-
-    Its full blocks are seen as they are, its partial ones as far as its mask_mod allows.
-    """
+    """Return the pairs that a BlockMask leaves visible: bool [batch or 1, heads or 1, seq_q, seq_k]. All pairs of its
+    full blocks are visible, those of its partial blocks as its mask_mod allows."""
     seq_q, seq_k = blocks.seq_lengths
     seen = _listed_pairs(blocks.kv_num_blocks, blocks.kv_indices, blocks)
     seen = seen & create_mask(blocks.mask_mod, seen.shape[0], seen.shape[1], seq_q, seq_k, device=str(seen.device))

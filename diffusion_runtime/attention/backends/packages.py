@@ -122,7 +122,7 @@ _SEQ = 256
 
 
 def trial_failure(backend: Backend, requirements: AttentionRequirements) -> str | None:
-    """What one small call of the requirements' dtype and head size raises, in one line; None when it computes.
+    """Return what one small call of the requirements' dtype and head size raises, in one line; None when it computes.
 
     None as well where this process has no device with that chip, and nothing can be tried.
     """

@@ -13,7 +13,8 @@ _reasons: dict[tuple[str, int, str], str] = {}
 
 
 def found_wrong(name: str, head_dim: int, dtype: str) -> str | None:
-    """Why the backend is refused, None when nothing is known against it. name: canonical; dtype: as in `bfloat16`."""
+    """Return why the backend is refused, None when nothing is known against it. name: canonical; dtype: as in
+    `bfloat16`."""
     return _reasons.get((name, head_dim, dtype))
 
 
@@ -22,7 +23,7 @@ def remember_wrong(name: str, head_dim: int, dtype: str, reason: str) -> None:
 
 
 def forget_wrong() -> None:
-    """Begin anew: for a process in which a package was exchanged."""
+    """Forget all reasons: for a process in which a package was exchanged."""
     _reasons.clear()
 
 
@@ -65,5 +66,5 @@ def _with_fix(availability: Availability) -> str:
 
 
 def unaskable(backend: Backend, error: BaseException) -> str:
-    """Why a backend is refused whose own probe or capability raises; the class's path says whose package it is."""
+    """Return why a backend is refused whose own probe or capability raises; the class's path names its package."""
     return f"{type(backend).__module__}.{type(backend).__qualname__} cannot be asked: {raised_line(error)}"

@@ -109,8 +109,8 @@ def unregister_backend(name: str) -> None:
 
 
 def num_changes() -> int:
-    """How often a backend was registered or unregistered so far. Decisions made at another number are made anew:
-    the same name may mean another backend by now."""
+    """Return how often a backend was registered or unregistered so far. A decision made at another number is made
+    again: the same name may now mean another backend."""
     return _num_changes
 
 
@@ -127,8 +127,8 @@ def _notify_changed() -> None:
 
 
 def canonical_name(name: str) -> str:
-    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one, and with the
-    reason for a peer's backend that has no counterpart here."""
+    """The name of a backend for one of its spellings. Raises ConfigError with the nearest names for an unknown one, and
+    with the reason for a peer's backend that has no counterpart here."""
     spelled = plain(name)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:

@@ -96,7 +96,7 @@ class CallKind(NamedTuple):
 
 
 def requirements_of(call: AttentionCall) -> AttentionRequirements:
-    """What a backend must be able to do to compute `call`, on the device of its tensors."""
+    """Return what a backend must be able to do to compute `call`, on the device of its tensors."""
     return CallKind.of(call).requirements()
 
 

@@ -30,7 +30,7 @@ def _kernel() -> Callable[..., Any]:
 class Sage3Backend(PackageBackend):
     """sageattn3.sageattn3_blackwell. It knows no scale but 1 / sqrt(head_dim) and returns no log-sum-exp.
 
-    Grouped queries are declared and run elsewhere, as its documentation says; the report counts them under what ran.
+    Grouped queries are declared and run elsewhere, as its documentation advises; the report counts them under what ran.
     """
 
     name = "sage_attn_3"

@@ -68,7 +68,7 @@ def plan_split(num_queries: int, num_keys: int, num_rows: int, tile: int, num_pr
 
 
 def can_split(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether parts of the keys can be seen as samples without a copy: samples lie one behind the other."""
+    """Return whether parts of the keys can be viewed as samples without a copy: samples lie one behind the other."""
     return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v))
 
 

@@ -20,12 +20,12 @@ class StoredKeysReader(ABC):
 
     @abstractmethod
     def stored_refusal(self, form: PageFormat, device: torch.device) -> str | None:
-        """Why its kernels cannot read keys stored like this; None where they can. Asked on every call."""
+        """Return why its kernels cannot read keys stored like this; None where they can. It is asked on every call."""
 
     @abstractmethod
     def run_stored(self, call: AttentionCall, stored: StoredKeys) -> AttentionResult:
         """Attention of the call's queries to all of the stored keys. Keys and values in float8_e4m3fn are numbers, as
-        they stand: whoever calls has put their scales into the queries, and puts them into the result. Of the call's
+        they are: the caller has put their scales into the queries, and puts them into the result. Of the call's
         own keys and layout nothing is read; it is not causal and has no mask."""
 
 

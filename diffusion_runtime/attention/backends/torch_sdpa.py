@@ -32,7 +32,7 @@ _MAX_KNOWN_KERNELS = 512
 
 @register_backend
 class TorchSdpaBackend(Backend):
-    """What torch ships: its own choice of kernel, which the report names."""
+    """The attention that torch ships: torch chooses the kernel, and the report names it."""
 
     name = "torch_sdpa"
     aliases = ("torch",)
@@ -88,7 +88,7 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 @functools.cache
 def _tells_kernel(device_type: str) -> bool:
-    """Whether torch can be asked which kernel it takes on such devices: MPS and most NPUs lack the operator."""
+    """Return whether torch can be asked which kernel it takes on such devices: MPS and most NPUs lack the operator."""
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_fused_sdp_choice", key)
 
@@ -116,7 +116,7 @@ def _kernel_name(
         causal,
         torch.is_grad_enabled() and (q_bhsd.requires_grad or k_bhsd.requires_grad or v_bhsd.requires_grad),
         torch.are_deterministic_algorithms_enabled(),
-        # Whoever calls may have switched kernels off.
+        # The caller may have switched kernels off.
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
@@ -133,7 +133,7 @@ def _kernel_name(
 
 
 def _kernel_of(form: CallForm) -> str:
-    """The kernel that torch takes for such a call, asked with tensors of one row that stand for all of them."""
+    """The kernel that torch takes for such a call, asked with tensors of one row that represent all of them."""
     found = None if form.hardware.platform == "cpu" else torch.accelerator.current_accelerator()
     device = torch.device("cpu") if found is None else found
 

@@ -51,7 +51,7 @@ class FrameCache:
 
     @property
     def reads_as_stored(self) -> bool:
-        """Whether keys are attended to as they are stored: positions are in them."""
+        """Return whether keys are attended to as they are stored: positions are in them."""
         return self.key_rotations is None
 
     def read(self, store: KeyStore, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

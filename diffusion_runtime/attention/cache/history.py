@@ -9,7 +9,7 @@ whole history under a block-causal mask takes n.
     [.. frame 1 | frame 0 |] [chunk n-2 | chunk n-1 | chunk n]
      <- compressed           ^ pivot     full ->
 
-Compressed frames stand before a fixed place, the pivot, and full ones behind it, so what is in sight is one run of the
+Compressed frames lie before a fixed place, the pivot, and full ones behind it, so what is in sight is one run of the
 cache. All full chunks are written again after each chunk, so they need no ring.
 """
 

@@ -81,7 +81,7 @@ class PagePool:
         return page
 
     def reserve(self, num_pages: int) -> None:
-        """See to it that so many pages are free."""
+        """Make at least `num_pages` pages free."""
         num_before, more = self.num_pages, num_pages - len(self.free)
         if more <= 0:
             return
@@ -129,8 +129,8 @@ class PagedStore(KeyStore):
 
     @property
     def num_bytes(self) -> int:
-        """Of its pages, its block table and the room of the pool. Pages that several stores share, and free ones, count
-        in parts: those of all stores add up to what there is. None once it is released."""
+        """Return the bytes of its pages, its block table and its part of the pool. Pages that several stores share, and
+        free ones, count in parts: those of all stores add up to what is allocated. 0 once it is released."""
         if self._is_released:
             return 0
         pages = [page for row in self._pages for page in row if page >= 0]
@@ -196,7 +196,7 @@ class PagedStore(KeyStore):
         return twin
 
     def release(self) -> None:
-        """See KeyStore.release: its pages are the pool's again, but for those that forks have."""
+        """Return the pages to the pool, except those that forks hold, as KeyStore.release describes."""
         if self._is_released:
             return
         self._is_released = True
@@ -208,7 +208,7 @@ class PagedStore(KeyStore):
             row[:] = [-1] * len(row)
 
     def _own_pages(self, places: Sequence[int]) -> None:
-        """See to it that no other store refers to the pages at some places, which are about to be overwritten."""
+        """Make this store the only one that refers to the pages at `places`, which are about to be overwritten."""
         missing = [
             (sample, place) for sample, row in enumerate(self._pages) for place in places if self._lacks(row[place])
         ]
@@ -221,7 +221,7 @@ class PagedStore(KeyStore):
             self.block_table[sample, place] = row[place]
 
     def _lacks(self, page: int) -> bool:
-        """Whether another page is due before something is written there: there is none, or a fork has it."""
+        """Return whether writing needs another page: there is none, or a fork holds it."""
         return page < 0 or self.pool.num_references(page) > 1
 
 

@@ -12,7 +12,7 @@ from diffusion_runtime.attention.cache.window import FrameWindow
 
 
 class CachePasses(ABC):
-    """What the passes of one video read and write of a cache; it keeps what has been written so far.
+    """The reads and writes of a cache by the passes of one video; it remembers what has been written so far.
 
     window: which frames are in sight. num_slots: latent frames that there is room for, num_compressed of them in larger
     patches. capacity: tokens that there is room for.
@@ -30,15 +30,15 @@ class CachePasses(ABC):
 
     @abstractmethod
     def plan(self, frames: range, kind: str) -> CachePlan:
-        """Of the next pass, over `frames`. kind: `denoise` or `commit`; `compress` is a commit in larger patches
-        (attention/cache/history.py)."""
+        """Return the plan of the next pass, over `frames`. kind: `denoise` or `commit`; `compress` is a commit in
+        larger patches (attention/cache/history.py)."""
 
     def capacity_for(self, num_frames: int) -> int:  # noqa: ARG002 - of caches that place frames otherwise
         """Tokens that a store needs to which only the first `num_frames` latent frames of the video are written."""
         return self.capacity
 
     def fork(self) -> Self:
-        """Of another video that goes on from here."""
+        """Return a copy for another video that continues from here."""
         # What has been written so far is a number.
         return copy.copy(self)
 
@@ -61,7 +61,8 @@ class SlidingPasses(CachePasses):
         return self._slots.oldest_kept(self._written_to)
 
     def capacity_for(self, num_frames: int) -> int:
-        """See CachePasses: in a ring that fills, frames stand in their order."""
+        """Return the tokens needed, as CachePasses describes: in a ring that still fills, frames are stored in
+        order."""
         is_ordered = self._slots.order is None
         return min(num_frames, self.num_slots) * self._tokens_per_frame if is_ordered else self.capacity
 

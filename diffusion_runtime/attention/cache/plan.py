@@ -78,7 +78,7 @@ class CachePlan:
 
     @cached_property
     def past_copies(self) -> tuple[TokenCopy, ...]:
-        """As read_copies, of the frames in sight that are not of this pass."""
+        """Return the read_copies of the frames in sight that are not of this pass."""
         return copies_of([slot for slot in self.read if slot not in self.write], self.tokens_per_frame)
 
     @property
@@ -87,17 +87,17 @@ class CachePlan:
         return self.tokens_per_frame
 
     def key_layout(self, grid: tuple[int, int, int]) -> CachedLayout:
-        """Where the keys in sight sit. grid: of this pass's tokens."""
+        """Return where the keys in sight sit. grid: of this pass's tokens."""
         in_sight = (len(self.read), *grid[1:])
         return CachedLayout(in_sight, num_query_frames=self.num_frames, key_frames=self.key_frames)
 
     def whole_layout(self, grid: tuple[int, int, int]) -> TokenLayout:
-        """Of all that there is room for, the same at every pass of a video. grid: of the keys in sight."""
+        """Return the layout of the whole cache, the same at every pass of a video. grid: of the keys in sight."""
         return TokenLayout((self.num_slots, *grid[1:]))
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot is in sight: from then on all passes read alike."""
+        """Return whether every slot is in sight: from then on all passes read alike."""
         return len(self.read) == self.num_slots
 
     def with_write_index(self, device: torch.device) -> Self:

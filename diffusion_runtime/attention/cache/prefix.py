@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """Of every layer, by its index: keys, with their positions, and values, [batch, tokens, kv_heads, head_dim] each,
-    of the heads that this process holds before a sequence is shared. lengths: how many of them each sample attends to,
-    the first ones; None for all, which text behind the prefix needs."""
+    """The keys, with their positions, and values of every layer, by its index: [batch, tokens, kv_heads, head_dim]
+    each, of the heads that this process holds before a sequence is shared. lengths: how many of the first ones each
+    sample attends to; None for all, which text behind the prefix needs."""
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     lengths: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Frame slots: where in a cache the keys of each frame stand, a ring of slots behind fixed ones for the sink.
+"""Frame slots: where in a cache the keys of each frame are, a ring of slots behind fixed ones for the sink.
 
 Softmax does not depend on the order of the keys, and rotary positions are in them: a frame that comes into sight takes
 the slot of the one that leaves it. Nothing is moved, and addresses stay.
@@ -46,8 +46,8 @@ class FrameSlots:
         return max(self.window.sink, written_to - self.num_ring_slots)
 
     def slot_of(self, frame: int) -> int:
-        """Where a frame of the video stands while it is in sight. Raises ConfigError for a frame past the end of a
-        cache that keeps all of them."""
+        """Return the slot of a frame of the video while it is in sight. Raises ConfigError for a frame past the end of
+        a cache that keeps all of them."""
         sink = self.window.sink
         place = frame
         if frame >= self.num_slots:

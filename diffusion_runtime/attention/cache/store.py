@@ -16,8 +16,8 @@ from diffusion_runtime.attention.cache.stored import KeyParts, PageFormat
 
 @dataclass(frozen=True)
 class KeyStoreSize:
-    """What a store has room for: num_tokens keys and values of num_heads heads (those of this process) for each sample
-    of the batch, as they come in, in dtype on device."""
+    """The size of a store: num_tokens keys and values of num_heads heads (those of this process) for each sample of the
+    batch, in the order in which they come, in dtype on device."""
 
     batch: int
     num_tokens: int
@@ -36,11 +36,11 @@ class KeyStore(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """What it has allocated."""
+        """Return the bytes it has allocated."""
 
     @property
     def num_shared_bytes(self) -> int:
-        """Of what it has in common with forks, whole; 0 for stores that are copied."""
+        """Return the bytes it shares with forks, counted whole; 0 for stores that are copied."""
         return 0
 
     @property
@@ -67,12 +67,13 @@ class KeyStore(ABC):
         not be written to."""
 
     def page_format(self, plan: CachePlan) -> PageFormat | None:  # noqa: ARG002
-        """How what is in sight is stored, for backends that may read it in place; None where `read` is the only way."""
+        """Return how the keys in sight are stored, for backends that may read them in place; None where only `read`
+        can."""
         return None
 
     def read_parts(self, plan: CachePlan) -> KeyParts:
-        """What is in sight where it is stored, in place of `read` and after `write` of the same pass. Of stores with a
-        page_format."""
+        """Return the keys in sight where they are stored, in place of `read` and after `write` of the same pass. Only
+        stores with a page_format have it."""
         raise NotImplementedError(f"{type(self).__name__} has no page_format")
 
 

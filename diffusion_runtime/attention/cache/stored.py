@@ -9,27 +9,27 @@ import torch
 
 
 class PageFormat(NamedTuple):
-    """How keys are stored: tokens of a page, and the dtype of the numbers, float8_e4m3fn for codes."""
+    """The format of stored keys: tokens of a page, and the dtype of the numbers, float8_e4m3fn for codes."""
 
     page_size: int
     dtype: torch.dtype
 
 
 class StoredForm(NamedTuple):
-    """What of stored keys is known on the host. pages: of each sample those in sight, in order."""
+    """The facts about stored keys that the host knows. pages: those in sight of each sample, in order."""
 
     format: PageFormat
     pages: tuple[tuple[int, ...], ...]
 
     @property
     def num_keys(self) -> int:
-        """Of a sample."""
+        """Return the number of keys of a sample."""
         return self.format.page_size * len(self.pages[0])
 
 
 @dataclass(frozen=True, eq=False)
 class CodeScales:
-    """What codes stand for: x = code * scale + mean. scale: [2 (keys, values), batch, 1, kv_heads, 1]; mean: of the
+    """The values of codes: x = code * scale + mean. scale: [2 (keys, values), batch, 1, kv_heads, 1]; mean: of the
     keys, [batch, 1, kv_heads, head_dim]."""
 
     scale: torch.Tensor

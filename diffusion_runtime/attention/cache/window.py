@@ -13,7 +13,7 @@ class FrameWindow:
     (arXiv:2509.22622) count them.
 
     sink: first frames of the video, which stay in sight. span: frames in sight, sink and the chunk's own included; None
-    for all. Raises ConfigError for a span without room beside the sink.
+    for all. Raises ConfigError for a span without room besides the sink.
     """
 
     sink: int = 0

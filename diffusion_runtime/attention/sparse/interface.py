@@ -56,8 +56,8 @@ _FEATURES = frozenset({"key_padding", "gqa", "scale", "lse"})
 
 
 def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapability:
-    """What the reference computes on every device; on a GPU, what the kernel does: nothing there runs on the reference
-    without a word."""
+    """Return the reference's capability, and on a GPU that of the kernel: nothing there runs silently on the
+    reference."""
     everywhere = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
         head_sizes=HeadSizes(maximum=256),
@@ -128,22 +128,22 @@ class SparseBackend(ImportingBackend):
         return self.probe(requirements.hardware)
 
     def keeps_everything(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
-        """Why a layer's pattern keeps every pair whatever the tokens are, such as a sparsity of 0; None where it does
-        not."""
+        """Return why a layer's pattern keeps every pair whatever the tokens are, such as a sparsity of 0; else None."""
         return None
 
     def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:
-        """Which rules of the dense schedule hold."""
+        """Return which rules of the dense schedule hold."""
         rules = options.dense_schedule(layer.num_layers, step.num_steps)
         return tuple(rule.window.holds(layer, step) for rule in rules)
 
     def depends_on_step(self, options: Any, layer: LayerInfo) -> bool:
-        """Whether a rule of the dense schedule goes by step; the pattern of most methods does not."""
+        """Return whether a rule of the dense schedule depends on the step; the pattern of most methods does not."""
         rules = options.dense_schedule(layer.num_layers, _MANY_STEPS)
         return any(not rule.window.steps.is_every for rule in rules)
 
     def dense_reason(self, call: AttentionCall | CallForm) -> str | None:
-        """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""
+        """Return why a call attends to every key, by a rule of its options or by its pattern; None when it is
+        sparse."""
         options: SparseOptions = call.options
         layout = call.layout
         assert layout is not None, "check_grid raises before"
@@ -152,7 +152,7 @@ class SparseBackend(ImportingBackend):
         return self.keeps_everything(options, layout, call.layer)
 
     def plan_form(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
-        """Of the plan of a call that is sparse: in equal tiles where `tile_of` names them and they fit the grid."""
+        """Return the form of a sparse call's plan: in equal tiles where `tile_of` names them and they fit the grid."""
         tile, num_tokens, num_grid = self.tile_of(options), layout.num_tokens, layout.num_grid_tokens
         if tile == RASTER:
             return PlanForm(num_tokens, num_grid, 1)
@@ -206,7 +206,8 @@ class SparseBackend(ImportingBackend):
         return None
 
     def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:
-        """Of a sparse call whose tokens stand in the method's tiles."""
+        """Return the blocks of a sparse call whose tokens are in the order of the method's tiles; None for any
+        other."""
         tile, layout = self.tile_of(call.options), check_grid(self.name, call)
         if tile == RASTER or tile != layout.tile or self.dense_reason(call) is not None:
             return None
@@ -216,7 +217,7 @@ class SparseBackend(ImportingBackend):
         return TokenBlocks(geometry, layout.num_grid_tokens, text_lengths_of(call), self.averaged(call))
 
     def averaged(self, call: AttentionCall) -> Averaged:  # noqa: ARG002
-        """Of which tensors the planner reads the means of the tiles."""
+        """Return the tensors whose tile means the planner reads."""
         return "none"
 
     @abstractmethod

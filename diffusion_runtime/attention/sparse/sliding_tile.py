@@ -70,7 +70,7 @@ class SlidingTileBackend(SparseBackend):
         return math.prod(attended_tiles(num_tiles, options.window)) / math.prod(num_tiles)
 
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
-        """See Backend.check."""
+        """Check that the options can serve a layer, as Backend.check describes."""
         options.check_mode()
         options.check_heads(num_heads)
         if options.mask_strategy_file_path is not None:
@@ -159,7 +159,8 @@ def _group_of_head(by_head: tuple[Extent, ...], distinct: tuple[Extent, ...], de
 
 
 def _of_this_process(group_of: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Of [heads of the layer], those of the call, where processes share a layer's heads."""
+    """Return the part of `group_of` [heads of the layer] for the call's heads, where processes share a layer's
+    heads."""
     if call.num_heads == call.num_heads_of_layer:
         return group_of
     return group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]

@@ -19,7 +19,7 @@ _USE_TUNE = (
 )
 _REMOVED_MODES = ("STA_searching", "STA_tuning", "STA_tuning_cfg")
 DEFAULT_SKIP_TIME_STEPS = 15
-# Options that say which tiles are attended to.
+# Options that choose which tiles are attended to.
 _WINDOWS = ("window", "head_windows", "mask_strategy_file_path")
 
 
@@ -97,7 +97,7 @@ class SlidingTileOptions(SparseOptions):
             )
 
     def check_mode(self) -> None:
-        """Raises ConfigError unless exactly one option says which tiles are attended to."""
+        """Raises ConfigError unless exactly one option chooses which tiles are attended to."""
         if self.sta_mode == NONE:
             return
         chosen = [name for name in _WINDOWS if getattr(self, name) is not None]

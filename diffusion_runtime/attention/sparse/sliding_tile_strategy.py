@@ -28,7 +28,7 @@ _KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})")
 
 
 class RunSize(NamedTuple):
-    """What a run has: denoising steps, and the layers and query heads of its model."""
+    """The size of a run: denoising steps, and the layers and query heads of its model."""
 
     num_steps: int
     num_layers: int

@@ -41,13 +41,13 @@ def checked_extent(value: Any, what: str) -> Extent:
 
 
 def attended_tiles(num_tiles: Extent, window: Extent) -> Extent:
-    """How many tiles every query tile sees along each axis; windows with equal answers are the same window."""
+    """Return how many tiles every query tile sees along each axis; windows with equal results are the same window."""
     frames, height, width = (min(2 * (w // 2) + 1, n) for n, w in zip(num_tiles, window, strict=True))
     return frames, height, width
 
 
 def default_candidates(num_tiles: Extent) -> tuple[Extent, ...]:
-    """The windows that a search tries when nobody named any: one tile thick along each axis in turn, and two boxes.
+    """The windows that a search tries when none is named: one tile thick along each axis in turn, and two boxes.
 
     On the paper's 5 x 6 x 10 tiles these are its five candidates for HunyuanVideo. Windows that hold the whole grid are
     left out, for they would always win; so are equal ones. Empty when the grid has too few tiles.

@@ -71,7 +71,8 @@ class SparseVideoGen2Options(SparseOptions):
 
 @register_backend
 class SparseVideoGen2Backend(SparseBackend):
-    """Block-sparse attention between clusters, which k-means finds anew at every step from those of the step before."""
+    """Block-sparse attention between clusters, which k-means finds again at every step from those of the step
+    before."""
 
     name = "sparse_video_gen_2_attn"
     summary = "attention between clusters of like tokens that hold most of the mass (Sparse VideoGen 2)"

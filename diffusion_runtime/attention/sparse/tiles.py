@@ -13,7 +13,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def tile_counts(grid: Extent, tile: Extent) -> Extent:
-    """How many tiles there are along each axis."""
+    """Return the number of tiles along each axis."""
     frames, height, width = (-(-extent // size) for extent, size in zip(grid, tile, strict=True))
     return frames, height, width
 
@@ -30,7 +30,7 @@ def tile_order(grid: Extent, tile: Extent) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tile_geometry(layout: TokenLayout, tile: Extent, device: torch.device | str) -> BlockGeometry:
     """The tiles of a layout's grid, shared by all heads; text after the grid. In a layout of the same tiles the tokens
-    stand in their order already."""
+    are in their order already."""
     return order_geometry(layout, *tile_order(layout.grid, tile)).to(device)
 
 

@@ -265,7 +265,7 @@ class CoarseResult:
 
 
 def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
-    """How many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
+    """Return how many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
     # (1 - 0.7) * 10 is a little more than 3 in floating point, and must not become 4.
     return min(max(math.ceil((1.0 - sparsity) * num_tiles - 1e-6), 1), num_tiles)
 
@@ -293,7 +293,7 @@ def attend_tiles(means: TileMeans, *, scale: float, num_kept: int | None) -> Coa
         for start in range(0, k_means.shape[1], step):
             kv_heads = slice(start, min(start + step, k_means.shape[1]))
             heads = slice(kv_heads.start * repeats, kv_heads.stop * repeats)
-            # Query heads that share a key head stand below each other, so that keys are not repeated.
+            # Query heads that share a key head are stacked, so that keys are not repeated.
             stacked = q_means[sample, heads].reshape(-1, repeats * num_tiles, head_dim)
             scores = scale * stacked @ k_means[sample, kv_heads].transpose(1, 2)
             if kept is not None and num_kept is not None:

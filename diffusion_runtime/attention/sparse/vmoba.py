@@ -143,7 +143,8 @@ class VMobaBackend(SparseBackend):
         return None
 
     def sparse_density(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo) -> float | None:
-        """Of a number of chunks, which the last ones of an axis may make a little less; None for a threshold."""
+        """Return the density for a fixed number of chunks, which short chunks at the ends may lower; None for a
+        threshold."""
         if options.moba_select_mode == "threshold":
             return None
         kind = chunk_kind(options, layer)
@@ -228,7 +229,7 @@ def _chunks_of_call(call: AttentionCall) -> Chunks:
 
 
 def chunk_kind(options: VMobaOptions, layer: LayerInfo) -> ChunkKind:
-    """How a layer cuts the grid: by turns, counted from first_full_layer."""
+    """Return how a layer cuts the grid: the kinds take turns, counted from first_full_layer."""
     turns = options.temporal_layer + options.spatial_layer + options.st_layer
     turn = (layer.index - options.first_full_layer) % turns
     if turn < options.temporal_layer:
@@ -237,7 +238,8 @@ def chunk_kind(options: VMobaOptions, layer: LayerInfo) -> ChunkKind:
 
 
 def chunk_shape(options: VMobaOptions, layout: TokenLayout, kind: ChunkKind) -> ChunkShape:
-    """Of one kind's chunks. A temporal chunk holds consecutive tokens, not always whole frames; at least one token."""
+    """Return the shape of one kind's chunks. A temporal chunk holds consecutive tokens, not always whole frames; at
+    least one token."""
     frames, height, width = layout.grid
     if kind == "temporal":
         return max(1, int(options.temporal_chunk_size * height * width))
@@ -262,7 +264,7 @@ class Chunks:
 
 
 def chunk_count(grid: Extent, shape: ChunkShape) -> int:
-    """How many chunks a grid has."""
+    """Return the number of chunks of a grid."""
     return -(-math.prod(grid) // shape) if isinstance(shape, int) else math.prod(tile_counts(grid, shape))
 
 

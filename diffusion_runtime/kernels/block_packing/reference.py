@@ -47,7 +47,7 @@ class PackedTokens:
 
 
 class TokenBlocks(NamedTuple):
-    """The blocks that a sparse layer's next call reads, where its tokens stand in their order already; arguments of
+    """The blocks that a sparse layer's next call reads, where its tokens are in their order already; arguments of
     pack_tokens.
 
     geometry: of q and of k and v, `is_identity`; num_grid_tokens, text_lengths: as there; averaged: which parts' block

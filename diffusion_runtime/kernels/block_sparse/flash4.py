@@ -127,7 +127,7 @@ def block_sparse_flash4(
 
 
 def _in_order(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """x [B, N, heads, D] block by block, itself where its tokens stand so."""
+    """x [B, N, heads, D] block by block, x itself where its tokens are in that order."""
     return x if geometry.is_identity else reorder_tokens(x, geometry.order[0])
 
 

@@ -21,7 +21,7 @@ class BlockGeometry:
         are allowed; offsets[g, -1] = S.
     max_block_size: an upper bound on the size of every block, known without reading from the device.
     uniform_block_size: the size of every block when they are all equal, else None.
-    is_identity: whether it is known on the host that `order` is 0, 1, 2, ...: the tokens stand block by block.
+    is_identity: whether it is known on the host that `order` is 0, 1, 2, ...: the tokens are stored block by block.
     """
 
     order: torch.Tensor

@@ -2,7 +2,7 @@
 
 q, k and v are packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is then a
 run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded. Tokens that
-stand in the order of the plan are read in place: rows [B * N, ...] in which a head begins at a column of its own.
+are in the order of the plan are read in place: rows [B * N, ...] in which a head begins at a column of its own.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -49,8 +49,8 @@ def list_short_pieces(
 ):
     """Pieces of the listed blocks where no block is longer than a piece. One program per (selection, q block).
 
-    A piece is a run of PIECE rows, written as start << 8 | length. Pieces stand at the front of a row; what is left of
-    a block stands at the row's end, in chunks of at most CHUNK rows, so that the rests of several blocks share a step.
+    A piece is a run of PIECE rows, written as start << 8 | length. Pieces are at the front of a row; what is left of
+    a block is at the row's end, in chunks of at most CHUNK rows, so that the rests of several blocks share a step.
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)

@@ -22,7 +22,7 @@ def channels_first_input(
 
     x: [1, channels, frames, height, width], planes contiguous. history: [1, channels, 2, height, width], contiguous.
     Returns [1, channels, frames + 2, height + 2 * padding, width + 2 * padding], contiguous. Bit-identical to
-    normalize, multiply, SiLU, cat and pad of torch on the same device: roundings to x's dtype stand where torch's are.
+    normalize, multiply, SiLU, cat and pad of torch on the same device: roundings to x's dtype are where torch's are.
 
     Raises ConfigError for shapes that do not fit.
     """

@@ -1,9 +1,9 @@
 """QK norm and rotary positions straight into block order: q, k and v as the block-sparse kernel reads them, and the
 means of their blocks, in the pass that normalises them.
 
-For sequences whose tokens stand block by block already (attention/token_order.py). In place of the product rows lie
-apart, which slows the kernel, and the means are a pass of their own: 2.8 and 3.2 ms of a Wan 1.3B step of 193 ms with
-Video Sparse Attention on an H200 (benchmarks/results/static_order_gpu.json).
+For sequences whose tokens are stored block by block already (attention/token_order.py). In place of the product rows
+lie apart, which slows the kernel, and the means are a pass of their own: 2.8 and 3.2 ms of a Wan 1.3B step of 193 ms
+with Video Sparse Attention on an H200 (benchmarks/results/static_order_gpu.json).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def norm_rope_into_blocks(
     *,
     implementation: str = "auto",
 ) -> PackedTokens:
-    """pack_tokens(*norm_rope(product, ...)) in one pass, for blocks in whose order the tokens stand.
+    """pack_tokens(*norm_rope(product, ...)) in one pass, for blocks whose order the tokens have.
 
     product: q, k and v of one linear map, [batch, seq, 3, heads, head_dim]; it may be overwritten. weights: of q and of
     k; these, eps, rotations and implementation as in norm_rope. The means are of the rounded numbers, in float32.

@@ -18,8 +18,8 @@ class Adapter(ABC):
 
     @abstractmethod
     def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
-        """What is added to the rows `rows`, at strength 1. base: those rows without any LoRA, float32
-        [rows, columns]."""
+        """Return what is added to the rows `rows`, at strength 1. base: those rows without any LoRA, float32 [rows,
+        columns]."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Factor:
 
     @property
     def rank(self) -> int | None:
-        """Of the decomposition; None without one."""
+        """Return the rank of the decomposition; None without one."""
         return None if self.right is None else self.right.shape[0]
 
     def matrix(self, rows: slice) -> torch.Tensor:
-        """Those rows of the factor, float32."""
+        """Return the given rows of the factor, float32."""
         left = self.left[rows].float()
         return left if self.right is None else left @ self.right.float()
 

@@ -91,7 +91,7 @@ class Lora(WeightChange):
 
 def bind(file: LoraFile, config: LoraConfig, target: LoraTarget) -> Lora:
     """Raises ModelLoadError for keys that match nothing (with the family that the file is for), for sizes that do not
-    fit, and for a file that does not say which of two transformers it is for."""
+    fit, and for a file that does not tell which of two transformers it is for."""
     return _Binding(file, config, target).lora()
 
 
@@ -101,7 +101,7 @@ class _Binding:
         self.changes: dict[str, dict[str, list[Placed]]] = {}
         self.owners: dict[tuple[str, str, int], str] = {}
         self.own_names: dict[tuple[str, bool], dict[str, str]] = {}
-        # Of the transformers, and of what is beside them once it is asked for.
+        # Of the transformers, and of the other components once they are asked for.
         self.shapes: dict[str, Shapes] = dict(target.shapes)
         self.unmatched_text: list[str] = []
         self.unmatched: list[str] = []
@@ -192,7 +192,7 @@ class _Binding:
         return found
 
     def _beside(self, module: ModuleChange) -> str | None:
-        """Return the component beside the transformers that has a module which none of these has; None for others."""
+        """Return the component besides the transformers that has a module which none of them has; None for others."""
         of_transformers = (self._rows(component, module) for component in self.target.shapes)
         if any(of_transformers) or self.target.names.find(module.name, flattened=module.flattened):
             return None
@@ -214,7 +214,8 @@ class _Binding:
         )
 
     def _place(self, component: str, module: ModuleChange) -> bool:
-        """Whether the changes of a module were placed; what was wrong is kept for the message otherwise."""
+        """Place the changes of a module and return whether that was possible; what was wrong is kept for the
+        message."""
         shapes = self.shapes[component]
         rows = self._rows(component, module)
         if any(_weight_name(each.module, shapes) is None for each in rows) or not rows:
@@ -241,13 +242,13 @@ class _Binding:
         return True
 
     def _other_inputs(self, module: ModuleChange, rows: Sequence[Rows], shape: tuple[int, ...]) -> str | None:
-        """What a module is that differs from this model's, of that shape, in the width of its inputs alone, where the
-        family declares that its models differ there; None otherwise."""
+        """Return what a module is whose inputs alone differ in width from this model's, of that shape, where the family
+        declares that its models differ there; None otherwise."""
         fits = all(adapter.rows == shape[0] and adapter.columns != _columns(shape) for adapter in module.weight)
         return self.target.names.resized.get(rows[0].module) if module.weight and fits else None
 
     def _rows(self, component: str, module: ModuleChange) -> tuple[Rows, ...]:
-        """The modules of the checkpoint that one of the file stands for."""
+        """The modules of the checkpoint that one of the file denotes."""
         name = module.name
         if is_text_encoder(component):
             name = text_module(name, flattened=module.flattened)

@@ -19,14 +19,14 @@ _TITLES = ("modelspec.title", "ss_output_name", "name")
 
 @dataclass(frozen=True)
 class FewStepHint:
-    """num_steps: how many the file says, None where it does not. source: where it was found, as in `its file name says
+    """num_steps: as given by the file, None without. source: where it was found, as in `its file name says
     "4step"`."""
 
     num_steps: int | None
     source: str
 
     def remark(self, path: str, num_steps: int, *, is_guided: bool) -> str | None:
-        """What is wrong with a request of so many steps; None where it may be meant so."""
+        """Return what is wrong with a request of so many steps; None where it may be intended."""
         wrong = []
         if num_steps > (MAX_FEW_STEPS if self.num_steps is None else max(2 * self.num_steps, 8)):
             wrong.append(f"{num_steps} steps")

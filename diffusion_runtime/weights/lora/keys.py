@@ -11,13 +11,13 @@ MAX_KEY_CHARACTERS = 300
 
 
 class Role(Enum):
-    """What a tensor of a file is to its module."""
+    """The role of a tensor of a file in its module."""
 
     DOWN = "down"  # A [rank, in]
     UP = "up"  # B [out, rank]
     UP_BIAS = "up bias"
     ALPHA = "alpha"
-    RANK = "rank"  # one number, which the shape of A says as well
+    RANK = "rank"  # one number, which the shape of A gives as well
     MAGNITUDE = "magnitude"  # of DoRA, [out]
     DIFF = "diff"  # added to the weight as it is
     DIFF_BIAS = "diff_b"  # added to the bias
@@ -41,7 +41,7 @@ LOHA = frozenset({Role.HADA_1_A, Role.HADA_1_B, Role.HADA_1_CORE, Role.HADA_2_A,
 
 
 class Names(Enum):
-    """Whose way of writing names a key follows."""
+    """The naming scheme that a key follows."""
 
     DIFFUSERS = "diffusers / PEFT"
     ORIGINAL = "original names (ComfyUI)"
@@ -99,17 +99,17 @@ _FLATTENED_PREFIXES = {
 _TEXT_COMPONENT = re.compile(r"(text_encoder(?:_\d)?|connectors)\.")
 _DOTTED_TEXT = re.compile(r"text_encoders\.\w+\.|cond_stage_model\.|conditioner\.(?:embedders\.\d\.)?")
 _FLATTENED_TEXT = re.compile(r"(lora|lycoris)_te\d?_")
-# A text encoder, where a key does not say which of a model's.
+# A text encoder, where a key does not tell which of a model's.
 TEXT_ENCODER = "a text encoder"
-# Which of two transformers a key is for, where it says so.
+# Which of two transformers a key is for, where it tells.
 SECOND = "transformer_2"
 
 
 @dataclass(frozen=True)
 class LoraKey:
     """One key, read. component: that it says it is for: `transformer_2`, `text_encoder_2` and the like, TEXT_ENCODER
-    for any of these, empty for a transformer or nothing said. module: the name without prefix and suffix; flattened:
-    its dots are underscores."""
+    for any of these, empty for a transformer or where it names none. module: the name without prefix and suffix;
+    flattened: its dots are underscores."""
 
     key: str
     module: str
@@ -128,7 +128,7 @@ def parse_key(key: str) -> LoraKey | None:
         return None
     names, component, rest = split_prefix(key)
     if rest.endswith(_DIFF_MODULATION):
-        # LightX2V: what is added to the table of scales and shifts beside the layers of a block.
+        # LightX2V: what is added to the table of scales and shifts next to the layers of a block.
         return LoraKey(key, f"{rest.removesuffix(_DIFF_MODULATION)}.modulation", Role.DIFF, names, component)
     for pattern, role in _SUFFIXES:
         found = pattern.search(rest)

@@ -1,4 +1,4 @@
-"""LoraNames: what a family's authors call the modules of its transformer, beside diffusers' names for them."""
+"""LoraNames: what a family's authors call the modules of its transformer, in addition to diffusers' names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Originals: TypeAlias = Mapping[str, str | tuple[str | Rows, ...]]
 
 @dataclass(frozen=True)
 class LoraNames:
-    """How the LoRA files of a family name its modules; `{}` stands for the index of a block.
+    """The names that LoRA files of a family give its modules; `{}` is the index of a block.
 
     title: the family's name, for messages. same: modules that the authors and diffusers call alike. originals: the
     authors' name of a module -> diffusers' module, or the ones whose rows it holds, one after the other. absent:
@@ -55,7 +55,7 @@ class LoraNames:
     num_blocks: frozenset[int] = frozenset()
 
     def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
-        """The modules of diffusers that a module in a file stands for; empty for an unknown name.
+        """The modules of diffusers that a module in a file denotes; empty for an unknown name.
 
         flattened: the dots of the name are underscores, as kohya's trainers write it.
         """

@@ -1,6 +1,6 @@
 """read_lora_file: a file or folder of any trainer, as changes of named modules; binding.py finds these in a model.
 
-An adapter at strength 1 adds alpha / rank * B @ A. Where nothing says alpha, it is the rank.
+An adapter at strength 1 adds alpha / rank * B @ A. Where alpha is not given, it is the rank.
 """
 
 from __future__ import annotations

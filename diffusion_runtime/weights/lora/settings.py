@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 METADATA_KEY = "lora_adapter_metadata"
 CONFIG_FILE = "adapter_config.json"
-# The alpha of the whole file, as other trainers say it in the metadata.
+# The alpha of the whole file, as other trainers write it in the metadata.
 _ALPHA_KEYS = ("lora_alpha", "network_alpha")
 # Names of modules, of which a file may list any number.
 _PLAIN = re.compile(r"[\w.\-]+")
@@ -68,8 +68,9 @@ class ByPattern(Generic[_T]):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have their own.
-    is_lycoris: peft's LoKr or LoHa, which scales by alpha / rank whether or not its factors are decomposed."""
+    """The settings of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have
+    their own. is_lycoris: peft's LoKr or LoHa, which scales by alpha / rank whether or not its factors are
+    decomposed."""
 
     alpha: float | None = None
     rank: int | None = None
@@ -105,7 +106,7 @@ class SettingsByComponent:
 
     @property
     def use_dora(self) -> bool:
-        """True where any component is said to have magnitudes."""
+        """True where the settings give any component magnitudes."""
         return any(each.use_dora for each in (self._whole, *self._own.values()))
 
 

@@ -46,7 +46,7 @@ _NAMED_FEED_FORWARD: Originals = {
 DOUBLE_STREAM_MODULATION: Originals = {"img_mod.lin": "norm1.linear", "txt_mod.lin": "norm1_context.linear"}
 _NAMED_MODULATION: Originals = {"img_mod.linear": "norm1.linear", "txt_mod.linear": "norm1_context.linear"}
 
-# A double-stream block of a video model: names of the authors, and ComfyUI's beside them.
+# A double-stream block of a video model: names of the authors, and ComfyUI's.
 VIDEO_DOUBLE_STREAM: Originals = {
     **DOUBLE_STREAM_ATTENTION,
     **_JOINED_ATTENTION,
