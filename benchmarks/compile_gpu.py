@@ -26,7 +26,7 @@ from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.fused_kernels_gpu import MAX_DIFFERENCE, STEPS, TINY_STEPS, Clock, build
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, RequestCache
-from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.benchmark.replayed_step import steps_around
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DiffusionTransformer

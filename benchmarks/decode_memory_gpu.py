@@ -28,7 +28,7 @@ from diffusion_runtime.benchmark.random_pipeline import random_decoder
 from diffusion_runtime.benchmark.step_model import published_files
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.memory.plan import ACCELERATOR, plans_of
 from diffusion_runtime.models.published_folders import write_folder

@@ -36,7 +36,7 @@ from diffusion_runtime.attention import AttentionConfig, AttentionContext, Atten
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
-from diffusion_runtime.kernels.block_packing.reference import TokenBlocks
+from diffusion_runtime.kernels.block_packing import TokenBlocks
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
 from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows

@@ -44,7 +44,7 @@ STEM = "diffusion_pytorch_model"
 
 def write_shards(folder: Path, model: Model[Any, Any], device: torch.device) -> list[Path]:
     """The tensors of a component's checkpoint in files of about SHARD_BYTES, with their index."""
-    pieces = [piece for several in model.pieces("transformer").values() for piece in several]
+    pieces = [piece for several in model.weights.pieces("transformer").values() for piece in several]
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for piece in pieces:

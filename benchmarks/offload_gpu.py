@@ -45,19 +45,19 @@ from benchmarks.offloaded_generation import (
 )
 from benchmarks.quantization_gpu import CASES as STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
-from diffusion_runtime.benchmark.steps_around import steps_around
+from diffusion_runtime.benchmark.replayed_step import steps_around
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading.native_model import fill_transformer
-from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize, make_plan, plans_of
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, part_size, step_demand
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.weights.quantization import Quantization
 
 DTYPE = torch.bfloat16
 GB = 10**9
@@ -140,8 +140,8 @@ def demand_of(
     model: Model[Any, Any], transformer: DiffusionTransformer, step: FamilyStep, device: torch.device
 ) -> MemoryDemand:
     """The transformer's alone: without encoders and decoder."""
-    model.set_loaded_dtypes(transformer, DTYPE)
-    shapes = model.family.text_shapes(model.folder, model.config)
+    model.weights.set_loaded_dtypes(transformer, DTYPE)
+    shapes = model.family.text.shapes(model.folder, model.config)
     planned = planned_request(step.make_inputs(device, DTYPE))
     nothing = PartSize("decoder", 0)
     found = step_demand(model, transformer, shapes, DTYPE, planned)

@@ -28,7 +28,7 @@ from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.denoising.progressive_resolution import growth_level, plan_stages, sample_in_stages
+from diffusion_runtime.denoising.progressive_resolution import growth_level, plan_stages, stage_samplers
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.request.progressive_options import LatentSpectrum
 
@@ -94,7 +94,10 @@ class Loop:
         state = RequestCache()
         predicts = [self.predict(state) for _ in stages]
         sampler = FlowMatchEulerSampler(num_steps, SHIFT)
-        return sample_in_stages(sampler, stages, draws.draw().to(self.device), predicts, draws.draw_of)
+        latents = draws.draw().to(self.device)
+        for stage, predict in zip(stage_samplers(sampler, stages), predicts, strict=True):
+            latents = stage.sample(stage.grown(latents, draws.draw_of), predict)
+        return latents
 
     def forward(self, level: int) -> torch.Tensor:
         channels, frames, height, width = self.shape

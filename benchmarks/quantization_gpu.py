@@ -33,9 +33,9 @@ from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy, RequestCache
 from diffusion_runtime.layers.fp8_linear import SCALED_PRODUCT
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.weights.quantization import Quantization
 
 MODES = ("none", "fp8", "fp8-all")
 DTYPE = torch.bfloat16

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks import vmoba_parts
 from benchmarks.machine import describe_machine
-from benchmarks.video_sparse_parts import Call, parts
 from diffusion_runtime.attention import (
     LayerInfo,
     RequestCache,
@@ -34,7 +32,6 @@ from diffusion_runtime.attention import (
     attention,
     plan_attention,
 )
-from diffusion_runtime.attention.sparse.video_sparse import VideoSparseOptions
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.kernels.block_sparse.api import BlockSparseResult, block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
@@ -258,15 +255,9 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         row["attend_no_rests_ms"] = milliseconds(
             lambda: prepare(*qkv, plan, scale=HEAD_DIM**-0.5, shape=whole_tiles).launch(), rep
         )
-    if case.backend == "video_sparse_attn":
-        call = Call(*qkv, gate=qkv[2], layout=layout, options=VideoSparseOptions(**case.options))
-        row["parts_ms"] = parts(call, lambda function: milliseconds(function, rep))
     if case.backend == "vmoba_attn":
         assert plan.row_counts is not None
         row["listed"] = float((plan.row_counts.of_blocks > 0).double().mean())
-        row["parts_ms"] = vmoba_parts.parts(
-            qkv, plan, case.options, case.layer_info, layout, lambda function: milliseconds(function, rep)
-        )
     return row
 
 
@@ -344,8 +335,6 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"    blocks of 128 queries list {row['listed']:.3f} of the chunks")
     if "attend_no_rests_ms" in row:
         print(f"    attend without tiles for rests {row['attend_no_rests_ms']:.3f} ms")
-    for name, value in row.get("parts_ms", {}).items():
-        print(f"    {value:8.3f} ms  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from benchmarks.machine import describe_machine
 from benchmarks.parallel_gpu import Run, measure_communication, measure_times, meet, over_processes, synchronise
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.benchmark.replayed_step import steps_around
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
-from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh

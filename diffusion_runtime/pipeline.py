@@ -30,6 +30,7 @@ from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.weight_fingerprint import with_loras
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
@@ -75,6 +76,11 @@ class Pipeline:
         self._remarks = tuple(remarks)
         self._one_generation = OneGeneration()
         self._load_timings: dict[str, float] = {}
+
+    @property
+    def inspectable(self) -> Pipeline:
+        """Itself: instruments see the parts of a native model."""
+        return self
 
     @property
     def text_encoder(self) -> TextEncoder:
@@ -139,7 +145,7 @@ class Pipeline:
         with self._one_generation.held():
             batch, settings = self._opened(requests)
             if len(batch) > 1 and settings.decides_per_sample:
-                return self._generate_apart(batch, on_progress, open_sink)
+                return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
     def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
@@ -296,35 +302,6 @@ class Pipeline:
             recorder=recorder,
         )
 
-    def _generate_apart(
-        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None, open_sink: OpenSink | None
-    ) -> list[GeneratedMedia]:
-        """Make one request after the other, for what is decided per sample: a forward pass has one batch."""
-        cancellations = Cancellations(len(batch), on_progress)
-        remark = f"step_cache decides for each request: the {len(batch)} of this batch were made one after the other"
-        made = []
-        for index, request in enumerate(batch):
-
-            def watch(progress: Progress, index: int = index) -> None:
-                cancellations.watch(dataclasses.replace(progress, request_index=index))
-
-            def open_own(_: int, header: ClipHeader, index: int = index) -> FrameSink:
-                assert open_sink is not None
-                return open_sink(index, header)
-
-            if cancellations.is_wanted(index):
-                settings = BatchSettings.of([request], self.rules.sampling)
-                media = self._generate(
-                    [request],
-                    settings,
-                    None if on_progress is None else watch,
-                    None if open_sink is None else open_own,
-                    (remark,),
-                )
-                if cancellations.is_wanted(index):
-                    made += media
-        return made
-
     def _generate(
         self,
         batch: Sequence[GenerationRequest],
@@ -379,3 +356,37 @@ def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, st
     """Return the name of the sampling preset that a batch has, as recipes hold it."""
     named = rules.sampling_preset(settings.shared)
     return {} if named is None else {"sampling_preset": named}
+
+
+def _generate_apart(
+    generate: Callable[..., list[GeneratedMedia]],
+    batch: Sequence[GenerationRequest],
+    sampling: Sampling,
+    on_progress: OnProgress | None,
+    open_sink: OpenSink | None,
+) -> list[GeneratedMedia]:
+    """Make one request after the other, for what is decided per sample: a forward pass has one batch. generate: as
+    Pipeline._generate."""
+    cancellations = Cancellations(len(batch), on_progress)
+    remark = f"step_cache decides for each request: the {len(batch)} of this batch were made one after the other"
+    made = []
+    for index, request in enumerate(batch):
+
+        def watch(progress: Progress, index: int = index) -> None:
+            cancellations.watch(dataclasses.replace(progress, request_index=index))
+
+        def open_own(_: int, header: ClipHeader, index: int = index) -> FrameSink:
+            assert open_sink is not None
+            return open_sink(index, header)
+
+        if cancellations.is_wanted(index):
+            media = generate(
+                [request],
+                BatchSettings.of([request], sampling),
+                None if on_progress is None else watch,
+                None if open_sink is None else open_own,
+                (remark,),
+            )
+            if cancellations.is_wanted(index):
+                made += media
+    return made

@@ -9,7 +9,7 @@ import sys
 
 from diffusers import DiffusionPipeline
 
-from diffusion_runtime import attach
+from diffusion_runtime import DiffusionRuntimeError, attach
 
 # Tiles of the video attend to those around them, except in the first two steps.
 ATTENTION = {
@@ -29,4 +29,10 @@ def main(model: str, prompt: str, path: str = "attached.gif", num_steps: str = "
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if not 3 <= len(sys.argv) <= 5:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except DiffusionRuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime import DiffusionRuntimeError, GenerationRequest, load_pipeline
 
 
 def main(model: str, prompt: str, path: str = "diffusers_passthrough.mp4", backend: str = "torch_sdpa") -> None:
@@ -19,4 +19,10 @@ def main(model: str, prompt: str, path: str = "diffusers_passthrough.mp4", backe
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if not 3 <= len(sys.argv) <= 5:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except DiffusionRuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -20,7 +20,7 @@ def write_transformer_file(path: Path, name: str) -> Path:
     model = family_for_folder(folder).describe(folder)
     model.build_transformer(AttentionPolicy())
     head, end = {}, 0
-    for tensor, shape in model.expected("transformer").shapes.items():
+    for tensor, shape in model.weights.expected("transformer").shapes.items():
         size = 2
         for length in shape:
             size *= length

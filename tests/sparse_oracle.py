@@ -86,6 +86,8 @@ class Case:
     full: changes that make it keep everything; wider: changes under which it sees more, one after the other;
     schedule: changes that make steps before 21 dense, and layers before 5. sees_itself: a query always sees itself.
     compares_heads: what a head selects depends on the others by definition, so heads cannot be planned in parts.
+    is_static: its blocks are tiles of the grid, whatever the tokens hold. draws_tokens: it begins with tokens drawn in
+    the order in which they are given.
     """
 
     backend: str
@@ -96,6 +98,8 @@ class Case:
     layer: LayerInfo = LAYER
     sees_itself: bool = False
     compares_heads: bool = False
+    is_static: bool = False
+    draws_tokens: bool = False
 
     def arguments(self, layout: TokenLayout, **changes: Any) -> dict[str, Any]:
         """What both `attention` and `plan_attention` take after the tensors."""
@@ -131,6 +135,7 @@ CASES = {
         wider=({"window": (1, 1, 3)}, {"window": (1, 3, 3)}, {"window": (2, 3, 3)}),
         schedule=({"skip_time_steps": 21}, None),
         sees_itself=True,
+        is_static=True,
     ),
     "VSA": Case(
         "video_sparse_attn",
@@ -138,6 +143,7 @@ CASES = {
         full=({"sparsity": 0.0},),
         wider=({"sparsity": 1.0}, {"sparsity": 0.7}, {"sparsity": 0.3}),
         schedule=({"dense_first_steps": 21}, {"dense_layers": "0-4"}),
+        is_static=True,
     ),
     "V-MoBA in time": _vmoba(0, "query_head"),
     "V-MoBA top in space": _vmoba(1, "query_head", top=3),
@@ -150,5 +156,6 @@ CASES = {
         full=({"svg2_top_p_kmeans": 1.0}, {"svg2_min_kc_ratio": 1.0}),
         wider=({"svg2_top_p_kmeans": 0.3}, {"svg2_top_p_kmeans": 0.6}, {"svg2_top_p_kmeans": 0.9}),
         schedule=({"svg2_first_times_fp": 0.42}, {"svg2_first_layers_fp": 0.625}),
+        draws_tokens=True,
     ),
 }

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig
-from diffusion_runtime.denoising import request_sampler
+from diffusion_runtime.denoising import registry
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.media import images
@@ -110,7 +110,7 @@ def test_a_request_is_resolved_in_one_pass(monkeypatch: pytest.MonkeyPatch, tmp_
     Image.fromarray(numpy.zeros((TINY_SIZES["height"], TINY_SIZES["width"], 3), numpy.uint8)).save(path)
     rules = rules_of(str(write_tiny_wan(tmp_path / "wan", takes_image=True)))
     asked = GenerationRequest("a", **TINY_SIZES, num_inference_steps=12, image_path=str(path), step_cache="easycache")
-    counted(request_sampler, "build_sampler")
+    counted(registry, "build_sampler")
     counted(images, "_read")
     counted(GenerationRequest, "__post_init__")
     resolved = rules.resolve(asked)

@@ -56,7 +56,7 @@ def test_tensors_that_hold_numbers_are_filled() -> None:
 
 def test_sizes_of_a_component_follow_its_settings(tmp_path: Path) -> None:
     write_published(tmp_path, "FLUX.1-dev")
-    autoencoder = next(each for each in FAMILY.diffusers_components if each.name == COMPONENT)
+    autoencoder = next(each for each in FAMILY.files.diffusers_components if each.name == COMPONENT)
     file = tmp_path / COMPONENT / "config.json"
     for channels in (16, 4):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"latent_channels": channels}))

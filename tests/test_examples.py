@@ -92,6 +92,29 @@ def test_diffusers_passthrough(
     assert read_media_file(out).num_frames == 1
 
 
+@pytest.mark.parametrize("name", ["attach_to_your_pipeline", "diffusers_passthrough"])
+def test_an_example_without_its_arguments_says_what_to_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_example(name, monkeypatch=monkeypatch)
+    assert f"python examples/{name}.py " in str(end.value.code)
+
+
+@pytest.mark.filterwarnings("ignore:.*requires torchvision")
+def test_an_example_says_an_error_in_one_line(
+    tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {
+        "text_to_video": ("--model", str(tmp_path / "none")),
+        "text_to_image": ("--model", str(tmp_path / "none")),
+        "diffusers_passthrough": (str(tmp_path / "none"), "a star"),
+    }
+    for name, given in arguments.items():
+        with pytest.raises(SystemExit) as end:
+            run_example(name, *given, monkeypatch=monkeypatch)
+        assert end.value.code == 1, name
+        assert capsys.readouterr().err.startswith("error: there is no model folder"), name
+
+
 def test_attach_to_your_pipeline(
     tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

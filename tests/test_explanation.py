@@ -25,6 +25,7 @@ from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
 from diffusion_runtime.explanation.page import in_tera, render, write_page
 from diffusion_runtime.explanation.text_map import schedule_map
+from diffusion_runtime.generation.denoising_stages import stages_of
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.parallel.interface import AttentionInputs
@@ -153,9 +154,8 @@ def test_what_is_said_is_what_runs() -> None:
 def test_steps_at_half_the_size_cost_what_they_compute() -> None:
     """Of progressive resolution; a second stage is counted by the same sizes."""
     found = explained(progressive_resolution="dct:A=100,beta=2")
-    steps = BatchSettings.of(
-        [found.request], prepare(RuntimeConfig("shapes", device="cpu")).rules.sampling
-    ).sizes.step_sizes()
+    settings = BatchSettings.of([found.request], prepare(RuntimeConfig("shapes", device="cpu")).rules.sampling)
+    steps = [(stage.size, len(stage.steps(torch.device("cpu")))) for stage in stages_of(settings)]
     assert [size.height for size, _ in steps] == [32, 64]
     assert sum(count for _, count in steps) == found.num_steps == len(found.schedule[0].backends) == 4
     pairs = sum(count * (4 * (size.height // 16) ** 2) ** 2 for size, count in steps)

@@ -98,6 +98,7 @@ def test_what_is_counted_is_what_is_read(tiny_wan_folder: Path) -> None:
     # Without the heads of files and the half of the autoencoder that encodes.
     assert 0.7 * every < num_bytes_read() - before <= every
     elsewhere = TransformerFile(str(file), "transformer_path", "transformer")
-    model = dataclasses.replace(prepared.model, transformer_files=(elsewhere,))
+    weights = dataclasses.replace(prepared.model.weights, files=(elsewhere,))
+    model = dataclasses.replace(prepared.model, weights=weights)
     assert transformer_bytes(model, ["transformer"]) == size
     assert transformer_bytes(model, ["transformer", "transformer_2"]) is None

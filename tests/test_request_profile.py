@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.core.progress import Progress
-from diffusion_runtime.errors import OutputError
+from diffusion_runtime.errors import DiskFullError, OutputError
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling.request_profile import RequestProfile
 
@@ -78,6 +79,17 @@ def test_a_profile_changes_nothing_and_leaves_nothing(pipeline: Pipeline, tmp_pa
     assert profile.save(tmp_path / "trace.json") == tmp_path / "trace-2.json"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace-2.json", "trace.json"]
     assert (tmp_path / "trace.json").read_text() == "mine"
+    # torch says nothing where it cannot write, and leaves a file of its own.
+    with RequestProfile(pipeline) as profile:
+        pipeline(request(3), on_progress=profile.watching())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(DiskFullError, match="nothing was left behind"):
+            profile.save(tmp_path / "full.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace-2.json", "trace.json"]
 
 
 @pytest.mark.parametrize(("num_steps", "recorded"), [(1, [0]), (2, [1])])

@@ -37,7 +37,7 @@ from diffusion_runtime.attention.recorded_values import CallValues, operator_val
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
+from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange

@@ -20,7 +20,7 @@ from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import load_pipeline
-from diffusion_runtime.media.ffmpeg_program import INSTALL, has_ffmpeg
+from diffusion_runtime.media.ffmpeg import INSTALL, has_ffmpeg
 from diffusion_runtime.media.file_writer import FileWriter
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest

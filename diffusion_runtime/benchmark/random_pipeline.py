@@ -23,8 +23,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
-from diffusion_runtime.loading.interface import OnStage
-from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.loading.interface import InspectableModel, OnStage
 from diffusion_runtime.loading.preparation import prepare
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published_folders import write_folder
@@ -75,8 +74,8 @@ def random_pipeline(
     # Not inference mode: threads that read weights are not in it, and could not write to tensors made in it.
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.no_grad():
         folder = write_folder(Path(temporary), files)
-        prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native"))
-        if not isinstance(prepared, PreparedModel):
+        prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native")).inspectable
+        if prepared is None:
             raise ConfigError(f"{name}: no native model runs it")
         device, dtype = prepared.device, prepared.dtype
         on_stage(f"building the transformer of {name}")
@@ -119,11 +118,11 @@ class RandomImages(ImageConditioner):
         return inputs.image
 
 
-def _random_conditioner(prepared: PreparedModel, opened: StepModel) -> ImageConditioner:
+def _random_conditioner(prepared: InspectableModel, opened: StepModel) -> ImageConditioner:
     """Return the autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model
     whose image goes through another encoder as well."""
     model = prepared.model
-    if model.family.text_shapes(model.folder, model.config).image is not None:
+    if model.family.text.shapes(model.folder, model.config).image is not None:
         return RandomImages(opened, prepared.device, prepared.dtype)
     conditioner = model.load_image_conditioner(prepared.device, prepared.dtype)
     return conditioner.fast() if prepared.description.config.vae_decode == "fast" else conditioner
@@ -135,9 +134,9 @@ def _loaded(conditioner: ImageConditioner | None) -> ImageConditioner:
     return conditioner
 
 
-def random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
+def random_decoder(prepared: InspectableModel, folder: Path) -> LatentDecoder:
     """Loaded from files of random numbers, as the real one is from its own. folder: where they are written."""
-    for component in prepared.model.family.diffusers_components:
+    for component in prepared.model.family.files.diffusers_components:
         if not (folder / component.name / "config.json").is_file():
             continue
         module = component.build(folder)

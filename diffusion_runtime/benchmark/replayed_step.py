@@ -1,4 +1,5 @@
-"""A denoising step that is replayed from a CUDA graph, captured as a generation captures it."""
+"""A denoising step that is replayed from a CUDA graph, captured as a generation captures it; and the steps of a
+generation around it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
@@ -55,3 +57,17 @@ class ReplayedStep:
         found = self._recorder.report().graphs
         # The last one tells what became of the pass that was to be captured.
         return "no pass ran" if found is None else list(found.eager)[-1]
+
+
+# Of a flow map, where the timed step leads.
+NEXT_TIMESTEP = 650.0
+
+
+def steps_around(timestep: torch.Tensor, num_steps: int) -> tuple[StepInfo, ...]:
+    """Return as many steps, the middle one at the timestep of a forward pass [batch] and the others half a timestep
+    apart: what a generation computes for all of its steps before the first is then no part of the timed one."""
+    at, middle = float(timestep.flatten()[0]), num_steps // 2
+    return tuple(
+        StepInfo(index, num_steps, timestep=at + (middle - index) / 2, next_timestep=NEXT_TIMESTEP)
+        for index in range(num_steps)
+    )

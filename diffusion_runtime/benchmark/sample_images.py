@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy
 
-from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.generation.interface import GenerationRules
-from diffusion_runtime.rules.request_rules import RequestRules
 
 _FIELDS = ("image_path", "last_image_path", "mask_path")
 # Size of an image whose size is not given.
@@ -22,8 +20,6 @@ def sample_images(
 ) -> dict[str, str]:
     """Return the paths of the images that a model does not do without, or is made for, by their request field. values,
     preset: of the request, for the size. folder: where they are written."""
-    if not isinstance(rules, RequestRules | PassthroughRules):
-        return {}
     chosen = {**rules.defaults, **rules.presets.get(preset or "", {}), **values}
     height, width = (chosen.get(name) or _SIDE for name in ("height", "width"))
     paths = {}
@@ -36,13 +32,7 @@ def sample_images(
 
 def wanted_images(rules: GenerationRules) -> tuple[str, ...]:
     """Return the request fields of those images."""
-    needed: frozenset[str] = frozenset()
-    if isinstance(rules, RequestRules):
-        edits = rules.inputs.references is not None and rules.inputs.references.usual > 0
-        needed = rules.inputs.needed | (frozenset({"image_path"}) if edits else frozenset())
-    elif isinstance(rules, PassthroughRules):
-        needed = frozenset(field for field in _FIELDS if rules.interface.needs(field))
-    return tuple(field for field in _FIELDS if field in needed)
+    return tuple(field for field in _FIELDS if field in rules.wanted_images)
 
 
 def _write(path: Path, height: int, width: int, *, is_mask: bool) -> None:

@@ -23,10 +23,9 @@ from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.benchmark.clock import Clock, matmul_tflops
 from diffusion_runtime.benchmark.device_time import time_shares
 from diffusion_runtime.benchmark.operations import count_operations
-from diffusion_runtime.benchmark.replayed_step import ReplayedStep
+from diffusion_runtime.benchmark.replayed_step import ReplayedStep, steps_around
 from diffusion_runtime.benchmark.step_model import StepModel
 from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
-from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass

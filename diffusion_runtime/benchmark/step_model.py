@@ -25,9 +25,9 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, resolve_model_folder
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import FolderFiles, published_folders, write_folder
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.weights.quantization import Quantization
 
 _TRANSFORMER = "transformer/config.json"
 # Keys that give the number of blocks of a transformer; a text's refiner stays whole.
@@ -154,7 +154,7 @@ def open_step_model(
         whole_blocks=whole,
         size=_default_size(model, published),
         text_tokens=_text_tokens(files),
-        num_images=0 if model.references is None else model.references.usual,
+        num_images=0 if model.inputs.references is None else model.inputs.references.usual,
     )
 
 
@@ -169,11 +169,12 @@ def with_size(
 ) -> StepModel:
     """Return the same model at another size. num_images: to edit; None for the model's usual number. Raises
     RequestError for sizes that the model does not make, and ConfigError for images that it does not take."""
-    most = 0 if opened.model.references is None else opened.model.references.most
+    references = opened.model.inputs.references
+    most = 0 if references is None else references.most
     num_images = opened.num_images if num_images is None else num_images
     if num_images > most:
         raise ConfigError(f"--num-images: expected {most} or less for this model, got {num_images}")
-    if num_images and opened.model.references is not None and opened.model.references.are_cached:
+    if num_images and references is not None and references.are_cached:
         raise ConfigError(
             "--num-images: expected 0 for this model, which computes images once per request and not at every step, "
             f"got {num_images}; `bench generate` times whole requests"
@@ -237,9 +238,10 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
     """Return the size of a request that gives none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
-    if model.references is not None and model.references.sized_by is not None:
+    references = model.inputs.references
+    if references is not None and references.sized_by is not None:
         # Of an image that is a square.
-        square = model.references.encoded_size((1024, 1024))
+        square = references.encoded_size((1024, 1024))
         values = {**dict(zip(("height", "width"), square, strict=True)), **values}
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import functools
 import itertools
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -23,7 +24,7 @@ from diffusion_runtime.cli.verbs import VERBS, program
 from diffusion_runtime.core.spellings import resolve
 from diffusion_runtime.errors import OutputError, UsageError, nearest, shown
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, is_rank
-from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.untrusted.printable import printable
 
@@ -31,6 +32,8 @@ from diffusion_runtime.untrusted.printable import printable
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _MAX_PARSER_CHARACTERS = 400
+# The share of letters that two flags have in common, in their order, of which one may be a slip of the other.
+_LIKE = 0.7
 
 
 def main() -> None:
@@ -102,6 +105,9 @@ def run(arguments: Sequence[str], *, has_output: bool = True) -> int:
         code = _command(_named(rewritten))(
             args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten)
         )
+        if code == INTERRUPTED and not interruptions.is_reported:
+            # The parser's own answer to a signal while it reads the flags.
+            raise Interrupted
         return code if isinstance(code, int) else 0
     except _ParserError as error:
         failure = Failure(UsageError.__name__, _parser_message(error, arguments), UsageError.exit_code, "")
@@ -152,11 +158,16 @@ def _parser_message(error: Any, arguments: Sequence[str]) -> str:
     verb = f" {arguments[0]}" if arguments and arguments[0] in VERBS else ""
     command = error.ctx.command_path if error.ctx is not None else f"diffusion-runtime{verb}"
     # What the parser quotes is a whole argument.
-    message = error.format_message()
     option = getattr(error, "option_name", None)
+    if hasattr(error, "possibilities") and error.ctx is not None:
+        visible = [each for each in error.ctx.command.params if not getattr(each, "hidden", True)]
+        error.possibilities = _like(str(option), [flag for each in visible for flag in each.opts if flag[:2] == "--"])
+    message = error.format_message()
     # What this asks about are flags, whose declarations a verb's parser has imported by now.
     from diffusion_runtime.cli import options
 
+    if option is None and (commands := getattr(error.ctx and error.ctx.command, "commands", None)):
+        message = f"{message} Known: {', '.join(sorted(commands))}."
     if options.is_of_clips(option):
         message = f"No such option: {option} is of `generate`, which writes clips; leave it out"
     if message.endswith("requires an argument.") and (text := _help_of(arguments, option)):
@@ -164,6 +175,21 @@ def _parser_message(error: Any, arguments: Sequence[str]) -> str:
     if len(message) > _MAX_PARSER_CHARACTERS:
         message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
     return f"{message}\n  see: {command} --help"
+
+
+def _like(option: str, flags: Iterable[str]) -> list[str]:
+    """Return the flags that an unknown one is like, by letters or by words. The parser's own measure counts the dashes,
+    by which `--cpu` is like `--fps`."""
+    plain = option.lstrip("-").replace("_", "-").lower()
+    words = set(plain.split("-"))
+    found = {}
+    for flag in flags:
+        name = flag.removeprefix("--")
+        others = set(name.split("-"))
+        ratio = difflib.SequenceMatcher(None, plain, name).ratio()
+        if ratio >= _LIKE or words <= others or others <= words:
+            found[flag] = ratio
+    return sorted(found, key=found.__getitem__, reverse=True)[:3]
 
 
 def _help_of(arguments: Sequence[str], option: str | None) -> str:

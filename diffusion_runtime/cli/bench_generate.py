@@ -64,7 +64,7 @@ def generate(model: str, **given: Any) -> None:
     """
 
     def draw(result: GenerationBenchmark, path: Path) -> None:
-        from diffusion_runtime.benchmark.plot_generation import plot_generation
+        from diffusion_runtime.benchmark.plot import plot_generation
 
         plot_generation(result, path)
 

@@ -83,7 +83,7 @@ def step(model: str, **given: Any) -> None:
     flags, run = options.taken(StepFlags, given), options.taken(RunFlags, given)
 
     def draw(result: StepBenchmark, path: Path) -> None:
-        from diffusion_runtime.benchmark.plot_step import plot_step
+        from diffusion_runtime.benchmark.plot import plot_step
 
         plot_step(result, path)
 

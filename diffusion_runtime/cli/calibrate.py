@@ -74,11 +74,9 @@ def calibrate(
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.loading import prepare
-        from diffusion_runtime.pipeline import Pipeline
         from diffusion_runtime.profiling.calibration import calibrate
         from diffusion_runtime.request.generation_request import GenerationRequest
         from diffusion_runtime.rules.batch_settings import BatchSettings
-        from diffusion_runtime.rules.request_rules import RequestRules
 
         loras = pair_loras((), (), lora or ()) or ()
         prepared = prepare(
@@ -90,13 +88,13 @@ def calibrate(
                 quantization=quantization or "none",
                 quantization_ignored_layers=tuple(quantization_ignored_layers or ()),
             )
-        )
-        rules = prepared.rules
-        if not isinstance(rules, RequestRules):
+        ).inspectable
+        if prepared is None:
             raise RequestError(
                 "calibrate: expected a native model; a pipeline of diffusers' own has no blocks of ours: use "
                 "--step-cache easycache, which takes no calibration"
             )
+        rules = prepared.rules
         requests = [
             GenerationRequest(
                 prompt,
@@ -112,7 +110,6 @@ def calibrate(
         # What cannot be generated is refused before the weights load.
         BatchSettings.of([rules.resolve(request) for request in requests], rules.sampling)
         pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
-        assert isinstance(pipeline, Pipeline)
         with contextlib.ExitStack() as shown:
             calibration = calibrate(pipeline, requests, on_progress=_progress(requests, terminal, shown))
     publish_text(path, json.dumps(calibration.to_dict(), indent=1) + "\n", "--output-path")

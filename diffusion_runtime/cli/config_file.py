@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,46 +99,69 @@ def _in_sections(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not any(key.lower().replace("-", "_") in flags or resolve("flag", key) for key in content):
         return content
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    refusals = []
+    entries: list[str] = []
     for typed, value in content.items():
-        for key, own_value in _own_keys(typed, value, where):
+        try:
+            pairs = _own_keys(typed, value)
+        except ConfigError as error:
+            refusals.append(str(error))
+            continue
+        for key, own_value in pairs:
             section = next((name for name, known in sections.items() if key in known), None)
-            if section is None:
-                near = nearest(key, [*SECTIONS, *itertools.chain(*sections.values())])
-                raise ConfigError(f"{where}unknown section or flag {shown(typed)}.{near}")
-            if key in found[section]:
-                raise ConfigError(f"{where}{shown(typed)}: {key} is given twice; leave one out")
-            found[section][key] = own_value
+            if key == "attention_backend_config":
+                entries += [f"default.extra.{each.strip()}" for each in str(own_value).split(",")]
+            elif section is None:
+                refusals.append(_unknown_key(typed, key, itertools.chain(*sections.values())))
+            elif key in found[section]:
+                refusals.append(f"{shown(typed)}: {key} is given twice; leave one out")
+            else:
+                found[section][key] = own_value
+    if refusals:
+        raise ConfigError(where + "\n  ".join(refusals))
+    if entries:
+        found["runtime"]["attention"] = overlay_attention(found["runtime"].get("attention"), split_entries(entries))
     parallel = found.pop("parallel")
     return {**found, "runtime": {**found["runtime"], **({"parallel": parallel} if parallel else {})}}
+
+
+def _unknown_key(typed: str, key: str, known: Iterable[str]) -> str:
+    """Say why a key at the top of a file is none: it is a flag that is typed alone, or unknown."""
+    from diffusion_runtime.cli.options import RunFlags, SourceFlags
+
+    if any(key == item.name for flags in (RunFlags, SourceFlags) for item in dataclasses.fields(flags)):
+        return f"unknown section or flag {shown(typed)}: it is typed alone; write --{key.replace('_', '-')}"
+    return f"unknown section or flag {shown(typed)}.{nearest(key, [*SECTIONS, *known])}"
 
 
 # Flags whose key in a config has another name.
 _KEY_OF = {"attention_backend": "attention"}
 
 
-def _own_keys(typed: str, value: Any, where: str) -> list[tuple[str, Any]]:
-    """The keys of ours, with their values, that a flag at the top of a file stands for."""
+def _own_keys(typed: str, value: Any) -> list[tuple[str, Any]]:
+    """The keys of ours, with their values, that a flag at the top of a file stands for. Raises ConfigError."""
     key = typed.lower().replace("-", "_")
     theirs = resolve("flag", typed)
     if theirs is None:
         return [(_KEY_OF.get(key, key), value)]
     if not theirs.means:
-        raise ConfigError(f"{where}{theirs.refusal}")
+        raise ConfigError(theirs.refusal)
     words = theirs.means.split(" ")
     if theirs.value:
         apart = theirs.taken_apart(str(value))
         if apart is None:
-            raise ConfigError(f"{where}{typed}: expected a value such as {theirs.example}, got {shown(value)}")
+            raise ConfigError(f"{typed}: expected a value such as {theirs.example}, got {shown(value)}")
         words = apart
     elif len(words) == 1:
         own = words[0][2:].replace("-", "_")
         return [(_KEY_OF.get(own, own), value)]
     elif not isinstance(value, bool):
-        raise ConfigError(f"{where}{typed}: expected true or false, got {shown(value)}")
+        raise ConfigError(f"{typed}: expected true or false, got {shown(value)}")
     elif not value:
         return []
     pairs = zip(words[::2], words[1::2], strict=True)
-    return [(flag[2:].replace("-", "_"), int(text) if text.isdecimal() else text) for flag, text in pairs]
+    keys = [(flag[2:].replace("-", "_"), int(text) if text.isdecimal() else text) for flag, text in pairs]
+    return [(_KEY_OF.get(own, own), own_value) for own, own_value in keys]
 
 
 def _nearest_file(path: Path) -> str:

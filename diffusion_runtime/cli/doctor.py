@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from diffusion_runtime.attention.self_test import SelfTestResult
-    from diffusion_runtime.diagnosis.budget import LeftOut
     from diffusion_runtime.diagnosis.examination import Diagnosis
     from diffusion_runtime.diagnosis.packages import PackageCheck
+    from diffusion_runtime.diagnosis.problems import LeftOut
 
 # Without a terminal: seconds between two lines of one stage.
 _QUIET_SECONDS = 10
@@ -78,8 +78,8 @@ def doctor(
     terminal = Terminal(quiet=quiet, verbose=verbose, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.attention.config import AttentionSpec
-        from diffusion_runtime.diagnosis.budget import USUAL_SECONDS, TimeBudget
         from diffusion_runtime.diagnosis.examination import examine
+        from diffusion_runtime.diagnosis.problems import USUAL_SECONDS, TimeBudget
 
         asked = () if attention_backend is None else AttentionSpec(attention_backend).candidates
         with _progress(terminal) as on_progress:

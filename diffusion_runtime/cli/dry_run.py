@@ -104,11 +104,13 @@ def device_row(description: PipelineDescription) -> str:
 
 
 def _folder_row(description: PipelineDescription) -> str:
-    download = description.model_folder.download_gb
-    if download is None:
-        return str(description.folder)
-    what = f"downloads {size_text(round(download * 10**9))} from the hub" if download else "downloads no weights"
-    return f"none yet: planned from the configs inside the package; a run {what}"
+    folder = description.model_folder
+    if folder.download_gb is None:
+        return str(folder)
+    size = size_text(round(folder.download_gb * 10**9))
+    what = f"a run downloads {f'{size} from the hub' if folder.download_gb else 'no weights'}"
+    where = "none yet: planned from the configs inside the package" if folder.is_packaged else str(folder)
+    return f"{where}; {what}"
 
 
 def _shown(value: Any) -> Any:
@@ -174,7 +176,7 @@ def _to_json_object(
     return {
         "schema": SCHEMA,
         **{key: value for key, value in description.to_dict().items() if key != "schema"},
-        "folder": None if description.model_folder.download_gb is not None else str(description.folder),
+        "folder": None if description.model_folder.is_packaged else str(description.folder),
         "download_gb": description.model_folder.download_gb,
         "quantization": description.quantization,
         "planned_on": None if description.planned_on is None else description.planned_on.to_dict(),

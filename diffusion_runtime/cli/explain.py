@@ -96,9 +96,8 @@ def _needed_images(
 ) -> Iterator[dict[str, Any]]:
     """Generated images for those that the model needs and that were not given, by their field: as with the prompt, what
     they show costs nothing."""
-    from diffusion_runtime.rules.request_rules import RequestRules
-
-    needed: frozenset[str] = prepared.rules.inputs.needed if isinstance(prepared.rules, RequestRules) else frozenset()
+    native = prepared.inspectable
+    needed: frozenset[str] = frozenset() if native is None else native.rules.inputs.needed
     missing = {name for name in needed if getattr(request, name) is None}
     if not missing:
         yield {}

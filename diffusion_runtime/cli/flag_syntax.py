@@ -72,18 +72,28 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
 def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
     """`arguments` with every flag that a verb does not have by its name as the one of the verb that it stands for.
 
-    switches: the verb's flags -> whether they take no value. A name that stands for none is left to the parser. Raises
-    ConfigError for a flag that has no counterpart here, with the reason.
+    switches: the verb's flags -> whether they take no value. A name that stands for none is left to the parser. A
+    switch of others may be followed by true or false, as SGLang writes them. Raises ConfigError for flags that have no
+    counterpart here, with the reasons.
     """
     rewritten: list[str] = []
+    refusals: list[str] = []
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         if argument == "--":
-            return [*rewritten, argument, *waiting]
+            rewritten += [argument, *waiting]
+            break
         name, equals, value = argument.partition("=")
         theirs = _spelling(name, switches) if name[:1] == "-" and name not in switches else None
-        if theirs is not None and theirs.value:
+        if theirs is None:
+            rewritten.append(argument)
+            # A value may look like a flag.
+            if waiting and not equals and switches.get(name) is False:
+                rewritten.append(waiting.pop(0))
+        elif not theirs.means:
+            refusals.append(theirs.refusal)
+        elif theirs.value:
             if not equals and not waiting:
                 raise ConfigError(f"{name} needs a value, such as {theirs.example}")
             given = value if equals else waiting.pop(0)
@@ -91,24 +101,32 @@ def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> l
             if own is None:
                 raise ConfigError(f"{name}: expected a value such as {theirs.example}, got {shown(given)}")
             rewritten += own
-            continue
-        if theirs is not None:
-            own = theirs.means.split(" ")
+        elif theirs.is_complete or switches.get(theirs.means):
+            text = value if equals else waiting[0] if waiting else ""
+            is_on = {"true": True, "false": False}.get(text.lower())
+            if equals and is_on is None:
+                raise ConfigError(f"{name}: expected true or false, or no value, got {shown(value)}")
+            if is_on is not None and not equals:
+                waiting.pop(0)
+            rewritten += theirs.means.split(" ") if is_on is not False else _switched_off(theirs.means, switches)
+        else:
             # A flag with a path is one argument with its value.
-            first = [value] if equals else waiting[:1] if "." in own[0] else []
-            rest = waiting if equals else waiting[len(first) :]
-            waiting = [*rewrite_dotted_flags([*own, *first]), *rest]
-            continue
-        rewritten.append(argument)
-        # A value may look like a flag.
-        if waiting and not equals and switches.get(name) is False:
-            rewritten.append(waiting.pop(0))
+            first = [value] if equals else waiting[:1] if "." in theirs.means else []
+            waiting = [*rewrite_dotted_flags([theirs.means, *first]), *(waiting if equals else waiting[len(first) :])]
+    if refusals:
+        raise ConfigError("\n  ".join(dict.fromkeys(refusals)))
     return rewritten
 
 
+def _switched_off(means: str, switches: Mapping[str, bool]) -> list[str]:
+    """The flag that says no to a switch; none where leaving it out does."""
+    opposite = f"--no-{means.removeprefix('--')}"
+    return [opposite] if opposite in switches else []
+
+
 def _spelling(name: str, switches: Mapping[str, bool]) -> Spelling | None:
-    """The flags of a verb that a name stands for; None for no flag of the verb. Raises ConfigError for a name without a
-    counterpart, where what it advises instead is a flag of the verb, or none."""
+    """The flags of a verb that a name stands for, or why it has no counterpart. None where those flags, or the ones
+    that are advised instead, are none of the verb."""
     dashed = name.replace("_", "-")
     if dashed in switches:
         return Spelling(name, "", means=dashed)
@@ -118,9 +136,7 @@ def _spelling(name: str, switches: Mapping[str, bool]) -> Spelling | None:
     if theirs.means:
         return theirs if all(_takes(switches, own) for own in flags_in(theirs.means)) else None
     advised = flags_in(theirs.instead) if theirs.instead.startswith("write ") else []
-    if not all(_takes(switches, own) for own in advised):
-        return None
-    raise ConfigError(theirs.refusal)
+    return theirs if all(_takes(switches, own) for own in advised) else None
 
 
 def flags_in(text: str) -> list[str]:

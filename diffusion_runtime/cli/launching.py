@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
-from diffusion_runtime.session.failures import INTERRUPTED
-from diffusion_runtime.session.growing_file import with_kept_frames
+from diffusion_runtime.session.failures import INTERRUPTED, with_kept_frames
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 

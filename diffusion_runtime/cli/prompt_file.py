@@ -33,12 +33,12 @@ def collect_prompts(
         if all(" " in prompt.strip() for prompt in positional) and not taken:
             several = " ".join(f"--prompt {shlex.quote(prompt[:MAX_SHOWN_CHARACTERS])}" for prompt in positional[:3])
             raise RequestError(
-                f"expected one prompt, got {len(positional)}; several are given by a flag each: generate {several}, or "
+                f"expected one prompt, got {len(positional)}; several are given by a flag each: {several}, or "
                 "one per line in a file by --prompt-file"
             )
         raise RequestError(
             f"expected one prompt in quotes, got {len(positional)} words: put them in quotes, "
-            f"as in generate {together}, or give --prompt for each of several prompts{taken}"
+            f"as in {together}, or give --prompt for each of several prompts{taken}"
         )
     prompts: list[str | PromptRow] = [*positional, *flags]
     for prompt in (*positional, *flags):

@@ -21,15 +21,13 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, p
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, RequestError
 from diffusion_runtime.session.batch import title_of
 from diffusion_runtime.session.coordinator import Coordinator
-from diffusion_runtime.session.failures import INTERRUPTED
-from diffusion_runtime.session.growing_file import kept_frames
+from diffusion_runtime.session.failures import INTERRUPTED, kept_frames
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
-    from diffusion_runtime.generation.interface import GenerationRules
+    from diffusion_runtime.loading.interface import InspectableModel, Prepared
     from diffusion_runtime.media.growing_clip import GrowingClip
-    from diffusion_runtime.rules.request_rules import RequestRules
     from diffusion_runtime.streaming.generation_stream import GenerationStream
 
 SCHEMA = "diffusion_runtime.stream/1"
@@ -71,16 +69,13 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
     return dataclasses.replace(flags, output_path=flags.stream)
 
 
-def _native_rules(rules: GenerationRules, backend: str) -> RequestRules:
-    """Return the rules of a native model. Raises ConfigError for a pipeline of diffusers, with what is its own way to
-    long video."""
-    from diffusion_runtime.rules.request_rules import RequestRules
-
-    if backend != "diffusers" and isinstance(rules, RequestRules):
-        return rules
+def _native_model(prepared: Prepared) -> InspectableModel:
+    """Return a native model. Raises ConfigError for a pipeline of diffusers, with what is its own way to long video."""
+    if (native := prepared.inspectable) is not None:
+        return native
     from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 
-    way = long_video_way(getattr(rules, "pipeline_class", ""))
+    way = long_video_way(prepared.description.family)
     if way is not None:
         raise ConfigError(f"--stream: {way.instead_of_streaming}")
     raise ConfigError("--stream: diffusers' own pipelines make a clip at once; leave it out, or use a native model")
@@ -108,12 +103,13 @@ def run_stream(
     is_endless = flags.interactive and all(
         value is None for value in (settings.requests[0].num_frames, settings.requests[0].seconds)
     )
-    rules = _native_rules(prepared.rules, settings.runtime.backend)
+    native = _native_model(prepared)
+    rules = native.rules
     from diffusion_runtime.streaming.generation_stream import check_streamable
 
     check_streamable(rules, rules.settings(request), endless=is_endless)
     prepare_seconds = time.perf_counter() - load_started - import_seconds
-    pipeline: Any = prepared.load(lambda stage: terminal.say(f"  {stage}"), [request])
+    pipeline = native.load(lambda stage: terminal.say(f"  {stage}"), [request])
     pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})
     load_seconds = time.perf_counter() - started
     terminal.say(title_of(request))

@@ -87,8 +87,8 @@ def _check_fit(path: str, model_path: str, component: str) -> None:
     folder = ModelFolder(find_configs(model_path).path)
     family = family_for_folder(folder)
     if component:
-        check_part(folder, path, component, family.diffusers_components)
+        check_part(folder, path, component, family.files.diffusers_components)
         return
     model = family.describe(folder)
     model = model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
-    model.check_weights(model.build_transformer(AttentionPolicy()), ["transformer"])
+    model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from diffusion_runtime.core.progress import OnProgress
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.loading import Prepared
-from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling import instruments
 from diffusion_runtime.report.attention_density import LayerDensity
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -54,7 +54,7 @@ def expected_operations(prepared: Prepared, request: GenerationRequest) -> float
         return 0.0
 
 
-def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
+def attention_seconds(pipeline: InspectablePipeline, request: GenerationRequest, on_progress: OnProgress) -> float:
     """Return the seconds of the transformer's attention layers in one generation, all steps and guidance branches."""
     with instruments.timed_attention(pipeline) as clock:
         pipeline(request, on_progress=on_progress)
@@ -62,7 +62,7 @@ def attention_seconds(pipeline: Pipeline, request: GenerationRequest, on_progres
 
 
 def counted_density(
-    pipeline: Pipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
+    pipeline: InspectablePipeline, request: GenerationRequest, on_progress: OnProgress, expected: ExpectedDensity
 ) -> float | None:
     """Return the share of attention's operations that one generation computes."""
     with instruments.counted_density(pipeline):

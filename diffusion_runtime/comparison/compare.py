@@ -18,9 +18,9 @@ from diffusion_runtime.comparison.attention_figures import (
     expected_density,
     expected_operations,
 )
-from diffusion_runtime.comparison.clip_pictures import check_encoder, encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import LatentComparison, LatentWatcher
+from diffusion_runtime.comparison.page import check_encoder, encode_picture
 from diffusion_runtime.comparison.prompt_attributes import known_attributes
 from diffusion_runtime.comparison.result import STAGES, Clip, Comparison, Kind, Row, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_error, open_settings
@@ -32,7 +32,6 @@ from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import forget_device_peak
-from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling.instruments import watched_latents
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.checker import check_clip
@@ -265,15 +264,16 @@ class _Run:
         self, row: Row, request: GenerationRequest, pipeline: GenerationPipeline, expected: ExpectedDensity
     ) -> tuple[float | None, float | None]:
         """Return the seconds of attention, and a density that depends on content, from clips that are not timed."""
-        if not isinstance(pipeline, Pipeline):
+        inspected = pipeline.inspectable
+        if inspected is None:
             return None, None
         seconds = counted = None
         if self.choices.attention_time:
             with self.reporter.progress(f"{row.name}: attention time") as view:
-                seconds = attention_seconds(pipeline, request, view.update)
+                seconds = attention_seconds(inspected, request, view.update)
         if expected.is_up_to_content:
             with self.reporter.progress(f"{row.name}: density") as view:
-                counted = counted_density(pipeline, request, view.update, expected)
+                counted = counted_density(inspected, request, view.update, expected)
         return seconds, counted
 
     def _clip(
@@ -314,19 +314,20 @@ class _Run:
 
     @contextlib.contextmanager
     def _watched(self, pipeline: GenerationPipeline, row: Row, index: int) -> Iterator[LatentWatcher | None]:
-        if not isinstance(pipeline, Pipeline) or pipeline.rules.sampling.is_causal:
+        inspected = pipeline.inspectable
+        if inspected is None or inspected.rules.sampling.is_causal:
             # diffusers' own pipeline keeps its latents to itself; chunks have steps of their own, and the last latents
             # are those of the last chunk.
             yield None
         elif row.kind == "reference":
-            with watched_latents(pipeline, self.latents.keep()):
+            with watched_latents(inspected, self.latents.keep()):
                 yield None
         elif self.latents.dtype is None:
             # The reference's were not seen.
             yield None
         else:
             watcher = self.latents.beside(index)
-            with watched_latents(pipeline, watcher):
+            with watched_latents(inspected, watcher):
                 yield watcher
 
     def _load(

@@ -1,8 +1,10 @@
-"""The comparison as one self-contained HTML page: clips side by side under one clock, plots, figures."""
+"""The comparison as one self-contained HTML page: clips side by side under one clock (H.264, WebP for images), plots,
+figures."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
@@ -13,7 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
 from diffusion_runtime.comparison.result import Comparison, Row, filled_columns
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.media.publish import publish_text
+from diffusion_runtime.request.generation_request import GenerationRequest
 
 
 def write_page(result: Comparison, path: Path) -> None:
@@ -140,3 +145,17 @@ def _accuracy(row: Row) -> str:
 
 def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def check_encoder(request: GenerationRequest) -> None:
+    """Raises MissingPackageError where the page of a resolved request's clip needs ffmpeg, and there is none."""
+    if (request.num_frames or 1) > 1:
+        find_ffmpeg("the page of videos (--html)", "leave the page out")
+
+
+def encode_picture(media: GeneratedMedia) -> tuple[bytes, str]:
+    """Return the encoded bytes and their media type. Raises OutputError where the temporary folder has no room, and
+    MissingPackageError as `check_encoder`."""
+    file_format, kind = ("mp4", "video/mp4") if media.num_frames > 1 else ("webp", "image/webp")
+    # A recipe names folders of this machine, and the page is made to be handed on.
+    return dataclasses.replace(media, recipe={}, audio=None).to_bytes(file_format), kind

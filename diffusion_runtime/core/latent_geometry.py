@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from diffusion_runtime.core.model_folder import ConfigFile
 from diffusion_runtime.errors import RequestError
 
 
@@ -65,6 +66,10 @@ class LatentGeometry:
         Raises RequestError for sizes that do not divide.
         """
         return self.latent_shape(size.height, size.width, size.num_frames)
+
+    def clip_of(self, latents: torch.Tensor, size: ClipSize) -> torch.Tensor:
+        """Return samples as they are denoised without what is behind the clip, [batch, *sample_shape]."""
+        return latents
 
     def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
         """Samples [batch, *sample_shape] taken apart, as decoders take them."""
@@ -142,3 +147,28 @@ class ImageGeometry(LatentGeometry):
         super().check(height, width, num_frames)
         if num_frames != 1:
             raise RequestError(f"num_frames: this model makes images, expected 1, got {num_frames}; leave it out")
+
+
+def read_num_channels(file: ConfigFile, key: str, expected: int, source: str, default: int | None = None) -> int:
+    """Read the channels of latents from an autoencoder's config. Raises ModelLoadError where they are not `expected`,
+    the number that `source` holds."""
+    found = file.whole_number(key, default)
+    if found != expected:
+        raise file.error(key, f"{expected}, {source}", found)
+    return found
+
+
+def read_image_factor(file: ConfigFile) -> int:
+    """Read how many pixels a latent of AutoencoderKL covers in height and width. Raises ModelLoadError."""
+    widths = file.values.get("block_out_channels")
+    if not isinstance(widths, list) or not widths:
+        raise file.error("block_out_channels", "a list with the width of every level", widths)
+    return int(2 ** (len(widths) - 1))
+
+
+def read_frame_factor(file: ConfigFile, default: list[bool]) -> int:
+    """Read how many pixels a latent of AutoencoderKLQwenImage covers in height and width. Raises ModelLoadError."""
+    halvings = file.values.get("temperal_downsample", default)
+    if not isinstance(halvings, list) or not halvings:
+        raise file.error("temperal_downsample", "a list with true or false for every level", halvings)
+    return int(2 ** len(halvings))

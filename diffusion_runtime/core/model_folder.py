@@ -41,19 +41,22 @@ T = TypeVar("T")
 
 class ModelFolder:
     """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
-    see the same content. `folder / name` is a path inside it. downloads_gb: of a published model whose json is
-    this package's own and whose weights are still on the hub: of each component, in 10 ** 9 bytes; None for a folder of
-    its own. parts: where components are that come from elsewhere."""
+    see the same content. `folder / name` is a path inside it. downloads_gb: of a published model, of each component
+    whose weights are still on the hub, in 10 ** 9 bytes; None where all are here. parts: where components are that come
+    from elsewhere. is_packaged: whether the json is this package's own."""
 
     def __init__(
         self,
         path: Path,
         downloads_gb: Mapping[str, float] | None = None,
         parts: Mapping[str, Path] = MappingProxyType({}),
+        *,
+        is_packaged: bool = False,
     ) -> None:
         self.path = path
         self.downloads_gb = downloads_gb
         self.parts = parts
+        self.is_packaged = is_packaged
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
 
@@ -63,18 +66,18 @@ class ModelFolder:
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
         """Return the same folder with components from elsewhere."""
-        return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts})
+        return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts}, is_packaged=self.is_packaged)
 
     def without_downloads(self, components: Collection[str]) -> ModelFolder:
         """Return the same folder, marking these components as not to be downloaded."""
         if self.downloads_gb is None:
             return self
         left = {name: size for name, size in self.downloads_gb.items() if name not in components}
-        return ModelFolder(self.path, left, self.parts)
+        return ModelFolder(self.path, left, self.parts, is_packaged=self.is_packaged)
 
     @property
     def download_gb(self) -> float | None:
-        """Size of what a run downloads, in 10 ** 9 bytes; None for a local folder."""
+        """Size of what a run downloads, in 10 ** 9 bytes; None where all is here."""
         return None if self.downloads_gb is None else sum(self.downloads_gb.values())
 
     def __str__(self) -> str:

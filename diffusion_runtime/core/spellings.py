@@ -44,6 +44,11 @@ class Spelling(NamedTuple):
         """The message for a name without a counterpart: `--host: there is no server here; ...`."""
         return f"{self.spelling}: {self.remark}; {self.instead}"
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether `means` is a flag with its value: the name is a switch then."""
+        return not self.value and " " in self.means
+
     def taken_apart(self, value: str) -> list[str] | None:
         """Return the arguments that a flag with `value` stands for, or None if the value does not match its pattern."""
         match = re.fullmatch(self.value, value)

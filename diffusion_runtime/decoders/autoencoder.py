@@ -15,7 +15,7 @@ from torch import nn
 
 from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
-from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
+from diffusion_runtime.decoders.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.weights.autoencoder_names import by_diffusers_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,17 @@ from diffusion_runtime.request.generation_request import GUIDANCE_MODES
 
 # (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
 Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RequestGuidance:
+    """Guidance of a batch. scale: the factor of classifier-free guidance at a step; mode, branches, wrappers: see
+    with_guidance."""
+
+    scale: Callable[[StepInfo], float]
+    mode: str
+    branches: BranchExchange | None = None
+    wrappers: Sequence[BranchWrapper] = ()
 
 
 def extrapolate(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:

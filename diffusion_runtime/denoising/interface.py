@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.untrusted.known_settings import Allows, whole
 
 # (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
 # another shape, [batch, ...]: nothing here depends on more than elementwise operations.
@@ -25,7 +26,13 @@ DrawNoise: TypeAlias = Callable[[], torch.Tensor]
 
 
 class Sampler(ABC):
-    """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls."""
+    """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls.
+
+    settings: keys of a folder's scheduler_config.json that it computes, each with the values for which it does;
+    build_sampler refuses others.
+    """
+
+    settings: ClassVar[Mapping[str, Allows]] = {"num_train_timesteps": whole(1, 100_000)}
 
     @abstractmethod
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
@@ -48,3 +55,17 @@ class Sampler(ABC):
         draw_noise: called between two steps by samplers that add noise (RegisteredSampler.adds_noise), which need it;
             the others leave it alone.
         """
+
+
+class SamplerClass(Protocol):
+    """A class that request/samplers.py registers, as build_sampler calls it.
+
+    num_steps: predictions, or steps of several predictions each; flow_shift: s of sigma = s * t / (1 + (s - 1) * t).
+    options: the folder's settings, of those in `settings`. sigmas: t of every step, None for the sampler's own spacing.
+    """
+
+    settings: ClassVar[Mapping[str, Allows]]
+
+    def __call__(
+        self, *, num_steps: int, flow_shift: float, options: Mapping[str, Any], sigmas: tuple[float, ...] | None
+    ) -> Sampler: ...

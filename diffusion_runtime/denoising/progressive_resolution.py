@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import OnStep, Predict
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, run_schedule, steps_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.progressive_options import LatentSpectrum
@@ -110,52 +110,57 @@ def dct_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return matrix.to(device, dtype)
 
 
-def steps_in_stages(sampler: ScheduleSampler, stages: Sequence[Stage], device: torch.device) -> tuple[StepInfo, ...]:
-    """Return the steps that `sample_in_stages` gives to its predictions, as Sampler.steps."""
-    steps: list[StepInfo] = []
-    for before, stage in zip((stages[0], *stages), stages, strict=False):
-        scheduler, _ = _scheduler_of(sampler, stage, before.level - stage.level, device)
-        steps += steps_of(scheduler, sampler.num_steps, range(stage.first, stage.end))
-    return tuple(steps)
+@dataclass(frozen=True)
+class StageSampler:
+    """The steps of one stage, whose scheduler is its own: a multistep solver knows nothing of the smaller latents.
 
-
-def _scheduler_of(
-    sampler: ScheduleSampler, stage: Stage, num_growths: int, device: torch.device
-) -> tuple[Scheduler, list[float]]:
-    """Return a scheduler whose first step of the stage is at the noise level after the growths; the levels at which the
-    latents grow."""
-    scheduler = sampler.scheduler(device)
-    levels = [float(scheduler.sigmas[stage.first])]
-    for _ in range(num_growths):
-        levels.append(rewound(levels[-1]))
-    if num_growths:
-        scheduler.sigmas[stage.first] = levels[-1]
-        scheduler.timesteps[stage.first] = levels[-1] * scheduler.config.num_train_timesteps
-    return scheduler, levels[:-1]
-
-
-def sample_in_stages(
-    sampler: ScheduleSampler,
-    stages: Sequence[Stage],
-    noise: torch.Tensor,
-    predicts: Sequence[Predict],
-    draw_noise: DrawNoiseOf,
-    on_step: OnStep | None = None,
-) -> torch.Tensor:
-    """Return the clean latents at full size, float32. noise: in the size of the first stage. predicts: of each stage.
-
-    Every stage has a scheduler of its own: a multistep solver knows nothing of the smaller latents.
+    num_growths: how often height and width of the latents double before the first step.
     """
-    latents, level = noise, stages[0].level
-    for stage, predict in zip(stages, predicts, strict=True):
-        scheduler, growth_levels = _scheduler_of(sampler, stage, level - stage.level, noise.device)
-        level = stage.level
-        for sigma in growth_levels:
+
+    sampler: ScheduleSampler
+    stage: Stage
+    num_growths: int
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        """Return the steps that `sample` gives to its prediction, as Sampler.steps."""
+        return steps_of(self._scheduler(device)[0], self.sampler.num_steps, self._range)
+
+    def grown(self, latents: torch.Tensor, draw_noise: DrawNoiseOf) -> torch.Tensor:
+        """Return the latents of the stage before at the size and noise level of the first step."""
+        for sigma in self._scheduler(latents.device)[1]:
             *others, height, width = latents.shape[1:]
             latents = grown(latents, draw_noise((*others, 2 * height, 2 * width)), sigma)
-        steps = range(stage.first, stage.end)
-        latents = run_schedule(scheduler, sampler.num_steps, latents, predict, on_step, steps)
-    return latents
+        return latents
+
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+        """Return the latents after the last step, float32; clean ones in the last stage. latents: `grown`."""
+        scheduler, _ = self._scheduler(latents.device)
+        return run_schedule(scheduler, self.sampler.num_steps, latents, predict, on_step, self._range)
+
+    @property
+    def _range(self) -> range:
+        return range(self.stage.first, self.stage.end)
+
+    def _scheduler(self, device: torch.device) -> tuple[Scheduler, list[float]]:
+        """Return a scheduler whose first step of the stage is at the noise level after the growths; the levels at which
+        the latents grow."""
+        scheduler = self.sampler.scheduler(device)
+        levels = [float(scheduler.sigmas[self.stage.first])]
+        for _ in range(self.num_growths):
+            levels.append(rewound(levels[-1]))
+        if self.num_growths:
+            scheduler.sigmas[self.stage.first] = levels[-1]
+            scheduler.timesteps[self.stage.first] = levels[-1] * scheduler.config.num_train_timesteps
+        return scheduler, levels[:-1]
+
+
+def stage_samplers(sampler: Sampler, stages: Sequence[Stage]) -> list[StageSampler]:
+    """Return the samplers of planned stages, in their order; the first starts from noise of its size."""
+    assert isinstance(sampler, ScheduleSampler), "request rules see to it"
+    return [
+        StageSampler(sampler, stage, before.level - stage.level)
+        for before, stage in zip((stages[0], *stages), stages, strict=False)
+    ]
 
 
 def fit_spectrum(latents: torch.Tensor) -> LatentSpectrum:

@@ -1,11 +1,9 @@
-"""The denoising loop around a solver with the interface of diffusers' schedulers, and how one of diffusers is built
-from a folder's settings."""
+"""The denoising loop around a solver with the interface of diffusers' schedulers."""
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +11,6 @@ import torch
 
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
-from diffusion_runtime.errors import ModelLoadError
-
-# Exceptions that the classes raise for invalid values.
-_REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 class Scheduler(Protocol):
@@ -40,8 +34,8 @@ class Scheduler(Protocol):
 class ScheduleSampler(Sampler):
     """A sampler whose steps a Scheduler computes.
 
-    num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further settings of the
-    scheduler class. sigmas: t of every step, None for the scheduler's own spacing.
+    num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further `settings`. sigmas: t
+    of every step, None for the scheduler's own spacing.
     """
 
     num_steps: int
@@ -51,7 +45,7 @@ class ScheduleSampler(Sampler):
 
     @abstractmethod
     def scheduler(self, device: torch.device) -> Scheduler:
-        """Return a fresh scheduler, with its timesteps set. Raises ModelLoadError."""
+        """Return a fresh scheduler, with its timesteps set."""
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return steps_of(self.scheduler(device), self.num_steps)
@@ -64,41 +58,6 @@ class ScheduleSampler(Sampler):
         draw_noise: DrawNoise | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         return run_schedule(self.scheduler(noise.device), self.num_steps, noise, predict, on_step)
-
-
-def build_scheduler(
-    scheduler_class: Callable[..., Any],
-    options: Mapping[str, Any],
-    num_steps: int,
-    device: torch.device,
-    sigmas: Sequence[float] | None = None,
-) -> Any:
-    """Build a scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own
-    spacing.
-
-    Raises ModelLoadError for a setting that the installed class does not know, and for values that it refuses.
-    """
-    name = getattr(scheduler_class, "__name__", "scheduler")
-    known = inspect.signature(scheduler_class).parameters
-    unknown = sorted(key for key in options if key not in known)
-    if unknown:
-        import diffusers
-
-        raise ModelLoadError(
-            f"scheduler/scheduler_config.json: key {unknown[0]!r} is unknown to {name} of the installed diffusers "
-            f"{diffusers.__version__}; if this model was written for a newer one: `pip install -U diffusers`"
-        )
-    try:
-        scheduler = scheduler_class(**options)
-        if sigmas is None:
-            scheduler.set_timesteps(num_steps, device=device)
-        else:
-            scheduler.set_timesteps(sigmas=list(sigmas), device=device)
-    except _REFUSALS as error:
-        raise ModelLoadError(
-            f"scheduler/scheduler_config.json: {name} refuses its settings for {num_steps} steps: {error}"
-        ) from error
-    return scheduler
 
 
 def steps_of(scheduler: Scheduler, num_steps: int, steps: range | None = None) -> tuple[StepInfo, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.request.samplers import SAMPLERS
+from diffusion_runtime.untrusted.known_settings import is_positive
 
 # Class name in the folder -> the sampler behind it.
 SAMPLER_OF_CLASS = {
@@ -39,6 +39,8 @@ _CLASS_DEFAULTS: dict[str, Any] = {
 }
 # Lengths of arrays that the classes allocate: a damaged number would take all memory of the machine.
 _LENGTHS = {"num_train_timesteps": 100_000, "solver_order": 100}
+# Published models have up to 17; beyond this, float32 makes neighbouring noise levels of many steps equal.
+_MOST_SHIFT = 1000
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ def _check_is_flow_matching(config: SchedulerConfig) -> None:
             )
     for key in SHIFT_KEY.values():
         value = config.values.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ModelLoadError(f"{config.path}: {key}: expected a number above 0, got {shown(value)}")
+        if not is_positive(value) or value > _MOST_SHIFT:
+            raise ModelLoadError(
+                f"{config.path}: {key}: expected a number above 0, up to {_MOST_SHIFT}, got {shown(value)}"
+            )
     for key, most in _LENGTHS.items():
         value = config.values.get(key, 1)
         if type(value) is not int or not 1 <= value <= most:

@@ -17,8 +17,7 @@ from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
 from diffusion_runtime.core.hardware import Hardware, detect_hardware, resolve_device
-from diffusion_runtime.denoising.diffusers_import import IMPORTED_BY_DIFFUSERS
-from diffusion_runtime.diagnosis.budget import LeftOut, TimeBudget
+from diffusion_runtime.decoders.diffusers_import import IMPORTED_BY_DIFFUSERS
 from diffusion_runtime.diagnosis.embedded_model import ModelCheck, check_model, model_problems
 from diffusion_runtime.diagnosis.machine import (
     DiskCheck,
@@ -29,7 +28,7 @@ from diffusion_runtime.diagnosis.machine import (
     machine_problems,
 )
 from diffusion_runtime.diagnosis.packages import PackageCheck, check_packages, package_problems
-from diffusion_runtime.diagnosis.problems import Problem
+from diffusion_runtime.diagnosis.problems import LeftOut, Problem, TimeBudget
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 from diffusion_runtime.startup.importing import raised_line

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.core.hardware import ATTENTION_PACKAGES
-from diffusion_runtime.denoising.diffusers_import import IMPORTED_BY_DIFFUSERS, blocking_package
+from diffusion_runtime.decoders.diffusers_import import IMPORTED_BY_DIFFUSERS, blocking_package
 from diffusion_runtime.diagnosis.problems import Problem
 
 # CuTe packages take long at the first import; a longer one counts as a hang.

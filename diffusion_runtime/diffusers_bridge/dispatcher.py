@@ -81,6 +81,7 @@ class RegistryEntries:
         own = self._chosen if wanted is None or self._chosen is not None else AttentionBackendName(wanted)
         entry = str.__new__(_entry_type(AttentionBackendName), wanted or "native")
         entry._name_ = entry._value_ = str.__str__(entry)
+        entry.place = object.__hash__(entry)
 
         def run(**arguments: Any) -> Any:
             backend = self._registry.get_active_backend()[0] if own is None else own
@@ -121,9 +122,10 @@ def _entry_type(names: Any) -> Any:
     """Return the class of entries: members of diffusers' enum that it does not list, so that no other code can request
     one.
 
-    An entry equals the name of a backend, which processors compare, but is a different dictionary key.
+    An entry equals the name of a backend, which processors compare, but is a different dictionary key. Its hash is
+    Python, which torch.compile can trace: whatever else of this process it compiles looks into the same dictionaries.
     """
-    return type.__new__(type(names), "Entry", (names,), {"__hash__": object.__hash__})
+    return type.__new__(type(names), "Entry", (names,), {"__hash__": lambda entry: entry.place})
 
 
 def _call_of(arguments: dict[str, Any], own: str, run_own: Callable[[], torch.Tensor]) -> AttentionModuleCall:

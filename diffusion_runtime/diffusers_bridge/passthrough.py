@@ -90,6 +90,11 @@ class DiffusersPipeline:
         way = long_video_way(self.rules.pipeline_class)
         return () if way is None else (way.note,)
 
+    @property
+    def inspectable(self) -> None:
+        """Return None: its parts are diffusers'."""
+        return None
+
     def note_load(self, timings: Mapping[str, float]) -> None:
         for name, seconds in timings.items():
             self._load_timings[name] = self._load_timings.get(name, 0.0) + seconds

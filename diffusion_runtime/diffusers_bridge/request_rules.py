@@ -54,6 +54,11 @@ class PassthroughRules:
         """The name of the class."""
         return self.interface.name
 
+    @property
+    def wanted_images(self) -> frozenset[str]:
+        """Request fields of the images that the pipeline's call needs."""
+        return frozenset(filter(self.interface.needs, ("image_path", "last_image_path", "mask_path")))
+
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """Return the request with every None filled for which the preset or the pipeline has a value; the pipeline
         itself chooses the others.

@@ -19,7 +19,7 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
 from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
-from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
+from diffusion_runtime.models.ltx_video.config import LTXVideoGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.

@@ -23,7 +23,7 @@ def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torc
     """Count the operations of decoding one sample. device: meta."""
     size = planned.size
     channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
-    component = next(each for each in model.family.diffusers_components if each.name == COMPONENT)
+    component = model.family.files.components_called(COMPONENT)[0]
     module = component.build_decoding_half(model.folder)
     if isinstance(module, CausalVideoAutoencoder):
         counted = min(frames, _FRAMES_UNTIL_STEADY)

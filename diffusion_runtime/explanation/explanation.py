@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
-from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import Extent
-from diffusion_runtime.denoising.chunks import is_rolling, passes_of
-from diffusion_runtime.denoising.prompt_times import chunk_at
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
 from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward, sum_of
-from diffusion_runtime.generation.chunked_denoiser import experts_by_step
+from diffusion_runtime.explanation.passes import PassGroup, StepPass, groups_of, num_first_steps
 from diffusion_runtime.loading.description import PipelineDescription
-from diffusion_runtime.loading.interface import Prepared
+from diffusion_runtime.loading.interface import InspectableModel, Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
-from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.memory.meta_operators import MetaOperators
-from diffusion_runtime.models.image_control import ImageControl, counts_at
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.report.attention_report import index_ranges
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.explain/1"
 # In place of a backend, in steps in which a ControlNet does not run.
@@ -84,7 +77,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Consecutive steps of one size. cost: of one forward pass; schedule: by layer, of these steps alone."""
+    """Consecutive steps of one size. cost: of one step, all its passes; schedule: by layer, of these steps alone."""
 
     cost: ForwardCost
     steps: range
@@ -98,7 +91,7 @@ class Explanation:
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out. warnings: what calls will warn of."""
+    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -111,6 +104,7 @@ class Explanation:
     schedule: tuple[LayerSchedule, ...]
     parts: tuple[PartCost, ...]
     is_bound: bool
+    is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -138,8 +132,7 @@ class Explanation:
     def passes_text(self) -> str:
         """`12 in 12 steps, each of both guidance branches`."""
         joined = ", each of both guidance branches" if self.is_joined else ""
-        rules = self.description.rules
-        if not isinstance(rules, RequestRules) or not rules.sampling.is_causal:
+        if not self.is_in_chunks:
             return f"{self.num_forwards} in {self.num_steps} steps{joined}"
         own = self.request.first_chunk_sampler
         sampler = "" if own in (None, self.request.sampler) else f" by {own}"
@@ -180,46 +173,28 @@ class Explanation:
         }
 
 
-def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
-    """prepared: a native model; request: resolved by its rules. Reads no weights.
+def inspected(prepared: Prepared) -> InspectableModel:
+    """Return the parts of a native model. Raises ConfigError for a model that diffusers' own pipeline runs: its layers
+    are known once it is loaded."""
+    if (native := prepared.inspectable) is not None:
+        return native
+    raise ConfigError(
+        "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
+        "generate --dry-run says what is known before"
+    )
 
-    Raises ConfigError for a model that diffusers' own pipeline runs: its layers are known once it is loaded.
+
+def explain(given: Prepared, request: GenerationRequest) -> Explanation:
+    """Count what a generation would run, without weights. request: resolved by the model's rules.
+
+    Raises what `inspected` raises.
     """
-    if not isinstance(prepared, PreparedModel):
-        raise ConfigError(
-            "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
-            "generate --dry-run says what is known before"
-        )
-    reads_files = prepared.model.make_room(prepared.transformer)
+    prepared = inspected(given)
+    reads_files = prepared.model.weights.make_room(prepared.model.modules(prepared.transformer))
     settings = BatchSettings.of([request], prepared.rules.sampling)
-    planned = planned_batch(prepared.rules, [request])
-    num_steps = settings.num_steps
-    further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
-    num_passes = (1 if is_joined or not planned.is_guided else 2) + further
-    # In passes as large as the one that is counted.
-    branches = num_passes - further / 2 if is_joined else num_passes
-    stages: list[_Stage] = []
-    # Samplers may call the model several times per step.
-    num_forwards, num_first_steps = settings.num_predictions, None
-    prefill = None
-    if prepared.rules.sampling.is_causal:
-        num_first_steps = _num_first_steps(settings)
-        costs, num_forwards = _costs_of_chunks(prepared, planned, settings)
-        num_passes = branches = 1
-        for cost, count in costs:
-            stages.append(_Stage(cost, range(count), _schedules_of(cost, None, range(count), count)))
-    branches *= 1 if prepared.rules.sampling.is_causal else num_forwards / num_steps
-    for size, count in () if prepared.rules.sampling.is_causal else settings.sizes.step_sizes():
-        forward = forward_on_meta(
-            prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
-        )
-        # The first pass projects the text and computes a prefix, too.
-        first = count_forward([prepared.transformer], forward)
-        cost = count_forward([prepared.transformer], forward)
-        prefill = prefill or _prefill_of(first, cost)
-        steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
-        stage = _Stage(cost, steps, _schedules_of(cost, prefill, steps, num_steps))
-        stages.append(_with_control_in_some(stage, prepared, dataclasses.replace(planned, size=size), num_steps))
+    planned, costs = planned_batch(prepared.rules, [request]), _PassCosts(prepared, request)
+    groups = groups_of(prepared, planned, settings)
+    stages = [_stage_of(group, costs) for group in groups]
     shape = prepared.model.geometry.latent_shape(planned.size.height, planned.size.width, planned.size.num_frames)
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
@@ -230,12 +205,13 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         request=request,
         grid=prepared.model.geometry.grid(shape),
         num_text_tokens=text,
-        num_steps=num_steps,
-        num_first_steps=num_first_steps,
-        num_forwards=num_forwards * num_passes,
-        is_joined=is_joined,
+        num_steps=settings.num_steps,
+        num_first_steps=num_first_steps(settings),
+        num_forwards=sum(each.num for group in groups for each in group.passes),
+        is_joined=planned.is_guided and planned.is_batched,
+        is_in_chunks=prepared.rules.sampling.is_causal,
         schedule=schedule,
-        parts=_parts(prepared, planned, stages, branches, prefill),
+        parts=_parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight),
         is_bound=any(each is None for row in schedule for each in row.density),
         warnings=tuple(
             each if reads_files else f"its weights are not here, and tell whether this holds: {each}"
@@ -244,109 +220,77 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     )
 
 
-def _with_control_in_some(stage: _Stage, prepared: PreparedModel, planned: PlannedRequest, num_steps: int) -> _Stage:
-    """Return the stage with a ControlNet that skips some steps. Its cost is the mean over the steps."""
-    runs = [counts_at(planned.request, StepInfo(index, num_steps)) for index in stage.steps]
-    if not isinstance(prepared.model.control, ImageControl) or all(runs):
-        return stage
-    uncontrolled = dataclasses.replace(planned, request=dataclasses.replace(planned.request, conditioning_scale=0.0))
-    forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, uncontrolled)
-    with MetaOperators():
-        # The first pass projects the text, which the stage's cost leaves out.
-        forward()
-    without, share = count_forward([prepared.transformer], forward), sum(runs) / len(runs)
-    others = {(each.role, each.index) for each in without.attention}
-    attention, schedule = [], []
-    for each, row in zip(stage.cost.attention, stage.schedule, strict=True):
-        if (each.role, each.index) in others:
-            attention.append(each)
-            schedule.append(row)
-            continue
-        attention.append(dataclasses.replace(each, operations=share * each.operations))
-        backends = (name if ran else NOT_RUN for name, ran in zip(row.backends, runs, strict=True))
-        density = (found if ran else 0.0 for found, ran in zip(row.density, runs, strict=True))
-        known = (name if ran else None for name, ran in zip(row.implementations, runs, strict=True))
-        schedule.append(
-            dataclasses.replace(row, backends=tuple(backends), density=tuple(density), implementations=tuple(known))
-        )
-    products = share * stage.cost.products + (1 - share) * without.products
-    return _Stage(ForwardCost(products, tuple(attention)), stage.steps, tuple(schedule))
+class _PassCosts:
+    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, for a model
+    with a prefix; None for others."""
+
+    def __init__(self, prepared: InspectableModel, request: GenerationRequest) -> None:
+        self._prepared = prepared
+        self._request = request
+        self._found: dict[Hashable, ForwardCost] = {}
+        self.prefill: ForwardCost | None = None
+
+    def of(self, each: StepPass) -> ForwardCost:
+        """Return the cost of a pass after the first of a request, which projects text and computes a prefix, too."""
+        if each.kind not in self._found:
+            first, self._found[each.kind] = self._counted(each)
+            if each.cache is None and self.prefill is None:
+                self.prefill = _prefill_of(first, self._found[each.kind])
+        return self._found[each.kind]
+
+    def _counted(self, each: StepPass) -> tuple[ForwardCost, ForwardCost]:
+        """Count the first pass of a request and a later one."""
+        prepared, request = self._prepared, self._request
+        if not each.is_controlled:
+            request = dataclasses.replace(request, conditioning_scale=0.0)
+        planned = dataclasses.replace(planned_batch(prepared.rules, [self._request]), size=each.size, request=request)
+        cache = None if each.cache is None else FrameCache(each.cache, request.positions or "absolute")
+        is_compiled = prepared.description.config.compile != "off"
+        model, transformer = prepared.model, prepared.transformer
+        run = forward_on_meta(model, transformer, prepared.dtype, planned, cache, is_compiled=is_compiled)
+        return count_forward([transformer], run), count_forward([transformer], run)
+
+
+def _stage_of(group: PassGroup, costs: _PassCosts) -> _Stage:
+    """Return the mean cost of one step of a group, and the schedule of its layers."""
+    # A ControlNet that skips all steps is shown as well.
+    whole = dataclasses.replace(group.passes[0], is_controlled=True)
+    kinds, weights = {whole.kind: whole}, {whole.kind: 0.0}
+    for each in group.passes:
+        kinds.setdefault(each.kind, each)
+        weights[each.kind] = weights.get(each.kind, 0.0) + each.weight
+    num_steps = len(group.steps)
+    cost = sum_of([(weights[kind] / num_steps, costs.of(each)) for kind, each in kinds.items()])
+    layers = {kind: {(each.role, each.index) for each in costs.of(one).attention} for kind, one in kinds.items()}
+    running: dict[int, set[tuple[str, int]]] = {}
+    for each in group.passes:
+        if each.step is not None:
+            running.setdefault(each.step, set()).update(layers[each.kind])
+    rows = _schedules_of(cost, costs.prefill, group.steps, group.num_steps)
+    schedule = tuple(
+        _without(row, {step for step, ran in running.items() if (row.role, row.index) not in ran}, group.steps)
+        for row in rows
+    )
+    return _Stage(cost, group.steps, schedule)
+
+
+def _without(row: LayerSchedule, skipped: Collection[int], steps: range) -> LayerSchedule:
+    """Return a layer's schedule with the steps in which it does not run."""
+    if not skipped:
+        return row
+    runs = [step not in skipped for step in steps]
+    return dataclasses.replace(
+        row,
+        backends=tuple(name if ran else NOT_RUN for name, ran in zip(row.backends, runs, strict=True)),
+        density=tuple(found if ran else 0.0 for found, ran in zip(row.density, runs, strict=True)),
+        implementations=tuple(name if ran else None for name, ran in zip(row.implementations, runs, strict=True)),
+    )
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
     """Return what the first pass of a request computes once, for a model with a prefix, or None."""
     attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
     return ForwardCost(first.products - later.products, attention) if attention else None
-
-
-def _num_first_steps(settings: BatchSettings) -> int | None:
-    """Steps of the first chunk, where the others take another number."""
-    first = settings.chunking.num_steps_of_chunk(0)
-    is_alike = first == settings.num_steps or is_rolling(settings.shared)
-    return None if is_alike else first
-
-
-def _costs_of_chunks(
-    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
-) -> tuple[list[tuple[ForwardCost, int]], int]:
-    """Return the cost of one step of every chunk, with its share of the commits, and the number of these steps: the
-    first chunk separately if it takes another number. Return also the number of passes in all, those of each guidance
-    branch that runs."""
-    num_first = _num_first_steps(settings)
-    # By all that a pass costs by, of the first chunk and of the others.
-    found: tuple[dict[tuple[int, ...], list[CachePlan]], ...] = ({}, {})
-    for plan, step, num_branches in _passes_of_chunks(prepared, planned, settings):
-        key = (plan.num_frames, plan.tokens_per_frame, plan.num_keys, int(plan.phase == "commit"))
-        found[num_first is None or step.chunk > 0].setdefault(key, []).extend([plan] * num_branches)
-    costs = []
-    for of_chunks, num_steps in zip(found, (num_first or 0, settings.num_steps), strict=True):
-        counted = []
-        for plans in of_chunks.values():
-            cache = FrameCache(plans[0], planned.request.positions or "absolute")
-            forward = forward_on_meta(
-                prepared.model,
-                prepared.transformer,
-                prepared.dtype,
-                planned,
-                cache,
-                is_compiled=prepared.description.config.compile != "off",
-            )
-            with MetaOperators():
-                forward()
-            counted.append((len(plans) / num_steps, count_forward([prepared.transformer], forward)))
-        if counted:
-            costs.append((sum_of(counted), num_steps))
-    return costs, sum(len(plans) for of_chunks in found for plans in of_chunks.values())
-
-
-def _passes_of_chunks(
-    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
-) -> Iterator[tuple[CachePlan, StepInfo, int]]:
-    """Yield every pass of a video with its step, for a commit that of the chunk after it, and the number of transformer
-    passes it takes, by its guidance branches and, for a commit, by the experts of later chunks."""
-    request, chunks, passes = planned.request, settings.chunking.plan, settings.chunking.cache_passes()
-    is_alone = not planned.is_guided or planned.is_batched
-    places = {chunk.frames: chunk.index for chunk in chunks}
-    temporal_factor = settings.sampling.geometry.temporal_factor
-    switches = [chunk_at(frame, chunks, temporal_factor) for frame, _ in request.prompt_switches or ()]
-    expert_at = prepared.transformer.expert_at
-    of_first, of_later = (experts_by_step(settings.build_sampler(chunk=index), expert_at) for index in (0, 1))
-    chunk = num_made = 0
-    before = None
-    for frames, kind in passes_of(request, chunks, prepared.model.history):
-        if kind == "denoise":
-            # Several chunks at once are all guided, or none of them.
-            chunk = places.get(frames, 0)
-            num_made, before = (num_made + 1 if frames == before else 0), frames
-            switched_at = max((at for at in switches if at <= chunk), default=None)
-            step = settings.guidance.with_shared_keys(StepInfo(chunk=chunk), switched_at)
-            of_chunk = of_later if chunk else of_first
-            experts = {of_chunk[min(num_made, len(of_chunk) - 1)]}
-        else:
-            step = StepInfo(chunk=chunk + 1)
-            experts = {*of_later}
-        scales = [settings.guidance.cfg_scale_at(dataclasses.replace(step, expert=expert)) for expert in experts]
-        yield passes.plan(frames, kind), step, sum(1 if is_alone or scale <= 1 else 2 for scale in scales)
 
 
 def _num_grid(layout: Any) -> int:
@@ -403,14 +347,14 @@ def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_
 
 
 def _parts(
-    prepared: PreparedModel,
+    prepared: InspectableModel,
     planned: PlannedRequest,
     stages: Sequence[_Stage],
-    branches: float,
     prefill: ForwardCost | None,
+    branches: float,
 ) -> tuple[PartCost, ...]:
     """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix, the
-    rest of the steps, decoding."""
+    rest of the steps, decoding. branches: that compute a prefix."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -420,11 +364,11 @@ def _parts(
         found[1] += kept
         seconds[name] = seconds.get(name, 0.0) + time
 
-    products = sum(stage.cost.products * len(stage.steps) for stage in stages) * branches
+    products = sum(stage.cost.products * len(stage.steps) for stage in stages)
     add("linear layers", products, products, products / _RATES["linear layers"])
     for stage in stages:
         for each, row in zip(stage.cost.attention, stage.schedule, strict=True):
-            dense = each.operations * len(stage.steps) * branches
+            dense = each.operations * len(stage.steps)
             ran = [share for name, share in zip(row.backends, row.density, strict=True) if name != NOT_RUN] or [1.0]
             shares = [_kept_share(each, share) for share in ran]
             kept = dense * sum(shares) / len(shares)

@@ -10,8 +10,8 @@ import torch
 from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, ClipHeader
+from diffusion_runtime.media.audio import read_sound
 from diffusion_runtime.media.file_writer import FrameSink
-from diffusion_runtime.media.sound_files import read_sound
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.rules.batch_settings import BatchSettings
 

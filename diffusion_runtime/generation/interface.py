@@ -9,9 +9,13 @@ import torch
 
 from diffusion_runtime.core.progress import OnProgress
 from diffusion_runtime.generation.hooks import Hooks
+from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
+from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
 
 
 class GenerationRules(Protocol):
@@ -32,6 +36,10 @@ class GenerationRules(Protocol):
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """Return the request with missing values filled in. Raises RequestError for what cannot be made."""
 
+    @property
+    def wanted_images(self) -> frozenset[str]:
+        """Request fields of images that the model does not do without, or is made for."""
+
     def is_guided(self, request: GenerationRequest, /) -> bool:
         """Return True if a resolved request runs two branches of guidance."""
 
@@ -49,6 +57,10 @@ class GenerationPipeline(Protocol):
 
     @property
     def rules(self) -> GenerationRules: ...
+
+    @property
+    def inspectable(self) -> InspectablePipeline | None:
+        """Itself, with its parts, where the model is a native one; None for a pipeline of diffusers'."""
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """Add seconds of what comes before the first generation, among whose timings they are then: `import`,
@@ -87,3 +99,20 @@ class GenerationPipeline(Protocol):
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""
+
+
+class InspectablePipeline(GenerationPipeline, Protocol):
+    """A loaded native model, whose parts and latents instruments see. mesh: the processes that run it together."""
+
+    parts: PipelineParts
+    mesh: ProcessMesh
+
+    @property
+    def rules(self) -> RequestRules: ...
+
+    @property
+    def transformer(self) -> DiffusionTransformer:
+        """The denoiser, on our attention layers."""
+
+    def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
+        """Return the clean latents of a request, float32 [1, *sample_shape], without decoding them."""

@@ -18,7 +18,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import ModulatedInput
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
-from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
+from diffusion_runtime.layers.linear import FeedForward, GatedFeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import (
     ApartTokens,
     BlockModulation,
@@ -91,6 +91,54 @@ class JointAttention(nn.Module):
         return qkv.view(*qkv.shape[:2], 3, self.attention.num_heads, -1)
 
 
+class TwoStreams(nn.Module):
+    """Joint attention, then a feed-forward network for each stream, modulated by six rows of each stream: shift, scale
+    and gate of the attention, then of the feed-forward. A block derives from it and makes the parts; eps: of every
+    norm."""
+
+    eps: float
+    joint_attention: JointAttention
+    feed_forward: FeedForward | GatedFeedForward
+    text_feed_forward: FeedForward | GatedFeedForward
+
+    def run_streams(
+        self,
+        x: torch.Tensor,
+        text: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        text_rows: Sequence[torch.Tensor],
+        rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> None:
+        """Overwrite x [B, S, D] and text [B, L, D].
+
+        rows, text_rows: six times [B, D]. rotations: [S + L, head_dim / 2], complex. context.layout: the grid followed
+        by the text.
+        """
+        attention, norm = self.joint_attention, Norm("layer", self.eps)
+        branch, text_branch = attention(
+            norm_for((attention.qkv,), x, norm, shift=rows[0], scale=rows[1]),
+            norm_for((attention.text_qkv,), text, norm, shift=text_rows[0], scale=text_rows[1]),
+            rotations,
+            context,
+        )
+        self.feed(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
+        self.feed(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
+
+    def feed(
+        self,
+        x: torch.Tensor,
+        feed_forward: FeedForward | GatedFeedForward,
+        branch: Branch,
+        rows: Sequence[torch.Tensor],
+    ) -> None:
+        """Add the attention's branch to x, then the feed-forward network's."""
+        shift, scale, gate = rows
+        norm = Norm("layer", self.eps)
+        normalized = norm_for((feed_forward.up,), x, norm, shift=shift, scale=scale, branch=branch)
+        add_gated_(x, feed_forward(normalized), gate)
+
+
 class _Run(NamedTuple):
     """Tokens of a stream that are modulated alike. rows: see DoubleStreamBlock."""
 
@@ -98,9 +146,8 @@ class _Run(NamedTuple):
     rows: Sequence[torch.Tensor]
 
 
-class DoubleStreamBlock(ModulatedBlock):
-    """Joint attention, then a feed-forward network for each stream; both are modulated by rows of each stream's own:
-    shift, scale and gate of the attention, then of the feed-forward. eps: of every norm."""
+class DoubleStreamBlock(TwoStreams, ModulatedBlock):
+    """A block of two streams, each modulated by rows of its own."""
 
     def __init__(
         self, num_heads: int, head_dim: int, ffn_dim: int, eps: float, *, layer: LayerInfo, policy: AttentionPolicy
@@ -137,29 +184,12 @@ class DoubleStreamBlock(ModulatedBlock):
         if apart is not None:
             self._forward_apart(x, text, rows, text_rows, apart, rotations, context)
             return
-        attention, norm = self.joint_attention, Norm("layer", self.eps)
-        branch, text_branch = attention(
-            norm_for((attention.qkv,), x, norm, shift=rows[0], scale=rows[1]),
-            norm_for((attention.text_qkv,), text, norm, shift=text_rows[0], scale=text_rows[1]),
-            rotations,
-            context,
-        )
-        self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
-        self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
+        self.run_streams(x, text, rows, text_rows, rotations, context)
 
     def modulated_input(self, x: torch.Tensor, rows: ModulationRows) -> ModulatedInput:
         """Return the input of the first block after modulation, which TeaCache compares."""
         shift, scale, *_ = rows.of(self.modulation).unbind()
         return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
-
-    def _feed_forward(
-        self, x: torch.Tensor, feed_forward: FeedForward, branch: Branch, rows: Sequence[torch.Tensor]
-    ) -> None:
-        """Add the attention's branch to x, then the feed-forward network's."""
-        shift, scale, gate = rows
-        norm = Norm("layer", self.eps)
-        normalized = norm_for((feed_forward.up,), x, norm, shift=shift, scale=scale, branch=branch)
-        add_gated_(x, feed_forward(normalized), gate)
 
     def _forward_apart(
         self,
@@ -184,7 +214,7 @@ class DoubleStreamBlock(ModulatedBlock):
         out = self.feed_forward(self._modulated(x, runs, 3, branch))
         for tokens, of_run in runs:
             add_gated_(x[:, tokens], out[:, tokens], of_run[5])
-        self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
+        self.feed(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
     def _modulated(
         self, x: torch.Tensor, runs: Sequence[_Run], first: int, branch: torch.Tensor | None = None

@@ -1,7 +1,10 @@
-"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864).
+"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864): by whole positions,
+among the frames whose keys are cached, and by parts of an extent in seconds and pixels.
 
 Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication; q and k are
-turned in the pass that normalises them (kernels/qk_norm_rope).
+turned in the pass that normalises them (kernels/qk_norm_rope). As a part of an extent, a position is a part of the
+longest and widest clip there is, from -1 to 1, and every pair of channels of the whole width turns at a pace of its
+own, so that no two heads turn alike (as in LTX-Video, arXiv:2501.00103).
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.parallel.sharding import SequenceSharding
 
 THETA = 10000.0
 
@@ -104,3 +110,74 @@ def norm_and_rotate(
         num_heads = packed.shape[3]
         rotations = rotations.narrow(2, share.group.index * num_heads, num_heads)
     return norm_rope(packed, weights, eps, rotations, mean_squares=mean_squares, out=out)
+
+
+def extent_paces(theta: float, dim: int, num_axes: int, *, is_double: bool) -> torch.Tensor:
+    """Radians from the middle of an extent to its end, from a quarter turn to theta quarter turns; float32.
+
+    dim: of all heads, whose channels the axes share in pairs. is_double: whether they are computed in float64.
+    """
+    dtype = torch.float64 if is_double else torch.float32
+    exponents = torch.linspace(0.0, 1.0, dim // (2 * num_axes), dtype=dtype)
+    return (torch.pow(theta, exponents) * torch.pi / 2).float()
+
+
+def turned(positions: torch.Tensor, extent: int, paces: torch.Tensor) -> torch.Tensor:
+    """Unit complex numbers [positions, paces], complex64. extent: the position that counts as 1.
+
+    The angles are rounded to float32, as they were in training: at thousands of radians that moves the quickest
+    channels, and the weights know them so.
+    """
+    angles = (positions / extent * 2 - 1)[:, None] * paces
+    return torch.complex(angles.cos(), angles.sin())
+
+
+def by_head(numbers: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
+    """[tokens, pairs] to [tokens, heads, head_dim / 2]. Pairs that the paces do not fill come first and do not turn."""
+    still = numbers.new_ones(numbers.shape[0], dim // 2 - numbers.shape[1])
+    return torch.cat([still, numbers], dim=1).view(numbers.shape[0], num_heads, -1)
+
+
+def grid_extent_rotations(
+    positions: Sequence[torch.Tensor],
+    extents: Sequence[int],
+    paces: torch.Tensor,
+    num_heads: int,
+    dim: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Unit complex numbers [tokens, heads, head_dim / 2], complex64, of a grid's tokens in raster order.
+
+    positions, extents: of frames, rows and columns. paces: of extent_paces for as many axes. dim: of all heads.
+    """
+    grid = tuple(len(axis) for axis in positions)
+    tables = [turned(axis, extent, paces) for axis, extent in zip(positions, extents, strict=True)]
+    whole = torch.stack(
+        [
+            table.view(*(size if place == axis else 1 for place, size in enumerate(grid)), -1).expand(*grid, -1)
+            for axis, table in enumerate(tables)
+        ],
+        dim=-1,
+    )
+    return by_head(whole.flatten(3).flatten(0, 2), num_heads, dim).to(device)
+
+
+def with_positions(
+    cache: FrameCache, grid: tuple[int, int, int], head_dim: int, sharding: SequenceSharding, device: torch.device
+) -> FrameCache:
+    """Return the cache of a forward pass over a grid of tokens, with the rotations that its `positions` ask for."""
+    if cache.positions == "window":
+        return cache.with_rotations(*_among_frames_in_sight(cache.plan, grid, head_dim, device))
+    box = (cache.plan.frames, range(grid[1]), range(grid[2]))
+    return cache.with_rotations(sharding.shard(position_rotations(box, split_head_dim(head_dim), device), 0))
+
+
+def _among_frames_in_sight(
+    plan: CachePlan, grid: tuple[int, int, int], head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rotations of the queries and keys of a forward pass whose positions in time are ranks among the
+    visible frames: ([tokens of the grid, head_dim / 2], [plan.num_keys, head_dim / 2]). grid: of the queries."""
+    whole = grid_rotations((len(plan.key_frames), *grid[1:]), head_dim, device)
+    by_rank = torch.unflatten(whole, 0, (len(plan.key_frames), -1))
+    queries, keys = (by_rank[plan.ranks(frames)].flatten(0, 1) for frames in (plan.frames, plan.key_frames))
+    return queries, keys

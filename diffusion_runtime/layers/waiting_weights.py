@@ -1,7 +1,15 @@
 """Weights that wait elsewhere: parameters of the right shape and dtype, without memory, which hold NaN, so that
-computing with one that was not brought gives NaN."""
+computing with one that was not brought gives NaN.
+
+A block that is called has its weights on the device. To read them otherwise, such as for the keys of a text, enter
+`held_weights(block)`: within it they are there.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -35,3 +43,24 @@ def is_waiting(module: nn.Module) -> bool:
     """Return True if a module's parameters still wait for their values: one number represents each whole matrix."""
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1 and parameter.numel() > 1]
     return bool(matrices) and all(not any(matrix.stride()) for matrix in matrices)
+
+
+Hold: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+_HOLD = "_hold_weights"
+
+
+@contextlib.contextmanager
+def held_weights(module: nn.Module) -> Iterator[None]:
+    """Within the block, the weights of `module` are on the device that it computes on."""
+    hold: Hold | None = getattr(module, _HOLD, None)
+    if hold is None:
+        yield
+    else:
+        with hold():
+            yield
+
+
+def set_hold(module: nn.Module, hold: Hold | None) -> None:
+    """Set what `held_weights` enters for a module; None for one whose weights are always present."""
+    # Not a parameter, buffer or module: nothing of a state dict.
+    setattr(module, _HOLD, hold)

@@ -42,7 +42,7 @@ def refuse_compiling_quantised(config: RuntimeConfig) -> None:
 
 
 def _refusal(hardware: Hardware) -> str | None:
-    """What torch.compile lacks on this machine, and what to do; None when nothing."""
+    """Return what torch.compile lacks on this machine, and what to do; None when nothing."""
     if hardware.platform == "cpu":
         own = os.environ.get("CXX")
         if not any(shutil.which(name) for name in ((own,) if own else _COMPILERS)):
@@ -57,7 +57,7 @@ def _refusal(hardware: Hardware) -> str | None:
 
 
 def artefact_folder(hardware: Hardware, model: str) -> Path:
-    """Where the compiled blocks of a model are kept, by all that they depend on. model: the digest of its folder."""
+    """Return the folder for compiled blocks, by all that they depend on. model: the digest of its folder."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

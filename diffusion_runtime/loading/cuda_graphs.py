@@ -13,8 +13,7 @@ from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.parallel.agreement import agreed_refusal
-from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup, agreed_refusal
 from diffusion_runtime.rules.combinations import refusal
 from diffusion_runtime.rules.features import ChosenRuntime
 
@@ -44,9 +43,9 @@ def check_graphs(
 def make_graphs(
     config: RuntimeConfig, device: torch.device, is_offloaded: bool, group: RankGroup | None = None
 ) -> ForwardGraphs | None:
-    """Those of a pipeline; None where none are wanted, on devices that have none, and where weights are offloaded: a
-    graph reads them at the addresses they had. group: all processes that run the model, which all have graphs or none;
-    a collective call of them. Raises ConfigError for `on` with such weights."""
+    """Return the graphs of a pipeline; None where none are wanted, on devices that have none, and where weights are
+    offloaded: a graph reads them at the addresses they had. group: all processes that run the model, which all have
+    graphs or none; a collective call of them. Raises ConfigError for `on` with such weights."""
     if is_offloaded and config.cuda_graphs == "on":
         raise refusal("CUDA graphs", "offloaded weights", ChosenRuntime(config))
     if config.cuda_graphs == "off" or device.type != "cuda":
@@ -73,7 +72,7 @@ def make_decoder_graphs(config: RuntimeConfig, device: torch.device) -> DecoderG
 def replay_refusals(
     device: torch.device, transformer: DiffusionTransformer, layers: Sequence[AttentionLayer]
 ) -> tuple[str, ...]:
-    """Why forward passes cannot be replayed there; empty where they can. layers: of the transformer, as it was
+    """Return why forward passes cannot be replayed; empty where they can. layers: of the transformer, as it was
     built."""
     return tuple(dict.fromkeys(_reasons(device, transformer, layers)))
 

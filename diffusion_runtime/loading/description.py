@@ -20,7 +20,7 @@ from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
-from diffusion_runtime.models.weight_fingerprint import weight_fingerprints
+from diffusion_runtime.models.weight_fingerprint import Fingerprints, fingerprint, weight_fingerprints
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.cached_folder import commit_of
@@ -71,12 +71,12 @@ class PipelineDescription:
 
     @property
     def folder(self) -> Path:
-        """Where the model is."""
+        """The folder of the model."""
         return self.model_folder.path
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
-        the files that `runtime` names), `attention`, `version`."""
+        the files that `runtime` and `attention` name), `attention`, `version`."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
         parsed = {name: self._recorded(given) for name, given in levels.items()}
@@ -96,10 +96,17 @@ class PipelineDescription:
                 "device": self.device,
                 "dtype": self.dtype,
             },
-            **({"weights": weights} if (weights := weight_fingerprints(self.config)) else {}),
+            **({"weights": weights} if (weights := self._fingerprints()) else {}),
             "attention": [planned.to_dict() for planned in self.attention],
             **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }
+
+    def _fingerprints(self) -> Fingerprints:
+        """Fingerprints of weights that the config names, and of files that options of attention name."""
+        options = [item for planned in self.attention for item in planned.decision.options.items()]
+        files = sorted({str(value) for name, value in options if name.endswith("_file_path") and value is not None})
+        of_attention: Fingerprints = {"attention": [fingerprint(Path(file)) for file in files]} if files else {}
+        return {**weight_fingerprints(self.config), **of_attention}
 
     def _recorded(self, given: Any) -> Any:
         """A level's choices as plain values; a name of diffusers' is kept as it is where diffusers reads it."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.generation.interface import GenerationPipeline, GenerationRules
 from diffusion_runtime.loading.description import PipelineDescription
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.quantization import Quantization
 
 OnStage = Callable[[str], None]
 
@@ -18,15 +25,20 @@ class Prepared(Protocol):
 
     @property
     def description(self) -> PipelineDescription:
-        """What `load` puts together, as far as it is known without weights and self-checks."""
+        """The parts that `load` puts together, as far as they are known without weights and self-checks."""
 
     @property
     def rules(self) -> GenerationRules:
-        """What the model says about requests."""
+        """The model's rules for requests."""
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """Its attention layers in the order in which they run; empty where they are known once weights are loaded."""
+
+    @property
+    def inspectable(self) -> InspectableModel | None:
+        """Itself, with its parts, where the model is a native one; None for a pipeline of diffusers', whose parts are
+        known once weights are loaded."""
 
     def planned_for(self, requests: Sequence[GenerationRequest]) -> Prepared:
         """The same with the memory plan of resolved requests in its description; of the model's default one where there
@@ -47,3 +59,31 @@ class Prepared(Protocol):
         Raises BackendUnavailableError for an attention choice whose self-check fails here, before any weight is read;
         then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
         """
+
+
+class InspectableModel(Prepared, Protocol):
+    """A native model, whose parts are there without weights."""
+
+    @property
+    def rules(self) -> RequestRules: ...
+
+    @property
+    def model(self) -> Model[Any, Any]:
+        """Its folder, opened."""
+
+    @property
+    def transformer(self) -> DiffusionTransformer:
+        """The denoiser, on the meta device."""
+
+    @property
+    def quantization(self) -> Quantization:
+        """The quantisation of its linear layers, as far as the config asks for it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> Pipeline:
+        """Read the weights, as Prepared.load does."""

@@ -36,13 +36,13 @@ from diffusion_runtime.memory.plan import (
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.combinations import check_combinations
 from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.checkpoint import WeightChange
+from diffusion_runtime.weights.quantization import Quantization
 
 # In pixels, of the images that models without a size of their own are published for.
 DEFAULT_SIDE = 1024
@@ -66,28 +66,28 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
 
 
 def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
-    """Whether loading needs a plan: where weights could be offloaded, or a limit holds."""
+    """Return whether loading needs a plan: where weights could be offloaded, or a limit holds."""
     if config.asks_to_offload:
         return True
     return device.type not in ("cpu", "mps") and free_on_device(device) is not None
 
 
 def may_exceed_the_machine(model: Model[Any, Any]) -> bool:
-    """Whether the weight files of a model, those from elsewhere in place of its own, are so large that a plan is worth
-    its time though no limit was given: on a device whose memory is the machine's, the system ends a process that takes
-    more."""
+    """Return whether the weight files of a model, those from elsewhere in place of its own, are so large that a plan is
+    worth its time though no limit was given: on a device whose memory is the machine's, the system ends a process that
+    takes more."""
     free = free_in_machine()
-    elsewhere = {file.component for file in model.transformer_files}
+    elsewhere = {file.component for file in model.weights.files}
     folder = Path(model.folder / "")
     files = [path for path in folder.rglob("*.safetensors") if path.relative_to(folder).parts[0] not in elsewhere]
-    files += [path for file in model.transformer_files for path in file.files()]
+    files += [path for file in model.weights.files for path in file.files()]
     num_bytes = sum(path.stat().st_size for path in files)
     return free is not None and num_bytes * _LARGE_FACTOR > free
 
 
 @dataclass(frozen=True)
 class PlannedDemand:
-    """What the largest of some requests takes. request: that one; remedies: what would need less."""
+    """Memory demand of the largest of some requests. request: that one; remedies: what would need less."""
 
     demand: MemoryDemand
     request: PlannedRequest | None = None
@@ -107,9 +107,9 @@ def largest_demand(
     quantization: Quantization | None = None,
     changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
-    """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none, of
-    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device; device: that computes;
-    quantization, changes: as of memory_demand. None where it cannot be computed."""
+    """Return the demand of the request that takes the most of `requests`, resolved; of the model's default one where
+    there are none, of DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device;
+    device: that computes; quantization, changes: as of memory_demand. None where it cannot be computed."""
     notes: list[str] = []
     if requests:
         every = [planned_batch(rules, [request]) for request in requests]
@@ -150,9 +150,9 @@ def demand_of(
     quantization: Quantization | None = None,
     changes: Sequence[WeightChange] = (),
 ) -> PlannedDemand | None:
-    """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
+    """Return the demand of one request, or a batch; None where it cannot be computed. transformer: on the meta device;
     device: that computes; notes: to go with it; quantization, changes: as of memory_demand."""
-    in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
+    in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decoding.is_tiled)
     sharers = degrees.ulysses * degrees.ring
     try:
         demand = memory_demand(
@@ -216,7 +216,7 @@ def plan_memory(
 def _beyond_the_machine(
     planned: PlannedDemand, plan: MemoryPlan, free: int, possible: Sequence[Offload], kind: DeviceKind
 ) -> str:
-    """What to say of a plan without a limit that takes more than there is: the system may end the process."""
+    """Return remarks on a plan without a limit that takes more than there is: the system may end the process."""
     taken = f"memory: this takes {size_text(plan.peak)} at once, and {size_text(free)} of the machine are free"
     least = plans_of(planned.demand, free, possible, kind)[-1]
     if least.peak > free:
@@ -247,7 +247,7 @@ def _kind_of(device: torch.device) -> DeviceKind:
 
 
 def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
-    """What a config and its device leave of OFFLOADS, with --offload left open."""
+    """Return what a config and its device leave of OFFLOADS, with --offload left open."""
     if device.type == "mps":
         return ("none",)
     if device.type == "cpu":
@@ -257,7 +257,7 @@ def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
 
 
 def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescription, device: torch.device) -> str:
-    """What could be offloaded so that a demand fits, for a message; empty where nothing is known of it."""
+    """Return what could be offloaded so that a demand fits, for a message; empty where nothing is known of it."""
     plan, share = description.memory, share_of_device(device)
     if planned is None or share is None:
         return ""
@@ -272,7 +272,7 @@ def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescrip
 
 
 def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
-    """What is planned for where no request is known, with what to say of it."""
+    """Return what is planned for where no request is known, with what to say of it."""
     side, notes = DEFAULT_SIDE, []
     height, width = (side, side) if rules.inputs.references is None else rules.inputs.references.scaled((side, side))
     if not rules.defaults.keys() >= {"height", "width"}:
@@ -283,11 +283,10 @@ def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
 
 
 def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> PlannedRequest:
-    """What of resolved requests that are made together decides about memory."""
+    """Return what decides about the memory of resolved requests that are made together."""
     settings = BatchSettings.of(batch, rules.sampling)
     is_batched = settings.guidance.mode == "batched"
     num_samples = 1 if settings.decides_per_sample else len(batch)
-    terms = settings.guidance.terms
     return PlannedRequest(
         settings.size,
         num_samples,
@@ -295,13 +294,13 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
         is_batched,
         batch[0],
         settings.guidance.embedded,
-        () if terms is None else terms.further_branches,
+        settings.guidance.further_branches,
     )
 
 
 def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedRequest, *, keeps_rows: bool) -> bool:
-    """Whether one request may take more memory than another, in any phase. keeps_rows: whether every step adds to
-    what the model keeps (MemoryDemand.modulation_rows)."""
+    """Return whether one request may take more memory than another, in any phase. keeps_rows: whether every step adds
+    to what the model keeps (MemoryDemand.modulation_rows)."""
     if keeps_rows and (planned.request.num_inference_steps or 0) > (than.request.num_inference_steps or 0):
         return True
     larger = any(ours > theirs for ours, theirs in zip(_extent(rules, planned), _extent(rules, than), strict=True))

@@ -1,4 +1,4 @@
-"""What would need less memory where a plan does not fit: flags to type, each tried by a plan of its own before it is
+"""Remedies where a memory plan does not fit: flags to type, each tried by a plan of its own before it is
 named."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _in_two_passes(given: Alternative, model: Model[Any, Any]) -> Alternative | 
 
 
 def _in_tiles(given: Alternative, model: Model[Any, Any]) -> Alternative | None:
-    if not model.family.has_tiles or given.config.vae_tiling == "on":
+    if not model.family.decoding.has_tiles or given.config.vae_tiling == "on":
         return None
     return given.and_then("--vae-tiling on", {"decode"}, config=dataclasses.replace(given.config, vae_tiling="on"))
 

@@ -15,7 +15,6 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.request.layers import layered
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -34,12 +33,12 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
     preset = {} if distilled is None else distilled.presets[0].request
     sampling_presets = presets_of(family, config.model_path)
     check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
-    defaults, scheduler = dict(model.defaults), model.scheduler
+    defaults, scheduler = dict(model.defaults), model.sampling.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.
         del defaults["sampler"]
     second: dict[str, Any] = {}
-    stage = model.family.second_stage
+    stage = model.family.requests.second_stage
     if config.upsampler_path is not None and stage is not None:
         levels = stage.sigmas if distilled is None else stage.distilled_sigmas
         second = {"second_stage_sigmas": levels, "adain_factor": 0.0, "tone_map_compression_ratio": 0.0}
@@ -50,12 +49,12 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
             **model.generation.presets,
             **({} if named is None else named.presets),
         },
-        sampling=model,
-        inputs=model,
+        sampling=model.sampling,
+        inputs=model.inputs,
         preset_rules=PresetRules(
             known=sampling_presets,
             shift_choice=shift_choice(
-                scheduler.defaults,
+                {**scheduler.defaults, "shift_terminal": scheduler.values.get("shift_terminal")},
                 () if distilled is None else distilled.presets,
                 model.generation.defaults,
                 None if named is None else named.request,
@@ -63,7 +62,7 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
             ),
         ),
         step_caches=StepCacheRules(read_polynomials(model.folder), needs_whole_passes=config.cuda_graphs == "on"),
-        model_fields=_model_fields(model) | second.keys(),
+        model_fields=model.used_fields | second.keys(),
         spectrum=read_spectrum(model.folder),
     )
 
@@ -79,7 +78,7 @@ def rules_with_loras(
     """Return the rules of a model with these LoRA files: what it was distilled to, and what says which model it is.
     config: what the model is loaded with, except its LoRA files. config_sha256: of its folder's json. loras: `configs`,
     read."""
-    family, paths = model.family.name, [file.path for file in model.transformer_files]
+    family, paths = model.family.name, [file.path for file in model.weights.files]
     few_steps = few_steps_of(family, model.folder, config.model_path, [lora.path for lora in configs])
 
     def identity() -> dict[str, str]:
@@ -93,17 +92,3 @@ def rules_with_loras(
         preset_rules=dataclasses.replace(rules.preset_rules, few_steps=few_steps),
         step_caches=dataclasses.replace(rules.step_caches, identity=identity),
     )
-
-
-def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
-    """Return the request fields that not every model uses and this one does."""
-    facts = {
-        "true_cfg_scale": model.embeds_guidance,
-        "guidance_scale_2": len(model.transformer_components) > 1,
-        "conditioning_scale": model.control is not None,
-        "decode_timestep": model.decodes_with_noise,
-        "decode_noise_scale": model.decodes_with_noise,
-        **{name: model.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
-    }
-    own = (*model.family.request_fields, *model.request_fields, *model.images)
-    return frozenset((*own, *(name for name, holds in facts.items() if holds)))

@@ -46,21 +46,19 @@ from diffusion_runtime.loading.memory_remedies import Alternative, remedies_of
 from diffusion_runtime.loading.model_rules import rules_with_loras
 from diffusion_runtime.loading.read_progress import ReadProgress, transformer_bytes
 from diffusion_runtime.loading.text_encoders import TextEncoderLoader
-from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
-from diffusion_runtime.memory.device_memory import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, use_expandable_segments
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.machine_memory import share_of_device
 from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
-from diffusion_runtime.models.family import Model, RoomFor, no_room
+from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.memory_demand import PlannedRequest
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import named_components
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
@@ -73,6 +71,8 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.lora.binding import Lora
 from diffusion_runtime.weights.lora.switching import LoraSwitch, Rewrite
+from diffusion_runtime.weights.quantization import Quantization
+from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
@@ -106,11 +106,15 @@ class PreparedModel:
         return self.description.rules
 
     @property
+    def inspectable(self) -> PreparedModel:
+        return self
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.rules.attention_layers
 
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
-        """See Prepared.planned_for."""
+        """Return the model with the memory plan of resolved requests, as Prepared.planned_for says."""
         demand = self._largest_demand(self.transformer, requests)
         memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
         planned = None if demand is None else demand.request
@@ -119,9 +123,9 @@ class PreparedModel:
         )
 
     def check_files(self) -> None:
-        """See Prepared.check_files."""
+        """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
-        elsewhere = [file.component for file in opened.transformer_files]
+        elsewhere = [file.component for file in opened.weights.files]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -131,7 +135,8 @@ class PreparedModel:
         *,
         transfers: Transfers | None = None,
     ) -> Pipeline:
-        """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
+        """Read the weights, as Prepared.load says. transfers: how offloaded weights come to the device, None for the
+        device's own way.
 
         Raises besides ConfigError where several processes are asked for and none were joined."""
         if self.description.planned_on is not None:
@@ -155,13 +160,13 @@ class PreparedModel:
         description, opened = checked.description, self.model
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
-        elsewhere = [file.component for file in opened.transformer_files]
+        elsewhere = [file.component for file in opened.weights.files]
         read_began = time.perf_counter()
         fetch_weights(
             config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
         )
         check_component_files(opened.folder, elsewhere)
-        if opened.check_weights(checked.transformer):
+        if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
@@ -222,7 +227,7 @@ class PreparedModel:
         return pipeline
 
     def _texts_ahead(self, encoder: TextEncoder, requests: Sequence[GenerationRequest]) -> list[str]:
-        """What the first of the requests that will come asks a text encoder on the device for; nothing where several
+        """Return what the first of the requests to come asks a text encoder on the device for; nothing where several
         processes ask it together, or where it reads pictures."""
         if not requests or self.world is not None:
             return []
@@ -233,7 +238,8 @@ class PreparedModel:
         return texts_of([first], is_guided=self.rules.is_guided(first))
 
     def _transformer_bytes(self) -> int | None:
-        """Of the files that this process reads for its transformers; None where it reads some of their bytes."""
+        """Return the bytes of the files that this process reads for its transformers; None where it reads a part of
+        them."""
         if self.description.degrees.tensor > 1:
             return None
         return transformer_bytes(self.model, list(self.model.modules(self.transformer)))
@@ -241,12 +247,12 @@ class PreparedModel:
     def _load_transformer(self, offloading: Offloading | None) -> tuple[DiffusionTransformer, Rewrite]:
         """The transformer, and what gives it other LoRA files."""
         opened, transformer = self.model, self.transformer
+        modules = opened.modules(transformer)
         if offloading is None or not offloading.plan.waits_in_files:
             load_transformer(opened, transformer, self.device, self.dtype, self.loras, offloading, self.quantization)
-            in_place = functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype)
-            return transformer, in_place if offloading is None else keeping_bytes(opened.modules(transformer), in_place)
-        homes = opened.keep_in_files(transformer, self.device, self.dtype, self.loras, self.quantization)
-        modules = opened.modules(transformer)
+            in_place = functools.partial(opened.weights.rewrite, modules, dtype=self.dtype)
+            return transformer, in_place if offloading is None else keeping_bytes(modules, in_place)
+        homes = opened.weights.keep_in_files(modules, self.device, self.dtype, self.loras, self.quantization)
         for component, home in homes.items():
             offloading.add_transformer(component, modules[component], home)
 
@@ -259,7 +265,7 @@ class PreparedModel:
         return transformer, keeping_bytes(modules, rewrite)
 
     def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
-        """What a dry run could not know: quantised layers of the files."""
+        """Return remarks on what a dry run could not know: quantised layers of the files."""
         described = self.quantization.describe(self.model.modules(transformer))
         return [] if described in (None, self.description.quantization) else [f"quantisation: {described}"]
 
@@ -303,8 +309,8 @@ class PreparedModel:
         return self._with_remedies(self._alternative(given, {}))
 
     def _alternative(self, each: Alternative, empty: dict[str, DiffusionTransformer]) -> PlannedDemand | None:
-        """What another config, dtype and request would take. empty: transformers without weights that were built, by
-        their quantisation; it gets the missing one. Raises what building such a transformer raises."""
+        """Return the demand of another config, dtype and request. empty: transformers without weights that were built,
+        by their quantisation; it gets the missing one. Raises what building such a transformer raises."""
         quantization = self.quantization
         if each.config.quantization != self.description.config.quantization:
             ignored = each.config.quantization_ignored_layers
@@ -370,7 +376,7 @@ class PreparedModel:
         return dataclasses.replace(planned, demand=demand)
 
     def _fitting(self, request: GenerationRequest) -> str:
-        """What of the offloading there is would fit a request that ran out of memory."""
+        """Return the kinds of offloading that would fit a request that ran out of memory."""
         return fitting_offloads(self._demand_of(planned_batch(self.rules, [request])), self.description, self.device)
 
     def _offloading(self, transfers: Transfers | None) -> Offloading | None:
@@ -380,7 +386,8 @@ class PreparedModel:
         return Offloading(plan, transfers_of(self.device) if transfers is None else transfers)
 
     def _shortage_advice(self, advice: str) -> str:
-        """What to do where loading ran out of memory. The plan may have counted on memory that another program took."""
+        """Return advice for loading that ran out of memory. The plan may have counted on memory that another program
+        took."""
         plan, share = self.description.memory, share_of_device(self.device)
         # What was loaded so far is counted as free: it is this process's.
         if plan is None or plan.limit is None or share is None or share >= plan.limit:
@@ -408,8 +415,8 @@ class PreparedModel:
 
         if self.world is None:
             return load()
-        family = self.model.family
-        is_shared = family.shares_decoding or (family.has_tiles and config.vae_tiling == "on")
+        decoding = self.model.family.decoding
+        is_shared = decoding.is_shared or (decoding.has_tiles and config.vae_tiling == "on")
         is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.self_check import SelfCheck
 from diffusion_runtime.config import Degrees, RuntimeConfig
-from diffusion_runtime.core.hardware import device_of_process, resolve_device, resolve_dtype
+from diffusion_runtime.core.hardware import Hardware, device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.core.planned_device import PlannedDevice
-from diffusion_runtime.decoders.latent_upsampler import open_upsampler
+from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder, open_upsampler
 from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
@@ -27,17 +29,18 @@ from diffusion_runtime.loading.model_rules import request_rules_of, rules_with_l
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import named_components, part_files, with_parts
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
-from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
-from diffusion_runtime.weights.lora.binding import bind
+from diffusion_runtime.text_encoders.attention_choice import DEFAULT, EncoderAttention, choose_encoder_attention
+from diffusion_runtime.weights.lora.binding import Lora, bind
 from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import check_components, refuse_quantised_components
 
@@ -45,6 +48,47 @@ _logger = logging.getLogger("diffusion_runtime.loading")
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts that a config names, opened: the model of its folder with parts from elsewhere, a tiny decoder and an
+    upsampler."""
+
+    folder: ModelFolder
+    model: Model[Any, Any]
+    tiny: TinyFile | None
+    upsampler: UpsamplerFolder | None
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """The device of a model, and its processes. hardware: of a device that is not in this machine, else None."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hardware: Hardware | None
+    degrees: Degrees
+    mesh: ProcessMesh
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Attention choices. policy: what layers are built with. text: chosen for the text encoders, None for their own."""
+
+    policy: AttentionPolicy
+    text: EncoderAttention | None
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A transformer on the meta device, its LoRA files and the quantisation of its linear layers."""
+
+    transformer: DiffusionTransformer
+    layers: tuple[AttentionLayer, ...]
+    self_checks: tuple[SelfCheck, ...]
+    quantization: Quantization
+    loras: tuple[Lora, ...]
 
 
 def prepare_native(
@@ -55,33 +99,104 @@ def prepare_native(
     planned_on: PlannedDevice | None = None,
 ) -> PreparedModel:
     """`prepare` for a folder of a family here. planned_on: the device where it is not in this machine."""
+    parts = _open_parts(config, folder)
+    rules = _rules_of(parts.model, config)
+    config, degrees = _degrees_of(config, parts.model, rules, is_guided)
+    devices = _devices_of(config, parts.model, degrees, world, planned_on)
+    model = parts.model.shared_by(devices.mesh.tensor)
+    attention = _attention_of(config, model, devices)
+    weights = _weights_of(config, model, rules, attention.policy, devices)
+    description = PipelineDescription(
+        config=config,
+        model_folder=parts.folder,
+        family=model.family.name,
+        device=str(devices.device),
+        dtype=str(devices.dtype).removeprefix("torch."),
+        rules=dataclasses.replace(
+            rules_with_loras(model, config, parts.folder.digest, rules, config.lora, weights.loras),
+            attention_layers=weights.layers,
+            num_blocks=weights.transformer.num_blocks,
+        ),
+        attention=planned_attention(weights.layers),
+        libraries=(
+            _text_attention(model, devices.dtype, attention.text),
+            _decoder_attention(model, parts.tiny),
+        ),
+        degrees=degrees,
+        self_checks=weights.self_checks,
+        quantization=weights.quantization.describe(model.modules(weights.transformer)),
+        planned_on=planned_on,
+    )
+    return PreparedModel(
+        description,
+        model,
+        weights.transformer,
+        attention.policy,
+        devices.device,
+        devices.dtype,
+        weights.loras,
+        devices.mesh,
+        world,
+        parts.tiny,
+        parts.upsampler,
+        weights.quantization,
+        text_attention=attention.text,
+    )
+
+
+def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
+    """Open the folder, and what else the config names, from json and the heads of files. Raises ConfigError and
+    ModelLoadError."""
     family = family_for_folder(folder)
     check_components(folder)
-    files = transformer_files(config)
-    parts = part_files(config)
-    elsewhere = named_components(config)
+    files, parts, elsewhere = transformer_files(config), part_files(config), named_components(config)
     refuse_quantised_components(folder, elsewhere)
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
-    folder = with_controlnet(folder, config.controlnet_path, family.controlnet_class, family.name)
-    family.check_decode_mode(config.vae_decode)
-    family.check_tiling(config.vae_tiling)
+    folder = with_controlnet(folder, config.controlnet_path, family.files.controlnet_class, family.name)
+    family.decoding.check_mode(config.vae_decode, family.name)
+    family.decoding.check_tiling(config.vae_tiling, family.name)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
-    for component in family.diffusers_components:
+    for component in family.files.diffusers_components:
         if component.name in (part.component for part in parts):
             component.check_weights(folder)
     tiny = _read_tiny_decoder(config, model)
-    upsampler = (
-        None
-        if config.upsampler_path is None
-        else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
-    )
+    upsampler = None
+    if config.upsampler_path is not None:
+        channels = model.geometry.num_channels
+        upsampler = open_upsampler(config.upsampler_path, family.requests.second_stage, family.name, channels)
+    return _Parts(folder, model, tiny, upsampler)
+
+
+def _rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
+    """Return the rules of requests, without LoRA files. Raises ModelLoadError."""
     rules = request_rules_of(model, config)
-    rules.sampling.try_scheduler(rules.defaults)
+    rules.sampling.check_scheduler(rules.defaults)
+    return rules
+
+
+def _degrees_of(
+    config: RuntimeConfig,
+    model: Model[Any, Any],
+    rules: RequestRules,
+    is_guided: Callable[[RequestRules], bool] | None,
+) -> tuple[RuntimeConfig, Degrees]:
+    """Return how the processes share the work, and the config with what that decides. Raises ConfigError."""
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
         degrees = _choose_degrees(config, model, rules)
+    return config, degrees
+
+
+def _devices_of(
+    config: RuntimeConfig,
+    model: Model[Any, Any],
+    degrees: Degrees,
+    world: World | None,
+    planned_on: PlannedDevice | None,
+) -> _Devices:
+    """Return the device, and the processes once they have met. Raises ConfigError."""
     hardware = None if planned_on is None else planned_on.hardware
     device = resolve_device(_device_name(config, world)) if hardware is None else torch.device(hardware.platform)
     dtype = resolve_dtype(config.dtype, device)
@@ -89,85 +204,69 @@ def prepare_native(
     check_offload(config, device)
     # Before the processes meet, so that what cannot be shared is said at once.
     model.shared_by(planned_mesh(1, 1, 1, degrees.tensor).tensor)
-    mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
-    model = model.shared_by(mesh.tensor)
+    return _Devices(device, dtype, hardware, degrees, _make_mesh(degrees, device, world, config.parallel.timeout))
+
+
+def _attention_of(config: RuntimeConfig, model: Model[Any, Any], devices: _Devices) -> _Attention:
+    """Return the attention choices of the transformer's layers and of the text encoders. Raises ConfigError."""
+    family, device = model.family, devices.device
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
         level.of_layers().check_roles([role for role, _ in family.roles], family.name)
-        if not model.is_causal:
-            level.check_phases(f"{shown(config.model_path)} ({family.name})", has_prefix=model.caches_prefix)
+        if not model.sampling.is_causal:
+            level.check_phases(f"{shown(config.model_path)} ({family.name})", has_prefix=model.sampling.caches_prefix)
     policy = AttentionPolicy(
         cli=override,
         config=stated,
         device=str(device),
-        dtype=dtype,
-        mesh=mesh,
+        dtype=devices.dtype,
+        mesh=devices.mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
-        has_phases=model.is_causal or model.caches_prefix,
+        has_phases=model.sampling.has_phases,
         self_check=config.self_check,
-        planned_on=hardware,
+        planned_on=devices.hardware,
     )
-    text_attention = choose_encoder_attention(policy, _text_encoder_classes(model, dtype))
-    quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
+    return _Attention(policy, choose_encoder_attention(policy, _text_encoder_classes(model, devices.dtype)))
+
+
+def _weights_of(
+    config: RuntimeConfig,
+    model: Model[Any, Any],
+    rules: RequestRules,
+    policy: AttentionPolicy,
+    devices: _Devices,
+) -> _Weights:
+    """Build the transformer without weights, and bind its LoRA files. Raises BackendUnavailableError for an attention
+    choice that cannot run, ConfigError and ModelLoadError."""
+    quantization = Quantization.of(model.family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
-    transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
+    transformer, self_checks = self_checker_of(config, rules, devices.degrees).build_checked(
         lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
-    # Files that were named are at hand, so that a dry run says what a load would.
-    if model.check_weights(transformer, [file.component for file in files]):
+    # Explicit paths exist locally, so the dry run can check them too.
+    named = [file.component for file in model.weights.files]
+    if model.weights.check(model.modules(transformer), named):
         refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
     _warn_of_lossy_commits(layers)
-    check_graphs(config, device, transformer, layers)
+    check_graphs(config, devices.device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
-    description = PipelineDescription(
-        config=config,
-        model_folder=folder,
-        family=family.name,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        rules=dataclasses.replace(
-            rules_with_loras(model, config, folder.digest, rules, config.lora, loras),
-            attention_layers=layers,
-            num_blocks=transformer.num_blocks,
-        ),
-        attention=planned_attention(layers),
-        libraries=(
-            LibraryAttention(
-                "text_encoder",
-                family.text_library(folder, dtype),
-                DEFAULT if text_attention is None else text_attention.implementation,
-                "" if text_attention is None else text_attention.reason,
-            ),
-            _decoder_attention(model, tiny),
-        ),
-        degrees=degrees,
-        self_checks=self_checks,
-        quantization=quantization.describe(model.modules(transformer)),
-        planned_on=planned_on,
-    )
-    return PreparedModel(
-        description,
-        model,
-        transformer,
-        policy,
-        device,
-        dtype,
-        loras,
-        mesh,
-        world,
-        tiny,
-        upsampler,
-        quantization,
-        text_attention=text_attention,
-    )
+    return _Weights(transformer, layers, self_checks, quantization, loras)
+
+
+def _text_attention(model: Model[Any, Any], dtype: torch.dtype, chosen: EncoderAttention | None) -> LibraryAttention:
+    """Return what runs the text encoders' attention. chosen: None for their library's own."""
+    library = model.family.text.library(model.folder, dtype)
+    if chosen is None:
+        return LibraryAttention("text_encoder", library, DEFAULT, "")
+    return LibraryAttention("text_encoder", library, chosen.implementation, chosen.reason)
 
 
 def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[str, str | None]:
-    """Of each text encoder in the folder, its class of transformers; None for a module of ours."""
-    is_ours = model.family.text_library(model.folder, dtype) == "torch"
+    """Return the class of transformers of each text encoder in the folder; None for a module of ours."""
+    is_ours = model.family.text.library(model.folder, dtype) == "torch"
     return {
         name: None if is_ours else str(entry[1])
         for name, entry in read_index(model.folder).items()
@@ -176,10 +275,11 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
 
 
 def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> LibraryAttention:
-    """What decodes, and by which class: its attention is the class's own, and cannot be chosen."""
+    """Return what decodes, and by which class: its attention is the class's own, and cannot be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
-    return LibraryAttention("vae", model.family.decoding_library(model.folder), component_class(model.folder, "vae")[1])
+    library = model.family.files.decoding_library(model.folder)
+    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1])
 
 
 def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
@@ -209,11 +309,13 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
             f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded ones have latents of "
             "their own, and no tiny decoder; leave out --vae-decoder"
         )
-    return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
+    return read_tiny_decoder(
+        config.vae_decoder, model.folder, family.name, model.geometry, family.decoding.tiny_decoders
+    )
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
-    """How the processes share the work, chosen where it is left open. Raises ConfigError."""
+    """Return how the processes share the work, chosen where it is left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
     if model.num_shared_heads is None:

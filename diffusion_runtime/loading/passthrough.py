@@ -44,21 +44,25 @@ class PreparedPassthrough:
         return self.plan.rules
 
     @property
+    def inspectable(self) -> None:
+        return None
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.plan.layers
 
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedPassthrough:
-        """See Prepared.planned_for. What diffusers' pipeline takes is not known here: there is no plan."""
+        """Return itself: what diffusers' pipeline takes is not known here, and there is no plan."""
         del requests
         return self
 
     def check_files(self) -> None:
-        """See Prepared.check_files."""
+        """Check that the weight files are there, as Prepared.check_files says."""
         config = self.description.config
         check_weights_are_there(config.model_path, self.description.model_folder, offline=config.offline)
 
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> DiffusersPipeline:
-        """As `Prepared.load`. requests: not read, as nothing is planned."""
+        """Read the weights, as Prepared.load says. requests: not read, as nothing is planned."""
         del requests
         began = time.perf_counter()
         say: OnStage = on_stage if on_stage is not None else lambda _: None

@@ -19,7 +19,7 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.core.planned_device import NAMED_CARDS, PlannedDevice, any_card, named_device
-from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
+from diffusion_runtime.decoders.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.kernels.implementation import fusion_is_on
@@ -132,7 +132,7 @@ def prepare(
             )
         )
     )
-    folder = ModelFolder(found.path, found.downloads_gb)
+    folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
     if has_both_indexes(found.path):
         _logger.info("%s: %s is ignored, %s is used", found.path, MODULAR_INDEX_FILE, INDEX_FILE)
@@ -186,7 +186,8 @@ def _runtime_config(model: str | RuntimeConfig, options: Mapping[str, Any]) -> R
 
 
 def _is_passthrough(backend: str, folder: ModelFolder) -> bool:
-    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
+    """Return whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is
+    logged.
 
     Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
     """

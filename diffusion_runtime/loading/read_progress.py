@@ -1,4 +1,4 @@
-"""How far the weights of a part are while they are read: bytes, their rate and the time left, said now and then."""
+"""Progress of reading the weights of a part: bytes, their rate and the time left, said now and then."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ReadProgress:
             self._say(f"loaded the {self._part} in {seconds:.1f} s")
 
     def line(self) -> str:
-        """How far it is now."""
+        """Return how far it is now."""
         num_bytes, seconds = self._so_far()
         if not num_bytes and self._total is None:
             # A text encoder of transformers' own maps its files, whose pages nobody counts.
@@ -110,7 +110,7 @@ class ReadProgress:
 
 def transformer_bytes(model: Model[Any, Any], components: list[str]) -> int | None:
     """Bytes of the files that the weights of these transformers are in; None where they cannot be listed."""
-    elsewhere = {file.component: file for file in model.transformer_files}
+    elsewhere = {file.component: file for file in model.weights.files}
     total = 0
     with contextlib.suppress(ModelLoadError, OSError):
         for name in components:

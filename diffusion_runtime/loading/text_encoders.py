@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.memory.blocks import num_bytes_of
 from diffusion_runtime.memory.offloaded_part import into_arena
 from diffusion_runtime.memory.offloading import Offloading
-from diffusion_runtime.memory.weight_unit import WeightHome
+from diffusion_runtime.memory.weight_unit import WeightHome, num_bytes_of
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.text_encoder_files import TextChanges
 from diffusion_runtime.models.text_encoder_scales import apply_scales

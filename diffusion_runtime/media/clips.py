@@ -22,7 +22,7 @@ import numpy
 import numpy.typing
 
 from diffusion_runtime.errors import MissingPackageError, RequestError, first_line
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.media.images import FORMATS, MAX_PIXELS, WHITE, UnfitPicture, frame_in_srgb
 from diffusion_runtime.untrusted.files import check_file, named
 

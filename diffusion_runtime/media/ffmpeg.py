@@ -1,4 +1,4 @@
-"""ffmpeg as a process that takes raw frames, and one that changes the container of a file."""
+"""ffmpeg as a process that takes raw frames, and one that changes the container of a file; where its program is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy
 
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+from diffusion_runtime.errors import MissingPackageError, first_line
 
 # x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
 MP4_RATE_FACTOR = 16
@@ -183,3 +183,37 @@ def _even(frames: numpy.ndarray) -> numpy.ndarray:
     """Frames whose sides are even, contiguous."""
     beyond = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
     return numpy.ascontiguousarray(numpy.pad(frames, beyond, mode="edge") if any(map(any, beyond)) else frames)
+
+
+PACKAGE = "imageio-ffmpeg"
+INSTALL = f"pip install {PACKAGE}"
+
+
+def find_ffmpeg(what: str = "this", instead: str | None = None) -> str:
+    """Find the program and return its path.
+
+    what: what is read or written with it, for the message; instead: what to do without it. Raises MissingPackageError
+    where the package is not installed, or has no program for this machine.
+    """
+    try:
+        import imageio_ffmpeg
+
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    except ImportError as error:
+        cause: Exception = error
+        why, fix = f"the package {PACKAGE} is not installed", INSTALL
+    except RuntimeError as error:
+        # The source package, which pip takes where no wheel fits the machine, brings no program.
+        cause = error
+        why, fix = f"the package {PACKAGE} has none for this machine", first_line(error).rstrip(".")
+    otherwise = "" if instead is None else f", or {instead}"
+    raise MissingPackageError(f"{what} needs ffmpeg, and {why}; to fix it: {fix}{otherwise}") from cause
+
+
+def has_ffmpeg() -> bool:
+    """Return True if `find_ffmpeg` finds it."""
+    try:
+        find_ffmpeg()
+    except MissingPackageError:
+        return False
+    return True

@@ -68,7 +68,7 @@ def check_writable(name: str, num_frames: int | None = None) -> None:
     Raises MissingPackageError if ffmpeg writes it and is missing."""
     if name not in FORMATS_BY_FFMPEG:
         return
-    from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+    from diffusion_runtime.media.ffmpeg import find_ffmpeg
 
     without = without_ffmpeg(num_frames)
     find_ffmpeg(f"format: {name}", f"choose a format without it: {', '.join(without)} (--format {without[0]})")

@@ -22,9 +22,9 @@ from diffusion_runtime.media.ffmpeg import (
     VideoEncoder,
     copy_with_index_first,
     file_argument,
+    find_ffmpeg,
     num_frames_in,
 )
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
 from diffusion_runtime.media.formats import format_of, without_ffmpeg
 from diffusion_runtime.media.publish import (
     cannot_write,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diffusion_runtime.errors import DiskFullError, OutputError
-from diffusion_runtime.untrusted.files import check_place, shown_path
+from diffusion_runtime.untrusted.files import check_place, named, shown_path
 
 if sys.platform != "win32":
     import fcntl
@@ -44,19 +44,31 @@ def temporary_file(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def published(target: Path, key: str = "") -> Iterator[Path]:
     """Context manager: a temporary file next to `target`, which takes its name when the block ends: over a file that is
-    there, in a folder that is made where it is missing. An error leaves everything as it was. key: the flag that named
-    it.
+    there, in a folder that is made where it is missing. Where `target` is a link, this holds for the file that it leads
+    to, and the link stays. An error leaves everything as it was. key: the flag that named it.
 
     Raises OutputError for a place that no file can have (a folder, FIFO or device), and for any OSError of the block.
     """
-    check_place(target, key, OutputError)
+    place = check_target(target, key)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_file(target.parent) as partial:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(place.parent) as partial:
             yield partial
-            os.replace(partial, target)
+            os.replace(partial, place)
     except OSError as error:
         raise cannot_write(target, error, key) from error
+
+
+def check_target(target: Path, key: str = "") -> Path:
+    """Check a path that a file is to take, and return it, or where it leads to as a link. key: the flag that named it.
+    Raises OutputError for one that no file can have, and where a folder, FIFO or device is."""
+    check_place(target, key, OutputError)
+    if target.is_dir():
+        raise OutputError(f"{named(key, target)}: it is a folder; give the name of a file in it")
+    place = Path(os.path.realpath(target)) if target.is_symlink() else target
+    if place.is_symlink():
+        raise OutputError(f"{named(key, target)}: it is a link that leads to itself; give another name")
+    return place
 
 
 def publish_text(target: Path, text: str, key: str = "") -> None:
@@ -163,10 +175,14 @@ def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, s
 
     Without `overwrite` the first number is taken for which all names are free; the file system decides which process
     gets a name, so two never get the same one. The media file is renamed last: once it is visible, the others are.
-    Returns the path of the media file. Raises OSError.
+    Returns the path of the media file. Raises OSError, and OutputError where a folder, FIFO or device has a name that
+    is to be overwritten.
     """
     files = [(sidecar, ".json"), *([] if sound is None else [(sound, ".wav")]), (media, target.suffix)]
     if overwrite:
+        # Before the first is renamed: none appears without the others.
+        for _, suffix in files:
+            check_target(target.with_suffix(suffix))
         for source, suffix in files:
             os.replace(source, target.with_suffix(suffix))
         return target

@@ -9,8 +9,7 @@ import numpy
 import numpy.typing
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.ffmpeg import run_on_bytes
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+from diffusion_runtime.media.ffmpeg import find_ffmpeg, run_on_bytes
 
 # Of H.264's largest level, pixels of a side; x264 refuses more.
 MAX_SIDE = 16384

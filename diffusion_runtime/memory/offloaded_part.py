@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from diffusion_runtime.layers.held_weights import set_hold
+from diffusion_runtime.layers.waiting_weights import set_hold
 from diffusion_runtime.memory.block_stream import BlockStream
-from diffusion_runtime.memory.blocks import blocks_of, read_once
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.plan import NUM_SLOTS, spread
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.memory.weight_unit import Unit, WeightHome, aligned, tensors_of
+from diffusion_runtime.memory.weight_unit import Unit, WeightHome, aligned, blocks_of, read_once, tensors_of
 
 
 class OffloadedPart:

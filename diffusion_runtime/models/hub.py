@@ -22,7 +22,7 @@ from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, r
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.untrusted.document import DocumentError
-from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, hub_id_of, read_ref
+from diffusion_runtime.weights.cached_folder import COMMIT, commit_of, commits_in, read_ref
 from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
@@ -191,27 +191,6 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
         # A cache that cannot be read; a name that the hub's library refuses.
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def snapshot_in(folder: Path, revision: str | None = None) -> Path | None:
-    """The snapshot to read of a model's folder in a hub cache, `models--ORG--NAME`: that of `revision`, a commit or a
-    name in refs, else of refs/main, else the only one; None for any other folder. Raises ModelLoadError where none of
-    these is there."""
-    hub_id = hub_id_of(folder)
-    if hub_id is None:
-        return None
-    found = commits_in(folder)
-    named = revision or "main"
-    commit = named if named in found else read_ref(folder, named)
-    if commit not in found:
-        commit = found[0] if revision is None and len(found) == 1 else None
-    if commit is not None:
-        return folder / SNAPSHOTS / commit
-    ways = " or ".join(f"--model-path {folder / SNAPSHOTS / each}" for each in found[:3])
-    raise ModelLoadError(
-        f"{folder} is the cache of {hub_id}, without refs/{named}; "
-        + (f"write {ways}" if found else f"it holds no snapshot: `diffusion-runtime models download {hub_id}`")
-    )
 
 
 def _only_commit(hub_id: str) -> str | None:

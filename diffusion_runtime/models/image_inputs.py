@@ -10,7 +10,7 @@ from diffusion_runtime.models.reference_images import ReferenceImages, Size
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInputs:
-    """The image fields of a model. A Model is one.
+    """The image fields of a model.
 
     images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
     in models with control blocks, those of the control video too. references: how a model for editing takes its images.
@@ -25,3 +25,9 @@ class ImageInputs:
     def needed(self) -> frozenset[str]:
         """The fields that a request must set."""
         return frozenset(name for name, is_needed in self.images.items() if is_needed)
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The fields that a request must set, and the images of a model that is made for editing."""
+        edits = self.references is not None and self.references.usual > 0
+        return self.needed | (frozenset({"image_path"}) if edits else frozenset())

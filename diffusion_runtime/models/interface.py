@@ -16,7 +16,8 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.token_order import in_shared_order
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
-from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
+from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -147,6 +148,12 @@ class DiffusionTransformer(nn.Module, ABC):
         nothing of a step but its timestep tensor, branch and expert, and what attention reads."""
         return None
 
+    def guided(self, predict: Predict, guidance: RequestGuidance, inputs: DenoiserInputs) -> Predict:
+        """Return the guidance of a batch around a prediction that reads `step.branch`; models with a guidance of their
+        own make it here. inputs: of the conditional branch."""
+        combine = rescaled(self.combine_guidance, inputs.request.guidance_rescale or 0.0)
+        return with_guidance(predict, guidance.scale, guidance.mode, combine, guidance.branches, guidance.wrappers)
+
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""
         return extrapolate(cond, uncond, scale)
@@ -155,19 +162,10 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the initial latents; models trained with a trace of the image in the noise mix it in here."""
         return noise
 
-    def hold(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return the guided velocity, [batch, *sample_shape] as the latents; models that are held to an image by its
-        strength mix its direction in here."""
-        return velocity
-
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return the clean latents after the last step; models that keep parts of an image restore them here."""
+        """Return the clean latents of the clip after the last step; models that keep parts of an image restore them
+        here, and leave out the images that were denoised with the clip."""
         return latents
-
-    def complete(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return the latents as guidance of clean predictions measures them, flat: with the images that are given in
-        full put back, and those at frames of their own after the clip, for which `forward` then predicts as well."""
-        return self.settle(latents, inputs)
 
 
 class ImageConditioner(ABC):

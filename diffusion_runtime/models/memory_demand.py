@@ -24,19 +24,20 @@ from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
-from diffusion_runtime.memory.blocks import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
+from diffusion_runtime.memory.weight_unit import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.models.cache_memory import cache_bytes
-from diffusion_runtime.models.family import Model, TextShapes
+from diffusion_runtime.models.declaration import TextShapes
+from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, encoder_shapes, why_whole
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.encoder_size import tensor_sizes_of
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.weights.checkpoint import WeightChange
+from diffusion_runtime.weights.quantization import Quantization
 
 _META = torch.device("meta")
 # Some transformers take the timestep that a step leads to.
@@ -79,17 +80,17 @@ def memory_demand(
     """Return the memory demand of a model and a request.
 
     transformer: on the meta device, with the layers that `quantization` quantises; it gets those that its files have
-    quantised (Model.expect_stored). changes: such as LoRA files. num_sharers: processes that share the tokens.
-    in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'.
+    quantised (TransformerWeights.expect_stored). changes: such as LoRA files. num_sharers: processes that share the
+    tokens. in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'.
     """
-    model.expect_stored(transformer, dtype, changes, quantization)
     modules = model.modules(transformer)
-    shapes = model.family.text_shapes(model.folder, model.config)
+    model.weights.expect_stored(modules, dtype, changes, quantization)
+    shapes = model.family.text.shapes(model.folder, model.config)
     notes: list[str] = []
     text, whole_text = _text_size(model, shapes, dtype, notes)
     decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles, copies_layout=copies_layout)
     # An expert's tensors of the prompt are dropped when the next one takes over, unless every chunk has both.
-    num_others = len(modules) - 1 if model.is_causal else 0
+    num_others = len(modules) - 1 if model.sampling.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
     tokens = sum(tokens for tokens, _ in shapes.streams)
     steps = [
@@ -143,7 +144,7 @@ def step_demand(
     num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
     whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     sample = whole
-    if model.is_causal:
+    if model.sampling.is_causal:
         # A pass has a part of the frames; those that are done are held meanwhile.
         longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
         sample = (whole[0], longest, *whole[2:])
@@ -166,7 +167,7 @@ def step_demand(
 
     counted = peak_bytes(step, _META)
     kept = num_others * kept_bytes(step, _META) if num_others else 0
-    held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.is_causal else 0)
+    held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.sampling.is_causal else 0)
     # Every process that shares the tokens has all rows.
     total = (counted - rows) // num_sharers + rows + kept + held * planned.num_samples * 4
     return StepDemand(total, rows)
@@ -180,11 +181,11 @@ def _cache_bytes(
     model: Model[Any, Any], modules: Iterable[nn.Module], dtype: torch.dtype, planned: PlannedRequest
 ) -> int:
     """Return the bytes of the key-value cache of all branches and experts; 0 for a clip that is made at once."""
-    if not model.is_causal:
+    if not model.sampling.is_causal:
         return 0
     shape, request = model.geometry.sample_shape(planned.size), planned.request
     chunks = chunks_of(request, shape[1])
-    passes = cache_passes(request, chunks, model.geometry.grid(shape), model.history, tuple(shape))
+    passes = cache_passes(request, chunks, model.geometry.grid(shape), model.sampling.history, tuple(shape))
     num_tokens = cached_tokens(passes, request, chunks, is_guided=planned.is_guided)
     return cache_bytes(modules, request, num_tokens, planned.num_samples, dtype)
 
@@ -204,7 +205,7 @@ def forward_on_meta(
     is_compiled: compiled blocks leave nothing out of a commit."""
     is_commit = cache is not None and cache.plan.phase == "commit" and not is_compiled
     step = dataclasses.replace(_LAST_STEP, phase="commit") if is_commit else _LAST_STEP
-    shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
+    shapes, state = model.family.text.shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     if cache is not None:
@@ -251,7 +252,7 @@ def _inputs(
             further = [empty(channels, 1, height, width)] * len(keyframes)
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
     request, prompt = planned.request, None
-    if isinstance(model.control, ImageControl):
+    if isinstance(model.sampling.control, ImageControl):
         # A step in which the ControlNet runs; of two branches in one pass, it runs for one.
         request = dataclasses.replace(request, control_guidance_start=None, control_guidance_end=None)
         prompt = Conditions.of(text.embeddings[: planned.num_samples], text.lengths[: planned.num_samples])
@@ -260,21 +261,22 @@ def _inputs(
 
 def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:
     """Return the clip's size, with the reference images of a model with control blocks before it."""
-    num_before = 0 if model.control is None else model.control.num_references(planned.request)
+    control = model.sampling.control
+    num_before = 0 if control is None else control.num_references(planned.request)
     num_frames = planned.size.num_frames + num_before * model.geometry.temporal_factor
     return dataclasses.replace(planned.size, num_frames=num_frames)
 
 
 def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
     """Return the number of images to edit, of a model that edits; those it requires where a request names none."""
-    if model.references is None:
+    if model.inputs.references is None:
         return 0
     return max(len(image_paths(planned.request, "image_path")), int(_takes_image(model, planned)))
 
 
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
     """Return whether the request starts from an image, given or needed, or the model has control blocks."""
-    is_needed = model.control is not None or model.images.get("image_path", False)
+    is_needed = model.sampling.control is not None or model.inputs.images.get("image_path", False)
     given = (planned.request.image_path, planned.request.frame_conditions)
     return is_needed or any(value is not None for value in given)
 
@@ -303,7 +305,7 @@ def _text_size(
     _, layers, component = largest
     if len(layers) < MIN_BLOCKS:
         layers, whole_text = (), whole_text or f"{component or 'it'} has no layers that are known here"
-    others = [each for each in model.family.diffusers_components if each.name == CONNECTORS]
+    others = model.family.files.components_called(CONNECTORS)
     connectors = sum(tensor.num_bytes(dtype) for each in others for tensor in each.tensors(model.folder))
     itemsize = dtype.itemsize
     return (
@@ -331,7 +333,7 @@ def _decoder_size(
     activations of a decode. copies_layout: as in LiveBytes."""
     takes_image = _takes_image(model, planned)
     total, activations = 0, 0
-    for component in model.family.diffusers_components:
+    for component in model.family.files.diffusers_components:
         if component.name == CONNECTORS:
             continue
         # A module of ours decodes without tiles; measuring it needs no import of diffusers.

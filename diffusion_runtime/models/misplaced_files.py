@@ -69,7 +69,7 @@ def _fits(path: Path, published: PublishedModel) -> bool:
         model = model.with_transformer_files(
             [TransformerFile(str(path), "transformer_path", "transformer")], lora_names_of_families
         )
-        model.check_weights(model.build_transformer(AttentionPolicy()), ["transformer"])
+        model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])
     except (ModelLoadError, ConfigError) as error:
         _logger.debug("%s does not fit %s: %s", path, published.name, error)
         return False

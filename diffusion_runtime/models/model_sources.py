@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import split_revision
-from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files, component_class
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.misplaced_files import advice_for_comfyui, advice_for_file
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.untrusted.files import check_place, user_path
-from diffusion_runtime.weights.cached_folder import commit_of
+from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
 from diffusion_runtime.weights.transformer_files import SUFFIXES
-from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, find_component_files, listed
+from diffusion_runtime.weights.weight_files import (
+    CONVERT,
+    PICKLES,
+    STEMS,
+    find_component_files,
+    find_weight_files,
+    listed,
+)
 
 # The models that ship inside the package, and their folders; the first one is the default, the other one makes videos
 # chunk by chunk.
@@ -59,7 +66,7 @@ def resolve_model_folder(
     path = user_path(model_path, "model_path")
     if path.is_dir():
         if not (path / INDEX_FILE).exists():
-            if (snapshot := hub.snapshot_in(path, revision)) is not None:
+            if (snapshot := snapshot_in(path, revision)) is not None:
                 check_model_files(snapshot)
                 return snapshot
             if (advice := advice_for_comfyui(path)) is not None:
@@ -87,10 +94,11 @@ def resolve_model_folder(
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """A folder with the json of a model. downloads_gb: as of ModelFolder."""
+    """A folder with the json of a model. downloads_gb, is_packaged: as of ModelFolder."""
 
     path: Path
     downloads_gb: Mapping[str, float] | None = None
+    is_packaged: bool = False
 
 
 def find_configs(model_path: str, *, revision: str | None = None, offline: bool = False) -> ConfigFolder:
@@ -103,7 +111,20 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
     cached = None if published is None or packaged is None else _cached(published.model_path, revision)
     if published is None or packaged is None or (cached is None and revision is not None):
         return ConfigFolder(resolve_model_folder(model_path, weights=False, revision=revision, offline=offline))
-    return ConfigFolder(packaged, published.downloads_gb) if cached is None else ConfigFolder(cached)
+    if cached is None:
+        return ConfigFolder(packaged, published.downloads_gb, is_packaged=True)
+    # A download that was interrupted, or of the json alone.
+    missing = {name: size for name, size in published.downloads_gb.items() if not _has_weights(cached, name)}
+    return ConfigFolder(cached, missing or None)
+
+
+def _has_weights(folder: Path, component: str) -> bool:
+    """Return whether all weight files of a component are there."""
+    try:
+        find_weight_files(folder / component, STEMS[component_class(folder, component)[0]])
+    except (KeyError, ModelLoadError):
+        return False
+    return True
 
 
 def _cached(hub_id: str, revision: str | None) -> Path | None:
@@ -159,7 +180,7 @@ def check_weights_are_there(
 ) -> None:
     """Check that weights are there where `fetch_weights` downloads nothing; reads none of them. elsewhere: see
     fetch_weights. Raises ModelLoadError for a component without weight files."""
-    is_in_package = isinstance(folder, ModelFolder) and folder.download_gb is not None
+    is_in_package = isinstance(folder, ModelFolder) and folder.is_packaged
     if not is_in_package and (_is_local(model_path) or offline or hub.is_offline()):
         find_component_files(folder, elsewhere)
 

@@ -20,6 +20,7 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLo
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
+from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
 from diffusion_runtime.weights.file_parts import FilePart, parts_of
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
@@ -123,6 +124,7 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     if not path.exists():
         raise ModelLoadError(f"{part.key}: {path}: no such file or folder")
     if path.is_dir():
+        path = snapshot_in(path) or path
         if (path / INDEX_FILE).exists():
             raise ModelLoadError(
                 f"{part.key}: {path} is the folder of a whole model: give {path / part.component}, or --model-path"

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.models.family import Model, RoomFor, no_room
+from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.weights.parallel_reads import Finish
 from diffusion_runtime.weights.stored_tensors import StoredRows
 from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
+from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 
 
 def draw_weight(name: str, target: torch.Tensor, device: torch.device | None = None) -> None:
@@ -90,7 +91,7 @@ def fill_randomly(
     room_for: RoomFor = no_room,
 ) -> DiffusionTransformer:
     """Fill the transformer from `build_transformer` with random weights: in eval mode, without gradients. components:
-    of these alone, None for all. make: other numbers, as of MadeWeights. room_for: as of Model.load_transformer; the
+    of these alone, None for all. make: other numbers, as of MadeWeights. room_for: as of TransformerWeights.load; the
     numbers are generated on `device` all the same."""
     if make is None:
 
@@ -101,8 +102,8 @@ def fill_randomly(
     for component in modules if components is None else components:
         # Pieces are known of parts, too, that appear only in the names of a checkpoint (VSA's gates: 2.1 GB in Wan
         # 14B).
-        pieces, built = model.pieces(component), modules[component].state_dict().keys()
+        pieces, built = model.weights.pieces(component), modules[component].state_dict().keys()
         shapes = {piece.name: piece.shape for name in pieces.keys() & built for piece in pieces[name]}
         source = MadeWeights(Path(f"random/{component}"), shapes, make)
-        model.fill_component(transformer, component, source, device, dtype, room_for=room_for)
+        model.weights.fill(component, modules[component], source, device, dtype, room_for=room_for)
     return transformer

@@ -24,20 +24,21 @@ class _Registered:
     lora_names: Callable[[], LoraNames]
 
 
-def _in_folder(folder: str, *, lora_names_in: str | None = None) -> _Registered:
-    """Return FAMILY of models/`folder`/family.py and LORA_NAMES next to it, each imported on first use.
+def _in_folder(folder: str) -> _Registered:
+    """Return FAMILY of models/`folder`/family.py and LORA_NAMES of weights.py next to it, each imported on first use.
 
-    lora_names_in: the folder of LORA_NAMES, for a family that is declared from another one and shares its names.
+    The names of a family that stands on another one (BASED_ON in its package) are those of its FAMILY.
     """
+    package = f"diffusion_runtime.models.{folder}"
 
     def load() -> ModelFamily[Any, Any]:
-        family: ModelFamily[Any, Any] = importlib.import_module(f"diffusion_runtime.models.{folder}.family").FAMILY
+        family: ModelFamily[Any, Any] = importlib.import_module(f"{package}.family").FAMILY
         return family
 
     def lora_names() -> LoraNames:
-        names: LoraNames = importlib.import_module(
-            f"diffusion_runtime.models.{lora_names_in or folder}.lora_names"
-        ).LORA_NAMES
+        if hasattr(importlib.import_module(package), "BASED_ON"):
+            return load().weights.lora_names
+        names: LoraNames = importlib.import_module(f"{package}.weights").LORA_NAMES
         return names
 
     return _Registered(load, lora_names)
@@ -64,7 +65,7 @@ _families: dict[str, _Registered] = {
 
 def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, Any]]) -> None:
     """Make the family that `load` returns responsible for folders whose model_index.json names `transformer_class`."""
-    _families[transformer_class] = _Registered(load, lambda: load().lora_names)
+    _families[transformer_class] = _Registered(load, lambda: load().weights.lora_names)
 
 
 def supported_transformer_classes() -> tuple[str, ...]:

@@ -9,15 +9,15 @@ from typing import Any
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.registry import check_settings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The sampling of a model, for the rules of its requests. A Model is one.
+    """The sampling of a model, for the rules of its requests.
 
     geometry: the sizes it can make. scheduler: it came with; schedule: how noise levels are spaced.
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
@@ -26,6 +26,8 @@ class Sampling:
     to make it the factor of uncond + factor * (cond - uncond). guides_parts: pictures and sound are guided apart.
     control: what a model with control blocks takes. is_causal: it makes videos chunk by chunk, and its transformer
     reads the keys of earlier ones (attention/cache); history: of those whose older frames are in larger patches.
+    caches_prefix: the transformer computes keys and values of tokens that every step attends to once a request
+    (PrefixCache). decodes_with_noise: the decoder takes noise and its level (decode_noise_scale, decode_timestep).
     """
 
     geometry: LatentGeometry
@@ -38,6 +40,13 @@ class Sampling:
     control: VideoControl | ImageControl | None = None
     is_causal: bool = False
     history: CompressedHistory | None = None
+    caches_prefix: bool = False
+    decodes_with_noise: bool = False
+
+    @property
+    def has_phases(self) -> bool:
+        """True where forward passes are of two kinds: denoising, and those that write keys for later ones."""
+        return self.is_causal or self.caches_prefix
 
     @property
     def product(self) -> str:
@@ -50,15 +59,9 @@ class Sampling:
         offset = 0.0 if self.embeds_guidance else self.guidance_offset
         return scale is not None and float(scale) + offset > 1
 
-    def try_scheduler(self, defaults: Mapping[str, Any]) -> None:
-        """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
-        whose scheduler class is not ours: a request may choose another one. defaults: request values."""
+    def check_scheduler(self, defaults: Mapping[str, Any]) -> None:
+        """Raises ModelLoadError for scheduler settings of the folder that its sampler does not compute. Nothing is
+        checked where requests begin with another sampler. defaults: request values."""
         sampler = defaults.get("sampler")
-        if sampler is None or sampler != self.scheduler.sampler:
-            return
-        num_steps = defaults.get("num_inference_steps", 2)
-        flow_shift = defaults.get("flow_shift")
-        if flow_shift is None:
-            # The shift of an image of 1024 x 1024 pixels; the trial does not depend on the size.
-            flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
-        try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
+        if sampler is not None and sampler == self.scheduler.sampler:
+            check_settings(sampler, self.scheduler.options_for(sampler), self.scheduler.path)

@@ -11,7 +11,7 @@ from diffusion_runtime.core.token_layout import TokenLayout
 if TYPE_CHECKING:
     import torch
 
-    from diffusion_runtime.kernels.block_packing.reference import PackedTokens
+    from diffusion_runtime.kernels.block_packing import PackedTokens
 
 
 class AttentionInputs(NamedTuple):

@@ -17,7 +17,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.collectives import RankGroup, start_handover
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
 from diffusion_runtime.parallel.merging import PartialAttention
-from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
+from diffusion_runtime.parallel.sharding import Slices, around, rows, slices_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.collectives import MemberBlocks, RankGroup, Transfer, start_all_to_all
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
-from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
+from diffusion_runtime.parallel.sharding import Slices, around, rows, slices_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
 from diffusion_runtime.parallel.ring import RingExchange
-from diffusion_runtime.parallel.slices import slices_of
+from diffusion_runtime.parallel.sharding import slices_of
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 
 

@@ -12,13 +12,13 @@ from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, 
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
 
 def calibrate(
-    pipeline: Pipeline, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    pipeline: InspectablePipeline, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
 ) -> Calibration:
     """Measure what MagCache, TeaCache and progressive resolution need to know of this model, on these requests.
     on_progress: as of `Pipeline.generate`, each request by itself.

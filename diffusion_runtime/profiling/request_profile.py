@@ -6,8 +6,10 @@ the whole generation, read off its progress.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,9 +100,12 @@ class RequestProfile:
         if not self._is_recorded:
             raise OutputError(f"{target}: there is no trace: the generation ended before the steps to be recorded had")
         try:
+            # torch writes files of its own beside the one that it is given, and says nothing of a full disk.
+            with tempfile.TemporaryDirectory(prefix=".trace-", dir=target.parent) as folder:
+                exported = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(exported))
+                trace = self._with_ranges(_read_trace(exported))
             with temporary_file(target.parent) as file:
-                self._profiler.export_chrome_trace(str(file))
-                trace = self._with_ranges(json.loads(file.read_text(errors="replace")))
                 file.write_text(json.dumps({**trace, "traceName": target.name}))
                 return publish_numbered(file, target)
         except OSError as error:
@@ -208,3 +213,12 @@ def _activities(device: torch.device) -> list[Any]:
     of_device = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
     known = supported_activities()  # type: ignore[no-untyped-call]
     return [each for each in ProfilerActivity.__members__.values() if each in known and each.name in ("CPU", of_device)]
+
+
+def _read_trace(path: Path) -> dict[str, Any]:
+    """Read the trace that torch has written. Raises OSError for one that is not whole."""
+    try:
+        trace: dict[str, Any] = json.loads(path.read_text(errors="replace"))
+    except (ValueError, FileNotFoundError) as error:
+        raise OSError(errno.ENOSPC, "torch could not write its trace, most likely for want of room") from error
+    return trace

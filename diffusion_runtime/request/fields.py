@@ -315,7 +315,7 @@ class RequestField:
     the field's name.
     differs_in_batch: whether the requests of one batch may differ in it. repeatable: whether its flag may be given
     several times, once per prompt or to make each prompt with each.
-    is_of_chunks: whether models that make videos chunk by chunk (Model.is_causal) use it, all of them.
+    is_of_chunks: whether models that make videos chunk by chunk (Sampling.is_causal) use it, all of them.
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
     value of such a field that asks for nothing, which every model takes.

@@ -11,13 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RegisteredSampler:
-    """implementation: `module:class`, imported when one is built. A model folder asks for it by scheduler_class, the
-    diffusers class in scheduler_config.json, which calls the flow shift shift_key; None for a sampler that only a
-    request chooses; also_class: what its authors' own code calls the same one. required: the settings with which that
-    class integrates a velocity on a fixed schedule and draws no noise of its own. takes_levels: whether a request may
-    say the noise level of every step; the others space their own. stretches: whether it stretches the schedule to a
-    request's shift_terminal. adds_noise: whether it draws fresh noise at every step. num_predictions_per_step: how
-    often it calls the model at a step at most, as the last one may take fewer: 2 for Heun's method.
+    """implementation: `module:class`, a SamplerClass of denoising/interface.py, imported when one is built. A model
+    folder asks for it by scheduler_class, the diffusers class in scheduler_config.json, which calls the flow shift
+    shift_key; None for a sampler that only a request chooses; also_class: what its authors' own code calls the same
+    one. required: the settings with which that class integrates a velocity on a fixed schedule and draws no noise of
+    its own. takes_levels: whether a request may say the noise level of every step; the others space their own.
+    stretches: whether it stretches the schedule to a request's shift_terminal. adds_noise: whether it draws fresh noise
+    at every step. num_predictions_per_step: how often it calls the model at a step at most, as the last one may take
+    fewer: 2 for Heun's method.
     """
 
     implementation: str
@@ -47,7 +48,7 @@ _REGISTERED = {
         required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
     ),
     "flow_map_euler": RegisteredSampler(
-        "diffusion_runtime.denoising.flow_map_euler:FlowMapEulerSampler",
+        "diffusion_runtime.denoising.flow_match_euler:FlowMapEulerSampler",
         scheduler_class="FlowMapEulerDiscreteScheduler",
         also_class="FlowMapDiscreteScheduler",
         shift_key="shift",

@@ -70,6 +70,16 @@ class Guidance:
         return None if terms is None or terms.is_plain else terms
 
     @property
+    def further_branches(self) -> tuple[str, ...]:
+        """Forward passes of each step in addition to the one or two of classifier-free guidance."""
+        return () if self.terms is None else self.terms.further_branches
+
+    @property
+    def note(self) -> str | None:
+        """The forward passes of each step, for the report; None for classifier-free guidance alone."""
+        return None if self.terms is None else self.terms.note(self.mode)
+
+    @property
     def is_guided(self) -> bool:
         """True where the branch of the negative prompt runs."""
         terms = self.terms

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media.audio import check_sound
 from diffusion_runtime.media.images import check_image, check_mask, inspect_picture, picture_remarks
-from diffusion_runtime.media.sound_files import check_sound
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import (

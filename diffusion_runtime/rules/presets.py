@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,16 @@ class PresetRules:
             f"sampler: preset {name} has noise levels of its own, and {draft.sampler} spaces its own; leave it out"
         )
 
-    def choose_shift(self, draft: Draft) -> None:
-        """Set the flow shift of a request that says none of its own, where it is not the model's default."""
+    def choose_shift(self, draft: Draft, own: Collection[str]) -> None:
+        """Set the flow shift, and what goes with it, where it is not the model's default. own: fields that the request
+        says itself, which stay."""
         if draft.sigmas is not None:
-            # They are not shifted, whatever the model's own schedule is.
-            draft.values["flow_shift"] = 1.0
+            if "flow_shift" not in own:
+                # They are not shifted, whatever the model's own schedule is.
+                draft.values["flow_shift"] = 1.0
         elif (choice := self.shift_choice) and not choice.fits(draft.num_inference_steps, draft.guidance_scale):
-            draft.values.pop("flow_shift", None)
+            for name in set(choice.fields) - set(own):
+                draft.values.pop(name, None)
             draft.fill({"flow_shift": choice.of_folder})
 
     def matching(self, request: GenerationRequest) -> tuple[SamplingPreset, ...]:

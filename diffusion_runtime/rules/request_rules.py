@@ -9,12 +9,13 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.never_sparse import never_sparse
+from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.models.sampling_presets import names_of
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
-from diffusion_runtime.request.progressive_options import LatentSpectrum
+from diffusion_runtime.request.progressive_options import LatentSpectrum, ProgressiveSettings
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.chunk_rules import check_chunks, chunk_values, try_first_chunk
 from diffusion_runtime.rules.combinations import check_combinations
@@ -23,7 +24,6 @@ from diffusion_runtime.rules.features import ChosenRequest
 from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
 from diffusion_runtime.rules.presets import PresetRules
-from diffusion_runtime.rules.progressive_resolution import progressive_values
 from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
 from diffusion_runtime.rules.used_fields import refuse_unused, unused_values
@@ -81,13 +81,12 @@ class RequestRules:
         draft = Draft(request)
         if preset is not None:
             self.preset_rules.fill(draft, preset, self.presets)
-        has_own_shift = draft.flow_shift is not None
+        own = frozenset(draft.values)
         # An image says more of the size than the model does.
         self._images.fill(draft)
         draft.fill(self.defaults)
         draft.settle_length(self.sampling.geometry.temporal_factor)
-        if not has_own_shift:
-            self.preset_rules.choose_shift(draft)
+        self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
         refuse_unused(draft, self.model_fields, self.sampling.product)
@@ -117,6 +116,11 @@ class RequestRules:
     def makes_sound(self) -> bool:
         """True where the model generates sound."""
         return self.sampling.geometry.makes_sound
+
+    @property
+    def wanted_images(self) -> frozenset[str]:
+        """Request fields of images that the model does not do without, or is made for."""
+        return self.inputs.wanted
 
     @property
     def num_default_tokens(self) -> int | None:
@@ -187,3 +191,26 @@ class RequestRules:
                     lora.few_step_hint.remark(str(lora.path), settings.num_inference_steps, is_guided=is_guided)
                 )
         return [remark for remark in remarks if remark is not None]
+
+
+def progressive_values(settings: BatchSettings, sampler: Sampler, spectrum: LatentSpectrum | None) -> dict[str, Any]:
+    """Return the request values with every option of progressive resolution spelled out. sampler: of the settings.
+    spectrum: of the autoencoder's latents, None where nobody measured it.
+
+    Raises RequestError where it cannot be run.
+    """
+    text = settings.shared.progressive_resolution
+    progressive = None if text is None else ProgressiveSettings.parse(text)
+    if progressive is None:
+        return {}
+    if progressive.options.spectrum is None:
+        if spectrum is None:
+            raise RequestError(
+                "progressive_resolution: the spectrum of this model's latents is not known; say it, "
+                f"{progressive.method}:A=...,beta=...; `diffusion-runtime calibrate` measures it"
+            )
+        progressive = progressive.with_spectrum(spectrum)
+    size, geometry = settings.size, settings.sampling.geometry
+    geometry.check_halving(size.height, size.width, progressive.options.levels)
+    settings.sizes.stages_of(progressive, sampler)
+    return {"progressive_resolution": progressive.text}

@@ -12,8 +12,7 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
-from diffusion_runtime.denoising.request_sampler import sampler_of
-from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
+from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -55,24 +54,13 @@ class Sizes:
             return shape
         # Behind a flat sample: geometries that take images at any frame have no other.
         (length,) = shape
-        return (length + self.num_noised_frames * self._frame_length(size),)
+        return (length + self.num_noised_frames * math.prod(geometry.latent_shape(size.height, size.width, 1)),)
 
     @property
     def num_noised_frames(self) -> int:
         """Images that are denoised with the clip, as frames behind it: those at frames of their own, but for the first,
         that do not count in full."""
         return sum(frame > 0 and strength < 1 for frame, _, strength in self.shared.frame_conditions or ())
-
-    def without_noised_frames(self, latents: torch.Tensor, size: ClipSize) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split samples [batch, *sample_shape(size)] into those of the clip alone and those frames, flat; None without
-        any."""
-        if not self.num_noised_frames:
-            return latents, None
-        length = latents.shape[1] - self.num_noised_frames * self._frame_length(size)
-        return latents[:, :length], latents[:, length:]
-
-    def _frame_length(self, size: ClipSize) -> int:
-        return math.prod(self.sampling.geometry.latent_shape(size.height, size.width, 1))
 
     def stages(self) -> tuple[Stage, ...]:
         """Plan the steps by size; none for a request whose steps are all at full size. Raises RequestError where the
@@ -85,22 +73,13 @@ class Sizes:
         return self.stages_of(progressive, sampler)
 
     def stages_of(self, progressive: ProgressiveSettings, sampler: Sampler) -> tuple[Stage, ...]:
-        """Plan the steps of `sampler`, one of schedules, by size. progressive: with a spectrum."""
+        """Plan the steps of `sampler` by size. progressive: with a spectrum."""
         options = progressive.options
         assert options.spectrum is not None
-        assert isinstance(sampler, ScheduleSampler)
         sizes = [self.halved(level) for level in range(options.levels, 0, -1)]
         shapes = [self.sampling.geometry.sample_shape(size)[-2:] for size in sizes]
         growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
-        return plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[: sampler.num_steps].tolist(), growth_levels)
-
-    def step_sizes(self) -> tuple[tuple[ClipSize, int], ...]:
-        """Return the sizes at which steps run, in their order, and how many steps run at each. Raises what `stages`
-        raises."""
-        if stages := self.stages():
-            return tuple((self.halved(stage.level), stage.end - stage.first) for stage in stages)
-        first, levels = (self.first, filled(self.shared.num_inference_steps)), self.shared.second_stage_sigmas
-        return (first, (self.clip, len(levels))) if levels else (first,)
+        return plan_stages([filled(step.sigma) for step in sampler.steps(torch.device("cpu"))], growth_levels)
 
 
 def check_second_stage(sizes: Sizes) -> None:

@@ -1,12 +1,16 @@
-"""Failure: an exception as a user sees it, with one message, one kind and one exit code."""
+"""Failure: an exception as a user sees it, with one message, one kind and one exit code, and what can be played of the
+file of a stream that it ended."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 from diffusion_runtime.errors import Cancelled, ConfigError, DeviceMemoryError, DiffusionRuntimeError, shown
+from diffusion_runtime.parallel.failure import RankFailure
 
 INTERRUPTED = 130
 _WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guidance-mode two_pass"
@@ -58,3 +62,21 @@ def _is_device_memory_error(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def kept_frames(num_frames: int, path: Path) -> str:
+    """Return a phrase for the number of frames that a file kept."""
+    return f"the {num_frames} frames made so far are in {path}" if num_frames else f"no frame of {path} can be played"
+
+
+def with_kept_frames(failure: RankFailure, path: Path) -> RankFailure:
+    """Return the failure with what a player finds in the file, unless its message speaks of the file."""
+    from diffusion_runtime.media.ffmpeg import num_frames_in
+
+    # Of another machine, where rank 0 is.
+    if str(path) in failure.message or not path.is_file():
+        return failure
+    first, *rest = failure.message.split("\n")
+    # Before the last output of a process.
+    message = "\n".join([f"{first.removesuffix(':')}; {kept_frames(num_frames_in(path), path)}", *rest])
+    return dataclasses.replace(failure, message=message)

@@ -59,6 +59,11 @@ class Interruptions:
             if self._num_signals > 1:
                 self.end_at_once()
 
+    @property
+    def is_reported(self) -> bool:
+        """Return whether somebody has said, or will say, that the run was interrupted."""
+        return self._is_reported
+
     def all_is_reported(self, exit_code: int) -> None:
         """Let a signal from now on end the process with this code and no message."""
         self._exit_code = exit_code

@@ -142,16 +142,13 @@ def _files_of_name(target: Path) -> list[Path]:
 def prepare_result(path: Path, key: str) -> tuple[Path, ...]:
     """Prepare the place of a result before the work that makes it, and return the folders made for it, innermost first.
     key: the flag that named it. Raises OutputError for a place that cannot be written."""
-    from diffusion_runtime.media.publish import cannot_write, temporary_file
-    from diffusion_runtime.untrusted.files import check_place
+    from diffusion_runtime.media.publish import cannot_write, check_target, temporary_file
 
-    check_place(path, key, OutputError)
+    folder = check_target(path, key).parent
     created: tuple[Path, ...] = ()
     try:
-        created = make_folders(path.parent)
-        if path.is_dir():
-            raise OutputError(f"{key} {path}: it is a folder; give the name of a file in it")
-        with temporary_file(path.parent) as probe:
+        created = make_folders(folder)
+        with temporary_file(folder) as probe:
             probe.write_bytes(b"0")
     except OSError as error:
         remove_empty(created)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import TERMINATED, ProcessInfo, end_with_launcher
 from diffusion_runtime.session.coordinator import MultiProcessCoordinator
-from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
-from diffusion_runtime.session.growing_file import with_kept_frames
+from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted, with_kept_frames
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -90,19 +91,38 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
         "weights": recipe.get("weights", {}),
         "runtime": {key: chosen[key] for key in _RUNTIME_KEYS},
         "model": {key: model.get(key) for key in _MODEL_KEYS} if isinstance(model, Mapping) else None,
-        "attention": [{key: row.get(key) for key in _ATTENTION_KEYS} for row in rows if isinstance(row, Mapping)],
+        "attention": [_attention_identity(row) for row in rows if isinstance(row, Mapping)],
+        "text_attention": _text_attention(chosen),
     }
     plain: dict[str, Any] = json.loads(json.dumps(kept, sort_keys=True))
     return plain
 
 
+def _attention_identity(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a row of attention determines the output; of a sparse backend also what makes its dense calls."""
+    dense = row.get("dense")
+    beside = {"dense": _attention_identity(dense)} if isinstance(dense, Mapping) else {}
+    return {**{key: row.get(key) for key in _ATTENTION_KEYS}, **beside}
+
+
+def _text_attention(runtime: Mapping[str, Any]) -> Any:
+    """Return the choice for text encoders, which have no row of attention; None for their default."""
+    levels = [runtime.get(name) for name in ("attention_override", "attention")]
+    choices = [level.get("per_role") for level in levels if isinstance(level, Mapping)]
+    named = [each[TEXT_ENCODER] for each in choices if isinstance(each, Mapping) and TEXT_ENCODER in each]
+    return named[0] if named else None
+
+
 def _difference(identity: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str:
     """Return why a file's recipe is not the wanted one."""
     differing = {key for key in wanted if identity is None or identity.get(key) != wanted[key]}
-    if differing == {"inputs"}:
-        return "an image has changed since"
-    if differing == {"weights"}:
-        return "a file of weights has changed since"
+    if identity is not None and (differing == {"inputs"} or differing == {"weights"}):
+        (kind,) = differing
+        before = identity[kind] if isinstance(identity[kind], Mapping) else {}
+        changed = [name for name in wanted[kind] if before.get(name) != wanted[kind][name]]
+        files = {"step_cache": "its calibration", "attention": "a file of its attention"}
+        what = files.get(changed[0]) if len(changed) == 1 else None
+        return f"{what or ('an image' if kind == 'inputs' else 'a file of weights')} has changed since"
     return "its recipe is another one, or missing"
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.startup import startup_is_on
 from diffusion_runtime.startup.first_use import watch_triton
 from diffusion_runtime.startup.remembered_imports import forget
-from diffusion_runtime.startup.switch import startup_is_on
 
 # Seconds of an import from which on it is told.
 _LONG = 1.0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.cache_folder import cache_root, complete_file
-from diffusion_runtime.startup.switch import startup_is_on
+from diffusion_runtime.startup import startup_is_on
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 SCHEMA = "diffusion_runtime.import/1"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.core.device_guard import device_guard
-from diffusion_runtime.startup.switch import startup_is_on
+from diffusion_runtime.startup import startup_is_on
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 

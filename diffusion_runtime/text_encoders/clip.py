@@ -1,4 +1,5 @@
-"""CLIP text encoder (Radford et al. 2021, arXiv:2103.00020), for one pooled vector per prompt."""
+"""CLIP (Radford et al. 2021, arXiv:2103.00020): the text encoder, for one pooled vector per prompt, and the image
+encoder, for tokens that are attended to next to the text's."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders.image_preparation import PicturePreparation, read_preparation
 from diffusion_runtime.text_encoders.interface import EncoderCut
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
 if TYPE_CHECKING:
-    from transformers import CLIPTextModel, PreTrainedTokenizerFast
+    from transformers import CLIPTextModel, CLIPVisionModel, PreTrainedTokenizerFast
 
 
 class CLIPPooledEncoder:
@@ -60,3 +63,64 @@ def load_clip(
     model = load_encoder(folder / encoder, CLIPTextModel, device, dtype)
     check_vocabulary(folder / tokenizer, len(words), model.config.vocab_size)
     return CLIPPooledEncoder(model, words)
+
+
+_MODEL_TYPE = "clip_vision_model"
+
+
+class ClipImageEncoder:
+    """Encoder of `image_encoder/` and `image_processor/` of a diffusers folder."""
+
+    library = "transformers"
+
+    def __init__(self, model: CLIPVisionModel, preparation: PicturePreparation) -> None:
+        self.model = model
+        self.preparation = preparation
+        self.implementation = str(model.config._attn_implementation)
+
+    @torch.inference_mode()
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the tokens before the last layer, [1, tokens, dim]. image: [height, width, 3], uint8, of any size."""
+        pixels = self.preparation.prepare(image).to(self.model.device, self.model.dtype)
+        states = self.model(pixels, output_hidden_states=True).hidden_states
+        assert states is not None
+        tokens: torch.Tensor = states[-2]
+        return tokens
+
+
+def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None) -> None:
+    """Check from their json that a folder's image encoder and image preparation are supported.
+
+    dim: of a token; num_tokens: of an image, None for any number. Raises ModelLoadError that names the file and the
+    key.
+    """
+    check_model_type(folder / "image_encoder", (_MODEL_TYPE,))
+    file = read_config(folder, "image_encoder")
+    width = file.whole_number("hidden_size", 768)
+    if width != dim:
+        raise file.error("hidden_size", f"{dim}, the transformer's image_dim", width)
+    image_size, patch_size = file.whole_number("image_size", 224), file.whole_number("patch_size", 32)
+    # Plus the class token.
+    found = (image_size // patch_size) ** 2 + 1
+    if num_tokens is not None and found != num_tokens:
+        raise file.error("image_size", f"that of {num_tokens} tokens", image_size)
+    path = folder / "image_processor" / "preprocessor_config.json"
+    preparation = read_preparation(path)
+    if (preparation.height, preparation.width) != (image_size, image_size):
+        raise ModelLoadError(
+            f"{path}: expected pictures of {image_size} x {image_size}, the image_encoder's image_size, got "
+            f"{preparation.height} x {preparation.width}"
+        )
+
+
+def load_clip_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ClipImageEncoder:
+    """Load the image encoder of a model folder, from safetensors and json and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "image_encoder", (_MODEL_TYPE,))
+    preparation = read_preparation(folder / "image_processor" / "preprocessor_config.json")
+    # Imported late: transformers takes seconds.
+    from transformers.models.clip.modeling_clip import CLIPVisionModel
+
+    return ClipImageEncoder(load_encoder(folder / "image_encoder", CLIPVisionModel, device, dtype), preparation)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder
-from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
+from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate, StackedStatesEncoder
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
-from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

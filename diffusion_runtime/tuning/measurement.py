@@ -21,8 +21,8 @@ from diffusion_runtime.comparison.latent_distance import relative_l2
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.media import GeneratedMedia
-from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.profiling.instruments import attention_choices, watched_latents, wrapped_predictions
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
@@ -77,7 +77,7 @@ class Measurement:
     metrics: of budget.METRICS, that `figures` computes; clip_score: where `clip` is one of them.
     """
 
-    pipeline: Pipeline
+    pipeline: InspectablePipeline
     dense: AttentionConfig
     metrics: Sequence[str]
     journal: Journal

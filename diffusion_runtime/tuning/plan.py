@@ -12,9 +12,9 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError, RequestError
-from diffusion_runtime.explanation.explanation import Explanation, explain
-from diffusion_runtime.loading import Prepared, prepare
-from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.explanation.explanation import Explanation, explain, inspected
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.interface import InspectableModel
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -56,7 +56,7 @@ class Plan:
     """requests: resolved. dense: the choices that everything is laid over. ladders, uniform: by method, the choices of
     a cell, and those of all layers and steps together. num_layers: of ROLE."""
 
-    prepared: Prepared
+    prepared: InspectableModel
     explanation: Explanation
     requests: tuple[GenerationRequest, ...]
     dense: AttentionConfig
@@ -72,7 +72,8 @@ class Plan:
         prepared = prepare(runtime)
         requests = tuple(prepared.rules.resolve(request, tuning.preset) for request in tuning.requests)
         _check_request(requests[0])
-        explanation = explain(prepared, requests[0])
+        native = inspected(prepared)
+        explanation = explain(native, requests[0])
         layers = [row for row in explanation.schedule if row.role == ROLE]
         if not layers:
             raise ConfigError(f"tune: this model has no attention of role {ROLE}")
@@ -89,10 +90,10 @@ class Plan:
             explanation.num_steps,
             tuning.layer_ranges,
             tuning.step_ranges,
-            _num_heads(prepared),
+            _num_heads(native),
             tuning.head_ranges,
         )
-        plan = cls(prepared, explanation, requests, dense, cells, ladders, uniform, len(layers))
+        plan = cls(native, explanation, requests, dense, cells, ladders, uniform, len(layers))
         specs = [spec for several in (*ladders.values(), *uniform.values()) for spec in several]
         if not any(plan.kept(spec, cells) < 1.0 for spec in specs):
             raise ConfigError(
@@ -102,13 +103,12 @@ class Plan:
         # Every choice is checked now, and what it needs of the weights is loaded.
         rules = tuple(ScheduleRule.parse({"role": ROLE, **spec.to_dict()}, "ladder") for spec in specs)
         every = AttentionConfig(dense.default, dense.per_role, rules)
-        return dataclasses.replace(plan, prepared=prepare(dataclasses.replace(runtime, attention_override=every)))
+        again = prepare(dataclasses.replace(runtime, attention_override=every))
+        return dataclasses.replace(plan, prepared=inspected(again))
 
     def load(self, reporter: Reporter) -> Pipeline:
         reporter.say(f"loading {self.prepared.description.config.model_path}")
-        pipeline = self.prepared.load(None, self.requests)
-        assert isinstance(pipeline, Pipeline), "explain refuses others"
-        return pipeline
+        return self.prepared.load(None, self.requests)
 
     def kept(self, spec: AttentionSpec, cells: Sequence[Cell]) -> float:
         """The share of the cells' pairs, text included, that a choice computes."""
@@ -123,9 +123,8 @@ class Plan:
         return statistics.fmean(shares)
 
 
-def _num_heads(prepared: Prepared) -> int:
+def _num_heads(prepared: InspectableModel) -> int:
     """Query heads of a layer of ROLE."""
-    assert isinstance(prepared, PreparedModel), "explain refuses others"
     return next(layer.num_heads_total for layer in prepared.transformer.attention_layers() if layer.layer.role == ROLE)
 
 

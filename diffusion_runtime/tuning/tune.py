@@ -17,7 +17,7 @@ from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.explanation.estimate import estimate_text
-from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.budget import all_met, least_slack
@@ -50,7 +50,7 @@ def tune(tuning: Tuning, reporter: Reporter, journal_path: Path | None = None) -
 class _Run:
     tuning: Tuning
     plan: Plan
-    pipeline: Pipeline
+    pipeline: InspectablePipeline
     reporter: Reporter
     journal_path: Path | None
     started: float = field(default_factory=time.perf_counter)

@@ -44,6 +44,28 @@ def read_ref(folder: Path, name: str) -> str | None:
     return read_file(path, max_bytes=_MAX_REF_BYTES, error=ModelLoadError).decode(errors="replace").strip()
 
 
+def snapshot_in(folder: Path, revision: str | None = None) -> Path | None:
+    """The snapshot to read of a repository's folder in a hub cache, `models--ORG--NAME` or its `snapshots`: that of
+    `revision`, a commit or a name in refs, else of refs/main, else the only one; None for any other folder. Raises
+    ModelLoadError where none of these is there."""
+    folder = folder.parent if folder.name == SNAPSHOTS else folder
+    hub_id = hub_id_of(folder)
+    if hub_id is None:
+        return None
+    found = commits_in(folder)
+    named = revision or "main"
+    commit = named if named in found else read_ref(folder, named)
+    if commit not in found:
+        commit = found[0] if revision is None and len(found) == 1 else None
+    if commit is not None:
+        return folder / SNAPSHOTS / commit
+    ways = " or ".join(str(folder / SNAPSHOTS / each) for each in found[:3])
+    raise ModelLoadError(
+        f"{folder} is the cache of {hub_id}, without refs/{named}; "
+        + (f"give {ways}" if found else f"it holds no snapshot: `diffusion-runtime models download {hub_id}`")
+    )
+
+
 def way_to_complete(path: Path) -> str:
     """Return how to complete a model folder in which `path`, a component or a file, is missing or incomplete: the
     command that downloads it to the hub's cache, else the advice to copy it again."""

@@ -86,6 +86,8 @@ class SafetensorsFile(TensorFile):
         self.path = path
         self._prefix = prefix
         try:
+            # First: it bounds how many tensors there are.
+            self._offsets = stored_offsets(path)
             self._stack = contextlib.ExitStack()
             self._file = self._stack.enter_context(safe_open(path, framework="pt"))
             heads = {}
@@ -96,7 +98,6 @@ class SafetensorsFile(TensorFile):
                 heads[name.removeprefix(prefix)] = TensorHead(tuple(tensor.get_shape()), tensor.get_dtype())
             self.heads = heads
             self.metadata = dict(self._file.metadata() or {})
-            self._offsets = stored_offsets(path)
             self._descriptor = self._stack.enter_context(open_file(path, error=ModelLoadError)).fileno()
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
@@ -157,7 +158,7 @@ def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[st
         raise ModelLoadError(
             f"{path}: expected a .safetensors file; a pickle can run code when it is opened: {CONVERT}"
         )
-    check_whole(path)
+    stored_offsets(path)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping

@@ -1,6 +1,6 @@
 """Tensor names of transformers in one file: diffusers', or those of the authors that ComfyUI's files keep.
 
-What the authors call a module is known from LoRA files (models/<family>/lora_names.py). Rows move with the names: a
+What the authors call a module is known from LoRA files (LORA_NAMES of a family). Rows move with the names: a
 fused projection holds the rows of several modules of diffusers', and the shift and scale of some last layers stand in
 the other order.
 """

@@ -11,6 +11,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
+from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.checkpoint import Source
 from diffusion_runtime.weights.file_kinds import kind_of
 from diffusion_runtime.weights.file_parts import prefix_of_transformer
@@ -42,7 +43,8 @@ class TransformerFile:
 
     @property
     def place(self) -> Path:
-        return user_path(self.path, self.key)
+        path = user_path(self.path, self.key)
+        return snapshot_in(path) or path
 
     def check_settings(self, folder: AnyFolder) -> None:
         """Raises ModelLoadError where config.json next to the weights differs from the model folder's, which

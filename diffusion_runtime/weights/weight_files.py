@@ -25,6 +25,7 @@ from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import check_path, open_file
+from diffusion_runtime.untrusted.gguf_header import MAX_TENSORS
 from diffusion_runtime.untrusted.json_text import parse_json
 from diffusion_runtime.weights.cached_folder import way_to_complete
 
@@ -163,7 +164,13 @@ def _head(path: Path, key: str) -> dict[str, Any]:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
-            head = parse_json(file.read(length))
+            content = file.read(length)
+        # Each has one of these words, which are counted before a mapping is made of each.
+        if (num_tensors := content.count(b'"data_offsets"')) > MAX_TENSORS:
+            raise DocumentError(f"it would hold {num_tensors} tensors, more than {MAX_TENSORS}")
+        head = parse_json(content)
+        if len(head) > MAX_TENSORS + 1:
+            raise DocumentError(f"it would hold {len(head)} tensors, more than {MAX_TENSORS}")
         return {name: {key: entry[key]} for name, entry in head.items() if name != "__metadata__"}
     except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
         raise ModelLoadError(

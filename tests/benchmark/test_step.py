@@ -14,11 +14,10 @@ from tables import table
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
 from diffusion_runtime.benchmark.device_time import kind_of
 from diffusion_runtime.benchmark.operations import count_operations
-from diffusion_runtime.benchmark.replayed_step import ReplayedStep
+from diffusion_runtime.benchmark.replayed_step import ReplayedStep, steps_around
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.benchmark.step_result import StepBenchmark
-from diffusion_runtime.benchmark.steps_around import steps_around
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.explanation.forward_cost import count_forward

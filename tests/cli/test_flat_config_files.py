@@ -29,6 +29,28 @@ def test_flags_at_the_top_are_taken_for_their_keys(tmp_path: Path) -> None:
     }
 
 
+def test_a_sparsity_at_the_top_is_that_of_the_backend(tmp_path: Path) -> None:
+    path = tmp_path / "flat.yaml"
+    for text in ("VSA_sparsity: 0.75", "attention-backend: vsa\nattention-backend-config: sparsity=0.75"):
+        path.write_text(f"model-path: shapes\n{text}\n")
+        spec = read_config(str(path)).runtime["attention"].default
+        assert (spec.name, spec.options) == ("video_sparse_attn", {"sparsity": 0.75}), text
+
+
+def test_every_flag_that_is_refused_is_named_at_once(tmp_path: Path) -> None:
+    """With SGLang's own example, whose precisions and folder have no counterpart in a file."""
+    path = tmp_path / "flat.yaml"
+    path.write_text("model_path: x\noutput_path: outputs/\nsp_size: 2\nvae_precision: fp16\nvae_sp: true\nfps: 24\n")
+    with pytest.raises(ConfigError) as failure:
+        read_config(str(path))
+    lines = str(failure.value).removeprefix(f"{path}: ").splitlines()
+    assert [line.strip().split(":")[0] for line in lines] == [
+        "unknown section or flag 'output_path'",
+        "--vae-precision",
+        "--vae-sp",
+    ]
+
+
 @table(
     ("content", "said"),
     [
@@ -38,7 +60,7 @@ def test_flags_at_the_top_are_taken_for_their_keys(tmp_path: Path) -> None:
         ("enable-cpu-offload: 3", "expected true or false"),
         ("seconds: 1\nsedd: 3", "unknown section or flag 'sedd'. Did you mean 'seed'"),
         # The command's own flags are typed: a file of a stranger names no program and no place to write to.
-        ("seed: 1\noutput-path: x.mp4", "unknown section or flag 'output-path'"),
+        ("seed: 1\noutput-path: x.mp4", "'output-path': it is typed alone; write --output-path"),
         ("seed: 1\nimport: x.py", "unknown section or flag 'import'"),
         ("import: x.py", "unknown section 'import'"),
     ],

@@ -50,6 +50,25 @@ def test_what_an_interrupted_verb_has_finished_is_said(
         assert (result.code, "interrupted: nothing was finished" in result.said) == (130, True), arguments
 
 
+def test_interrupted_before_a_verb_runs(tmp_path: Path) -> None:
+    """While the command's modules are imported, and while the parser reads flags: both end with one line."""
+    importing, parsing = tmp_path / "importing.py", tmp_path / "parsing.py"
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    importing.write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == 'diffusion_runtime.cli.app': {interrupt}\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from diffusion_runtime.__main__ import main\n"
+        "main()\n"
+    )
+    parsing.write_text(f"import os, signal\n{interrupt}\n")
+    for program in ([str(importing)], ["-m", "diffusion_runtime", "generate", "x", "--import", str(parsing)]):
+        done = subprocess.run([sys.executable, *program], env=process_environment(), capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted: nothing was finished\n"), program
+
+
 def test_a_signal_while_the_interpreter_ends_changes_no_exit_code(tmp_path: Path) -> None:
     """Python puts its handlers away before it frees modules; what that meets is sent by a finalizer here."""
     program = tmp_path / "ending.py"

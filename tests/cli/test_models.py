@@ -65,12 +65,12 @@ def test_upsamplers_and_controlnets_are_listed_with_the_models_that_take_them(co
     parts = {row["name"]: row["parts"] for row in json.loads(command("models", "--json").out)["models"]}
     for model in published_models():
         family = importlib.import_module(f"diffusion_runtime.models.{model.family}.family").FAMILY
-        stage = family.second_stage
+        stage = family.requests.second_stage
         # The published upsampler of LTX-Video is of the latents of 0.9.7; these have other autoencoders.
         is_older = model.name in ("ltx-video-0.9.0", "ltx-video-0.9.1")
         expected = {} if stage is None or is_older else {"upsampler_path": stage.upsampler.class_name}
         if model.name == "qwen-image":
-            expected = {"controlnet_path": family.controlnet_class}
+            expected = {"controlnet_path": family.files.controlnet_class}
         assert parts[model.name] == model.parts == expected
     assert "takes --upsampler-path (LTX2LatentUpsamplerModel)" in shown
     assert "takes --controlnet-path (QwenImageControlNetModel)" in shown

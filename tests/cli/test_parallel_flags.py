@@ -49,7 +49,7 @@ def test_blocks_of_a_gguf_file_are_not_shared(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     file = mock.Mock(component="transformer", path=str(path), place=path)
     with pytest.raises(ConfigError, match=r"model\.gguf: the blocks of a GGUF file are not shared by processes"):
-        dataclasses.replace(open_step_model("wan2.1-1.3b", 1).model, transformer_files=(file,)).shared_by(
+        dataclasses.replace(open_step_model("wan2.1-1.3b", 1).model.weights, files=(file,)).shared_by(
             planned_mesh(1, 1, 1, 2).tensor
         )
 

@@ -118,7 +118,7 @@ def test_models_says_which_images_a_model_takes() -> None:
         folder = packaged_folder(model.model_path)
         assert folder is not None, f"{model.name}: the json of its folder belongs into published_folders.yaml"
         opened = ModelFolder(folder)
-        images = family_for_folder(opened).describe(opened).images
+        images = family_for_folder(opened).describe(opened).inputs.images
         assert dict(images) == dict(model.images), f"{model.name}: `published: images:` in published.yaml"
 
 
@@ -137,7 +137,11 @@ def test_encoders_have_the_sizes_that_are_published() -> None:
                 assert sizes[key] == pytest.approx(1e9 * billions, rel=0.01), (model.name, component)
 
 
-def test_the_folder_in_the_hubs_cache_comes_first(tmp_path: Path) -> None:
+def test_the_folder_in_the_hubs_cache_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(1, 0))
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 1)
     hub_id = "black-forest-labs/FLUX.1-dev"
     repository = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev"
     snapshot = repository / "snapshots" / "0123"
@@ -150,4 +154,19 @@ def test_the_folder_in_the_hubs_cache_comes_first(tmp_path: Path) -> None:
     assert find_configs(hub_id).downloads_gb == MODELS["flux.1-dev"].downloads_gb
     write_published(snapshot, "FLUX.1-dev")
     assert find_configs("flux.1-dev").path.samefile(snapshot)
+    # Its weights are not there yet, as after a download that was interrupted.
+    assert find_configs(hub_id).downloads_gb == MODELS["flux.1-dev"].downloads_gb
+    vae = snapshot / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.touch()
+    assert "vae" not in (find_configs(hub_id).downloads_gb or {"vae": 0})
+    # Offline nothing can be downloaded, and a dry run says what is missing.
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("tokenizer", "tokenizer_2", "scheduler"):
+        (snapshot / name).mkdir(exist_ok=True)
+    assert run(["generate", "x", "--model-path", hub_id, "--device", "cpu", "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert Path(plan["folder"]).samefile(snapshot)
+    assert plan["download_gb"] == pytest.approx(MODELS["flux.1-dev"].download_gb - 0.168, abs=0.01)
+    for component, stem in (("text_encoder", "model"), ("text_encoder_2", "model"), ("transformer", vae.stem)):
+        (snapshot / component / f"{stem}.safetensors").touch()
     assert find_configs(hub_id).downloads_gb is None

@@ -108,6 +108,51 @@ def test_other_weights_and_another_decoder_are_another_recipe() -> None:
         assert known_too == changed
 
 
+def test_dense_calls_the_text_encoder_and_files_of_attention_are_another_recipe(
+    command: Command, tiny_flags: tuple[str, ...]
+) -> None:
+    """Of a sparse backend what makes its dense calls; what has no row of attention; what a file named by it says."""
+    sparse = ("generate", "a star", *tiny_flags, "--format", "npy", "--resume", "--attention-backend")
+    assert command(*sparse, "vmoba,torch_sdpa").code == 0
+    assert command(*sparse, "vmoba,reference").code == 2
+    assert command(*sparse, "vmoba,torch_sdpa").out == ""
+    recipe = {"request": {"prompt": "a"}, "model": {"family": "wan"}, "attention": []}
+    known = output_identity({**recipe, "runtime": dataclasses.asdict(RuntimeConfig())})
+    for level in ("attention", "attention_override"):
+        chosen = {level: {"per_role": {"text_encoder": {"backend": "reference"}}}}
+        assert output_identity({**recipe, "runtime": {**dataclasses.asdict(RuntimeConfig()), **chosen}}) != known
+    strategy = Path("strategy.json")
+    strategy.write_text(json.dumps({"0_0_0": [1, 1, 1]}))
+    tiles = ("sliding_tile_attn", "--attention-config.default.extra.mask_strategy_file_path", str(strategy))
+    plain = (*sparse, *tiles, "--output-path", "tiles/")
+    assert command(*plain).code == 0
+    strategy.write_text(json.dumps({"0_0_1": [1, 1, 1]}))
+    refused = command(*plain)
+    assert (refused.code, "a file of its attention has changed since" in refused.said) == (2, True), refused.err
+
+
+def test_another_calibration_is_another_recipe(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    flags = ("--num-inference-steps", "4", "--format", "npy")
+    calibrate = ("calibrate", "a star", *tiny_flags, *flags[:2], "-o", "calibration.json")
+    assert command(*calibrate).code == 0
+    cached = (
+        "generate",
+        "a star",
+        *tiny_flags,
+        *flags,
+        "--resume",
+        "--step-cache",
+        "magcache:file=calibration.json,force=true",
+    )
+    assert command(*cached).code == 0
+    assert command(*cached).out == ""
+    path = Path("calibration.json")
+    path.write_text(path.read_text() + " ")
+    refused = command(*cached)
+    assert (refused.code, "its calibration has changed since" in refused.said) == (2, True), refused.err
+    assert "calibration.json has changed since" in command("generate", "--from", *Path("outputs").glob("*.npy")).said
+
+
 def test_half_of_a_pair_is_made_again(command: Command, tiny_flags: tuple[str, ...]) -> None:
     """A process that is killed between its two names leaves the sidecar alone."""
     arguments = ("generate", "a star", *tiny_flags, "--format", "npy")

@@ -36,6 +36,7 @@ FLAGS = {
     "--dotted-attention": False,
     "--offload": False,
     "--cfg-parallel": True,
+    "--no-cfg-parallel": True,
     "--json": True,
 }
 
@@ -56,6 +57,11 @@ FLAGS = {
         (["--mm-attention-backend=eager"], ["--dotted-attention", "per_role.text_encoder.backend=eager"]),
         (["--enable-cpu-offload", "--model", "x"], ["--offload", "model", "--model-path", "x"]),
         (["--enable-cfg-parallel", "a prompt"], ["--cfg-parallel", "a prompt"]),
+        # SGLang's switches, and those of several scripts, may be followed by what they say.
+        (["--dit-cpu-offload", "false", "a prompt"], ["a prompt"]),
+        (["--offload_model", "True", "a prompt"], ["--offload", "model", "a prompt"]),
+        (["--enable-cfg-parallel=true"], ["--cfg-parallel"]),
+        (["--enable-cfg-parallel", "false", "--json"], ["--no-cfg-parallel", "--json"]),
         # What follows a flag that takes a value is its value, and what stands behind -- is none.
         (["--prompt", "--model"], ["--prompt", "--model"]),
         (["--json", "--", "--model"], ["--json", "--", "--model"]),
@@ -70,6 +76,61 @@ FLAGS = {
 )
 def test_flags_are_taken_for_those_of_the_verb(typed: list[str], taken: list[str]) -> None:
     assert in_own_spelling(typed, FLAGS) == taken
+
+
+def test_all_flags_without_a_counterpart_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as failure:
+        in_own_spelling(["--trust-remote-code", "--port", "3", "--enforce-eager", "--port=4"], FLAGS)
+    assert [line.strip().split(":")[0] for line in str(failure.value).splitlines()] == [
+        "--trust-remote-code",
+        "--port",
+        "--enforce-eager",
+    ]
+    with pytest.raises(ConfigError, match="--enable-cpu-offload: expected true or false, or no value, got 'some'"):
+        in_own_spelling(["--enable-cpu-offload=some"], FLAGS)
+
+
+# The flags of commands that the projects themselves publish.
+COMMANDS_OF_OTHERS = {
+    "SGLang": "--model-path --text-encoder-cpu-offload --pin-cpu-memory --num-gpus --ulysses-degree --ring-degree "
+    "--save-output --output-path --output-file-name --lora-path --lora-nickname --performance-mode --vae-precision "
+    "--dit-precision --component-attention-backends --transformer-weights-path --cache-dit-config --return-frames",
+    "FastVideo": "--sp-size --tp-size --num-gpus --dit-cpu-offload --use-fsdp-inference --VSA-sparsity --prompt-txt "
+    "--embedded-cfg-scale --enable-torch-compile --workload-type --vae-sp --output-type",
+    "vLLM-Omni": "--model --image --guidance-scale-high --frame-rate --sample-solver --output --use-hsdp --usp --ring "
+    "--layerwise-num-gpu-layers --vae-patch-parallel-size --cache-backend --enforce-eager --boundary-ratio",
+    "Wan": "--task --size --frame_num --ckpt_dir --offload_model --ulysses_size --t5_fsdp --t5_cpu --dit_fsdp --image "
+    "--save_file --use_prompt_extend --base_seed --convert_model_dtype --first_frame --last_frame --src_video",
+    "HunyuanVideo": "--video-size --video-length --infer-steps --flow-reverse --use-cpu-offload --save-path --use-fp8 "
+    "--resolution --aspect_ratio --rewrite --cfg_distilled --sparse_attn --use_sageattn --enable_cache --offloading",
+    "LightX2V": "--model_cls --task --model_path --config_json --negative_prompt --image_path --save_result_path "
+    "--last_frame_path --src_mask",
+    "ComfyUI": "--lowvram --highvram --novram --cpu --use-sage-attention --fp8_e4m3fn-unet --sampler_name --fast",
+    "diffusers": "--pretrained_model_name_or_path --enable_model_cpu_offload --torch_dtype --lora_weights --variant",
+}
+
+
+def test_no_published_flag_of_others_is_unknown() -> None:
+    verb = switches_of("generate")
+    unknown = [
+        f"{project}: {flag}"
+        for project, flags in COMMANDS_OF_OTHERS.items()
+        for flag in flags.split()
+        if flag.replace("_", "-") not in verb and resolve("flag", flag) is None
+    ]
+    assert unknown == []
+
+
+def test_an_unknown_flag_is_answered_with_those_it_is_like(command: Command) -> None:
+    for typed, said in {
+        "--hieght": "(Possible options: --height)",
+        "--cache": "--step-cache)",
+        "--lora_strength": "(Possible options: --lora)",
+        # Nothing is like these, whatever the parser's own measure says of two dashes; and hidden flags are not named.
+        "--ups": "No such option: --ups see:",
+        "--dotted-attentio": "No such option: --dotted-attentio see:",
+    }.items():
+        assert said in command("generate", "x", typed, "1").said, typed
 
 
 def switches_of(*words: str) -> dict[str, bool]:
@@ -99,7 +160,8 @@ def test_every_flag_is_taken_as_it_is_typed_or_refused_with_the_reason_and_a_fla
 def test_every_verb_that_is_refused_names_one_that_there_is() -> None:
     for row in table_of("verb").values():
         word = row.instead.removeprefix("write ").split(" ")[0]
-        assert word in _command(None).commands, row
+        # Of verbs, and the flags of the command itself.
+        assert word in (*_command(None).commands, "--help", "--version"), row
 
 
 def test_every_dtype_and_sampler_is_taken_as_it_is_typed() -> None:

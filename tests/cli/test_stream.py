@@ -16,7 +16,7 @@ import pytest
 from cli_support import Command
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime.cli.stream import _agreed, _native_rules
+from diffusion_runtime.cli.stream import _agreed, _native_model
 from diffusion_runtime.denoising.chunk_samplers import CleanChunk
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkStream
@@ -46,7 +46,7 @@ def test_pipelines_without_a_cache_say_what_is_theirs() -> None:
     ):
         assert hasattr(diffusers, name)
         with pytest.raises(ConfigError, match=f"--stream: .*{said}"):
-            _native_rules(SimpleNamespace(pipeline_class=name), "auto")  # type: ignore[arg-type]
+            _native_model(SimpleNamespace(inspectable=None, description=SimpleNamespace(family=name)))  # type: ignore[arg-type]
 
 
 def test_a_stream_leaves_an_ordinary_file_that_repeats_itself(command: Command, causal: tuple[str, ...]) -> None:

@@ -17,11 +17,11 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime.errors import MissingPackageError
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.media import FileWriter
+from diffusion_runtime.media.audio import check_sound
 from diffusion_runtime.media.clips import inspect_clip
-from diffusion_runtime.media.ffmpeg_program import find_ffmpeg
+from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.media.growing_clip import GrowingClip
 from diffusion_runtime.media.recompression import check_recompression
-from diffusion_runtime.media.sound_files import check_sound
 
 MISSING = "needs ffmpeg, and the package imageio-ffmpeg is not installed; to fix it: pip install imageio-ffmpeg"
 FORMATS = f"format: mp4 {MISSING}, or choose a format without it: gif, webp, npy (--format gif)"

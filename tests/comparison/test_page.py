@@ -12,8 +12,7 @@ import pytest
 from headless_browser import Page, browser_page, find_browser
 
 from diffusion_runtime import GenerationRequest
-from diffusion_runtime.comparison.clip_pictures import encode_picture
-from diffusion_runtime.comparison.page import render, write_page
+from diffusion_runtime.comparison.page import encode_picture, render, write_page
 from diffusion_runtime.comparison.plots import COLOURS
 from diffusion_runtime.comparison.result import Clip, Comparison, Row
 from diffusion_runtime.config import RuntimeConfig

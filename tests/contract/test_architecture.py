@@ -66,7 +66,7 @@ ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for na
 
 # A third-party package, and the places that may import it.
 HOMES = {
-    "diffusers": ("diffusers_bridge", "decoders", "models", "denoising"),
+    "diffusers": ("diffusers_bridge", "decoders", "models"),
     "transformers": ("text_encoders", "quality/clip_score.py"),
     "triton": ("kernels",),
     "flash_attn": ("attention/backends", "kernels"),
@@ -176,16 +176,20 @@ def strayed_packages() -> Iterator[str]:
                     yield f"{here(path)} imports {name}, which belongs in {homes}"
 
 
+# In the package of a family that stands on another one, whose classes it names.
+BASED_ON = re.compile(r"^BASED_ON = \"(\w+)\"$", re.MULTILINE)
+
+
 def strayed_families() -> Iterator[str]:
     """Identifiers that hold a family's name, outside its folder."""
     families = {p.parent.name for p in (PACKAGE / "models").glob("*/family.py")}
     for path in MODULES:
         identifiers = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
         words = {word.lower() for name in identifiers for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)}
+        based_on = BASED_ON.search((path.parent / "__init__.py").read_text())
+        allowed = {path.parent.name, based_on[1] if based_on else ""}
         if here(path) != "models/registry.py":
-            yield from (
-                f"{here(path)} names {f}" for f in families & words if not here(path).startswith(f"models/{f}/")
-            )
+            yield from (f"{here(path)} names {f}" for f in families & words - allowed)
 
 
 # Where `models convert` reads the tensors of a pickle, and nothing else of it.

@@ -83,13 +83,17 @@ def test_every_ratio_names_its_baseline_the_strongest_first() -> None:
 
 
 # The longest a document may be, in lines.
-MOST_LINES = {"README.md": 120, "ARCHITECTURE.md": 200, "CHANGELOG.md": 40}
+# spellings.md is a table, written from spellings.yaml, in which one looks a name up.
+MOST_LINES = {"README.md": 120, "ARCHITECTURE.md": 200, "CHANGELOG.md": 40, "docs/spellings.md": 340}
 MOST_LINES_OF_A_PAGE = 250
 
 
 def test_documents_are_short() -> None:
-    documents = [*(ROOT / name for name in MOST_LINES), *(ROOT / "docs").glob("*.md")]
-    lengths = {document.name: len(document.read_text(encoding="utf-8").splitlines()) for document in documents}
+    documents = {*(ROOT / name for name in MOST_LINES), *(ROOT / "docs").glob("*.md")}
+    lengths = {
+        str(document.relative_to(ROOT)): len(document.read_text(encoding="utf-8").splitlines())
+        for document in documents
+    }
     too_long = {name: length for name, length in lengths.items() if length > MOST_LINES.get(name, MOST_LINES_OF_A_PAGE)}
     assert too_long == {}
 

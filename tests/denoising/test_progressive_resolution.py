@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from staged_sampling import sample_in_stages
 from tables import table
 
 from diffusion_runtime.core.step_info import StepInfo
@@ -19,7 +20,6 @@ from diffusion_runtime.denoising.progressive_resolution import (
     growth_level,
     plan_stages,
     rewound,
-    sample_in_stages,
 )
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.unipc import UniPCSampler

@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from heun_sampler import NAME as HEUN
 from heun_sampler import heun  # noqa: F401 - a fixture
 from tables import table
 
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising import euler_solver, unipc_solver
-from diffusion_runtime.denoising.euler_solver import EulerSolver
+from diffusion_runtime.denoising.flow_match_euler import EulerSolver
 from diffusion_runtime.denoising.registry import build_sampler
-from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
-from diffusion_runtime.denoising.unipc_solver import UniPCSolver
+from diffusion_runtime.denoising.schedule_loop import run_schedule
+from diffusion_runtime.denoising.unipc import UniPCSolver
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.request.samplers import SAMPLERS as REGISTERED
 
-# Those that add noise of their own at every step are in test_dmd.py.
-SAMPLERS = [name for name, sampler in REGISTERED.items() if not sampler.adds_noise]
+# Those that add noise of their own at every step are in test_dmd.py. Heun's, which calls the model twice per step, is
+# registered for each test.
+SAMPLERS = [*(name for name, sampler in REGISTERED.items() if not sampler.adds_noise), HEUN]
+every_sampler = table("name", SAMPLERS)
+pytestmark = pytest.mark.usefixtures("heun")
 
 
 def noise_and_target() -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +39,7 @@ def curved_velocity(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
     return torch.sin(3 * latents) + 0.5 * latents * (step.timestep / 1000)
 
 
-@table("name", SAMPLERS)
+@every_sampler
 @table("num_steps", [1, 2, 5])
 def test_straight_flow_ends_at_the_data(name: str, num_steps: int) -> None:
     noise, target = noise_and_target()
@@ -86,28 +89,23 @@ def settings_of_solvers() -> Iterator[tuple[Any, Any, dict[str, Any], int, list[
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
     for order, steps, shift in itertools.product((1, 2, 3), (1, 2, 3, 12), (1.0, 20.0)):
         other = {"num_train_timesteps": 50, "disable_corrector": [0, 2], "lower_order_final": order == 3}
-        for more in ({}, other, {"solver_type": "bh1"}):
+        for more in ({}, other):
             settings = {**flow, "solver_order": order, "flow_shift": shift, **more}
             yield UniPCSolver, UniPCMultistepScheduler, settings, steps, None
     for steps, shift, levels in itertools.product((2, 3, 12), (1.0, 7.5), (None, [0.9, 0.7, 0.2])):
-        for more in ({}, {"num_train_timesteps": 50}, {"shift_terminal": 0.1}, {"use_karras_sigmas": True}):
+        for more in ({}, {"num_train_timesteps": 50}, {"shift_terminal": 0.1}):
             if levels is None or steps == len(levels):
                 yield EulerSolver, FlowMatchEulerDiscreteScheduler, {"shift": shift, **more}, steps, levels
 
 
-def test_our_solvers_give_the_bits_of_diffusers_and_leave_it_what_they_do_not_take() -> None:
+def test_our_solvers_give_the_bits_of_diffusers() -> None:
     noise, _ = noise_and_target()
     device = torch.device("cpu")
     for solver, scheduler_class, settings, steps, levels in settings_of_solvers():
-        module = unipc_solver if solver is UniPCSolver else euler_solver
-        is_taken = not settings.keys() & {"solver_type", "use_karras_sigmas"}
-        assert module.takes(settings, steps) is is_taken, settings
-        if not is_taken:
-            continue
         extra = () if levels is None else (levels,)
         for start in (0, steps // 2):
-            ours = solver(settings, steps, device, *extra)
-            theirs = build_scheduler(scheduler_class, settings, steps, device, levels)
+            ours, theirs = solver(settings, steps, device, *extra), scheduler_class(**settings)
+            theirs.set_timesteps(**({"num_inference_steps": steps} if levels is None else {"sigmas": levels}))
             assert torch.equal(ours.timesteps, theirs.timesteps), settings
             assert torch.equal(ours.sigmas, theirs.sigmas), settings
             found, expected = (
@@ -116,25 +114,18 @@ def test_our_solvers_give_the_bits_of_diffusers_and_leave_it_what_they_do_not_ta
             assert found.numpy().tobytes() == expected.numpy().tobytes(), (settings, steps, start)
 
 
-def test_a_sampler_may_call_the_model_twice_per_step(heun: str) -> None:  # noqa: F811
+def test_heun_is_of_second_order() -> None:
     noise, _ = noise_and_target()
     exact = build_sampler("flow_match_euler", 4000, 3.0, {}).sample(noise, curved_velocity)
     errors = [
         float((build_sampler(name, 40, 3.0, {}).sample(noise, curved_velocity) - exact).norm())
-        for name in ("flow_match_euler", heun)
+        for name in ("flow_match_euler", HEUN)
     ]
-    # Of second order.
     assert errors[1] < errors[0] / 3
-    check_that_steps_say_where_they_are(heun)
-    check_that_an_interruption_ends_the_loop(heun)
 
 
-@table("name", SAMPLERS)
+@every_sampler
 def test_steps_say_where_they_are(name: str) -> None:
-    check_that_steps_say_where_they_are(name)
-
-
-def check_that_steps_say_where_they_are(name: str) -> None:
     noise, _ = noise_and_target()
     asked: list[StepInfo] = []
 
@@ -160,7 +151,7 @@ def check_that_steps_say_where_they_are(name: str) -> None:
     assert all(one.sigma > two.sigma for one, two in itertools.pairwise(asked))  # type: ignore[operator]
 
 
-@table("name", SAMPLERS)
+@every_sampler
 def test_flow_shift_moves_the_steps_towards_noise(name: str) -> None:
     noise, _ = noise_and_target()
 
@@ -174,7 +165,7 @@ def test_flow_shift_moves_the_steps_towards_noise(name: str) -> None:
     assert middle_sigma(1.0) < middle_sigma(3.0) < middle_sigma(8.0)
 
 
-@table("name", SAMPLERS)
+@every_sampler
 def test_latents_stay_float32_behind_a_bfloat16_model(name: str) -> None:
     noise, _ = noise_and_target()
     dtypes = []
@@ -187,7 +178,7 @@ def test_latents_stay_float32_behind_a_bfloat16_model(name: str) -> None:
     assert {*dtypes, result.dtype} == {torch.float32}
 
 
-@table("name", SAMPLERS)
+@every_sampler
 def test_a_sampler_may_be_used_again_and_leaves_the_noise_alone(name: str) -> None:
     noise, _ = noise_and_target()
     before = noise.clone()
@@ -197,12 +188,8 @@ def test_a_sampler_may_be_used_again_and_leaves_the_noise_alone(name: str) -> No
     assert torch.equal(noise, before)
 
 
-@table("name", SAMPLERS)
+@every_sampler
 def test_an_interruption_in_on_step_ends_the_loop(name: str) -> None:
-    check_that_an_interruption_ends_the_loop(name)
-
-
-def check_that_an_interruption_ends_the_loop(name: str) -> None:
     noise, _ = noise_and_target()
     calls = []
 
@@ -227,17 +214,13 @@ def test_folder_settings_change_the_result() -> None:
     assert not torch.allclose(second_order, third_order)
 
 
-@table("name", [name for name in SAMPLERS if REGISTERED[name].scheduler_class is not None])
-def test_a_setting_the_class_does_not_know_is_a_load_error(name: str) -> None:
-    noise, _ = noise_and_target()
-    with pytest.raises(ModelLoadError, match=r"key 'from_the_future' is unknown to .*Scheduler of the installed"):
-        build_sampler(name, 2, 3.0, {"from_the_future": 1}).sample(noise, curved_velocity)
-
-
-def test_a_value_the_class_refuses_is_a_load_error() -> None:
-    noise, _ = noise_and_target()
-    with pytest.raises(ModelLoadError, match="nonsense"):
-        build_sampler("unipc", 2, 3.0, {"solver_type": "nonsense"}).sample(noise, curved_velocity)
+@every_sampler
+def test_a_setting_that_the_sampler_does_not_compute_is_a_load_error(name: str) -> None:
+    for key, value in (("from_the_future", 1), ("use_karras_sigmas", True), ("num_train_timesteps", "many")):
+        with pytest.raises(
+            ModelLoadError, match=rf"key '{key}': .* is not supported by the sampler {name}; .* --backend"
+        ):
+            build_sampler(name, 2, 3.0, {key: value})
 
 
 def test_unknown_sampler_names_the_nearest() -> None:

@@ -13,9 +13,9 @@ from diffusion_runtime.attention.backends.registry import available_names, find_
 from diffusion_runtime.attention.backends.registry import unregister_backend as unregister
 from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.diagnosis import examination
-from diffusion_runtime.diagnosis.budget import TimeBudget
 from diffusion_runtime.diagnosis.examination import Diagnosis, examine
 from diffusion_runtime.diagnosis.packages import check_packages
+from diffusion_runtime.diagnosis.problems import TimeBudget
 
 SECONDS = 20.0
 

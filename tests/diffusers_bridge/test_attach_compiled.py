@@ -88,6 +88,17 @@ def test_compiled_parts_are_not_compiled_again_for_each_module() -> None:
                 forward(model, arguments)
 
 
+def test_another_model_of_the_process_compiles_as_ever_while_one_is_attached() -> None:
+    """It looks into the dispatcher's dictionaries, which hold what the attached model asks for."""
+    torch._dynamo.reset()
+    (attached, arguments), (other, _) = video_cross(), video_cross()
+    expected = forward(other, arguments)
+    with attach(attached, "torch_sdpa"):
+        forward(attached, arguments)
+        out = forward(torch.compile(other, backend="eager", fullgraph=True), arguments)
+    assert relative_error(out, expected) < 1e-6
+
+
 def counted(graphs: list[Any]) -> Callable[..., Any]:
     """A backend of torch.compile that keeps every graph."""
 

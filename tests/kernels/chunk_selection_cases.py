@@ -16,8 +16,11 @@ from sparse_oracle import random_qkv  # noqa: E402
 
 from diffusion_runtime.attention import TokenLayout  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.row_masks import packed_bits  # noqa: E402
-from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask_reference  # noqa: E402
-from diffusion_runtime.kernels.chunk_selection.triton import chunk_row_mask_triton  # noqa: E402
+from diffusion_runtime.kernels.chunk_selection import (  # noqa: E402
+    SelectionRule,
+    chunk_row_mask_reference,
+    chunk_row_mask_triton,
+)
 
 # A number of one foreign chunk is a constant to Triton.
 RULES = ((1, 0.0), (2, 0.0), (3, 0.0), (None, 0.0), (None, 0.3), (None, 0.999))

@@ -134,7 +134,7 @@ def further_calls() -> Iterator[Callable[[], object]]:
         yield partial(collections.deque, case(torch.bfloat16, "cpu"))
     for kind in ("small tiles", "row mask"):
         yield partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
-    names = ("block_means", "block_packing.triton", "highest_blocks", "int8_attention.triton", "kmeans.triton")
+    names = ("block_means", "block_packing", "highest_blocks", "int8_attention.triton", "kmeans.triton")
     cache = importlib.import_module(f"{KERNELS}.fp8_cache")
     codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)
     yield partial(cache.dequantise, *codes, scale, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16))

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
-from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, Averaged, TokenBlocks, row_width
+from diffusion_runtime.kernels.block_packing import TAIL_ROWS, Averaged, TokenBlocks, row_width
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
 from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton

@@ -17,15 +17,16 @@ from triton_interpreter import interpret, needs_triton
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means_triton
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import (
+from diffusion_runtime.kernels.block_packing import (
     TAIL_ROWS,
     Averaged,
     PackedTokens,
+    pack_tokens,
     pack_tokens_reference,
+    pack_tokens_triton,
+    reorder_tokens,
     row_width,
 )
-from diffusion_runtime.kernels.block_packing.triton import pack_tokens_triton, reorder_tokens
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch
 

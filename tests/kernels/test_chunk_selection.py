@@ -10,8 +10,7 @@ from kernels.chunk_selection_cases import check, inputs
 from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
-from diffusion_runtime.kernels.chunk_selection.triton import refusal
+from diffusion_runtime.kernels.chunk_selection import SelectionRule, chunk_row_mask, refusal
 
 
 @needs_triton

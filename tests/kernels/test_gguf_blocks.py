@@ -46,4 +46,5 @@ def test_the_grids_are_those_of_gguf() -> None:
         made = getattr(quants, kind)
         made.init_grid()
         expected = made.grid.reshape(made.grid_shape)
-        assert numpy.array_equal(grid_of(kind, torch.device("cpu")).numpy(), expected), kind
+        found = grid_of(kind, torch.device("cpu")).numpy()
+        assert numpy.array_equal(found, expected), f"{kind}: python scripts/write_gguf_grids.py"

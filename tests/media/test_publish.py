@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_runtime.errors import DiskFullError, OutputError
-from diffusion_runtime.media.publish import publish_text, published, take_name
+from diffusion_runtime.media.publish import publish_pair, publish_text, published, take_name
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,38 @@ def test_no_special_file_is_written_or_replaced(tmp_path: Path) -> None:
         with pytest.raises(OutputError):
             publish_text(tmp_path / name, "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "folder"]
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written_whole(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "latest.json"
+    link.symlink_to("runs/first.json")
+    for text in ("made", "replaced"):
+        publish_text(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "runs" / "first.json").read_text() == text
+    (tmp_path / "to-folder").symlink_to("runs", target_is_directory=True)
+    with pytest.raises(OutputError, match="it is a folder"):
+        publish_text(tmp_path / "to-folder", "text")
+    assert (tmp_path / "to-folder").is_symlink()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="a link that leads to itself"):
+        publish_text(tmp_path / "loop", "text")
+
+
+def test_a_pair_is_written_over_files_alone(tmp_path: Path) -> None:
+    """And no half of it where one name is not a file's."""
+    media, sidecar = tmp_path / "media.partial", tmp_path / "sidecar.partial"
+    os.mkfifo(tmp_path / "fifo.npy")
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "other.json").mkdir()
+    for name in ("fifo.npy", "folder.npy", "other.npy"):
+        media.write_text("media")
+        sidecar.write_text("sidecar")
+        with pytest.raises(OutputError):
+            publish_pair(media, sidecar, tmp_path / name, overwrite=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["fifo.npy", "folder.npy", "media.partial", "other.json", "sidecar.partial"]
 
 
 def test_one_of_several_gets_the_name(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 
 MIB = 2**20
 CUDA = torch.device("cuda")
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 # where 3 GiB are allowed and 1 GiB is alive.
 FRAGMENTED = f"""
 import sys, torch
-from diffusion_runtime.memory.allocator import use_expandable_segments
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 device = torch.device("cuda:0")
 if sys.argv[1] == "grown":
     assert use_expandable_segments(device)

@@ -27,7 +27,7 @@ def write_wide_wan(tiny: Path, folder: Path) -> int:
     path = folder / "transformer" / "config.json"
     wide = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 10}
     path.write_text(json.dumps({**json.loads(path.read_text()), **wide}))
-    pieces = family_for_folder(folder).describe(folder).pieces("transformer").values()
+    pieces = family_for_folder(folder).describe(folder).weights.pieces("transformer").values()
     path = folder / "text_encoder" / "config.json"
     config = {**json.loads(path.read_text()), "d_ff": 40_000, "num_layers": 10}
     path.write_text(json.dumps(config))

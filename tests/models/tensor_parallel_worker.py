@@ -35,13 +35,13 @@ from diffusion_runtime.memory.offloaded_part import OffloadedPart, arena_for
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.weights.lora.binding import Lora, bind
 from diffusion_runtime.weights.lora.reading import read_lora_file
 from diffusion_runtime.weights.parallel_reads import StoredBytes
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.tensor_files import SafetensorsFile, read_tensors, write_tensors
 
 IS_CUDA = sys.argv[-1] == "cuda"
@@ -167,7 +167,7 @@ def make_cases(folder: Path) -> list[Case]:
     cases = []
     for name, changes in NARROW.items():
         opened = _small(open_step_model(name, changes=changes))
-        pieces = opened.model.pieces("transformer").values()
+        pieces = opened.model.weights.pieces("transformer").values()
         shapes = {piece.name: piece.shape for several in pieces for piece in several}
         if name != "wan2.1-1.3b":
             # Whether there are gates of Video Sparse Attention is known by the names of a file's tensors alone.
@@ -192,13 +192,18 @@ def _small(opened: StepModel) -> StepModel:
     return with_size(opened, height=6 * side, width=4 * side, num_frames=1 + factor if factor > 1 else 1, batch=2)
 
 
+def _in_folder(model: Any, folder: Any) -> Any:
+    """The same model with its weights in another folder."""
+    return dataclasses.replace(model, weights=dataclasses.replace(model.weights, folder=folder))
+
+
 def _written(opened: StepModel, folder: Path, shapes: Shapes) -> Case:
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         draw_weight(name, tensor)
     (folder / "transformer").mkdir(parents=True)
     write_tensors(folder / "transformer" / FILE, tensors)
-    model = dataclasses.replace(opened.model, folder=folder)
+    model = _in_folder(opened.model, folder)
     return Case(opened.name, model, opened.inputs(CPU, DTYPE).ours)
 
 
@@ -208,9 +213,7 @@ def _in_8_bits(case: Case, folder: Path) -> Case:
     file = comfy_mixed(tensors)
     (folder / "transformer").mkdir(parents=True)
     save_file(file.stored, folder / "transformer" / FILE, file.metadata)
-    return dataclasses.replace(
-        case, name=f"{case.name}, 8 bits in the file", model=dataclasses.replace(case.model, folder=folder)
-    )
+    return dataclasses.replace(case, name=f"{case.name}, 8 bits in the file", model=_in_folder(case.model, folder))
 
 
 def _write_lora(model: Model[Any, Any], path: Path, shapes: Shapes) -> Lora:
@@ -292,7 +295,7 @@ def _from_files(case: Case, mesh: ProcessMesh) -> torch.Tensor:
     transformer = model.build_transformer(AttentionPolicy(environment=None, mesh=mesh))
     rules = Quantization.of(model.family.name, case.quantization, ())
     rules.apply(model.modules(transformer))
-    (home,) = model.keep_in_files(transformer, CPU, DTYPE, (), rules).values()
+    (home,) = model.weights.keep_in_files(model.modules(transformer), CPU, DTYPE, (), rules).values()
     part = OffloadedPart("transformer", transformer, home, Transfers(CPU), 0, 1)
     home.change(case.loras)
     part.enter()
@@ -307,7 +310,7 @@ def _switched(case: Case, mesh: ProcessMesh) -> torch.Tensor:
     transformer = dataclasses.replace(case, loras=()).load(mesh)
     changed = {"transformer": frozenset().union(*(lora.changed("transformer") for lora in case.loras))}
     model = case.model.shared_by(mesh.tensor)
-    model.rewrite_transformer(transformer, changed, case.loras, {"transformer": {}}, DTYPE)
+    model.weights.rewrite(model.modules(transformer), changed, case.loras, {"transformer": {}}, DTYPE)
     with torch.inference_mode():
         out: torch.Tensor = transformer(*case.given, AttentionContext(sharding=mesh.sharding))
     return out

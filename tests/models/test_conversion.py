@@ -232,6 +232,21 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
         archive.writestr("archive/data.pkl", b"\x80\x02" + b"(" * 1_000_000 + b".")
         archive.writestr("archive/version", b"3")
     yield "expected a pickle of at most 266240 bytes beside 1 other entries", marks
+    ascii_of = b"h\x01h\x00X\x05\x00\x00\x00ascii\x86R"
+    work = {
+        # A key of tuples in tuples, which hashing goes through whole.
+        "tuples": b"}K\x01q\x000" + b"h\x00h\x00\x86q\x000" * 60 + b"h\x00K\x01s",
+        # The same text, encoded again and again; the same list, copied again and again.
+        "texts": b"]X\x00\x40\x00\x00" + b"a" * 0x4000 + b"q\x000c_codecs\nencode\nq\x010(" + ascii_of * 8000 + b"e",
+        "lists": b"]q\x03X\x01\x00\x00\x00aK\x01\x86q\x020(" + b"h\x02" * 20000 + b"e"
+        b"ccollections\nOrderedDict\nq\x050](" + b"h\x05h\x03\x85R" * 20000 + b"e",
+        "bytearray": b"cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R",
+    }
+    for name, code in work.items():
+        with zipfile.ZipFile(folder / f"{name}.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02" + code + b".")
+            archive.writestr("archive/version", b"3")
+        yield "bytearray" if name == "bytearray" else "go through more than", folder / f"{name}.pt"
     yield "no such file", folder / "absent.pt"
     yield "expected names of at most 255 bytes", folder / ("x" * 300)
 

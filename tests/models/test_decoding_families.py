@@ -245,7 +245,7 @@ def test_a_decode_that_does_not_fit_says_what_it_takes_and_what_tiles_take() -> 
 
 
 def test_models_without_tiles_refuse_them() -> None:
-    FLUX1.check_tiling("auto")
-    FLUX1.check_tiling("off")
+    FLUX1.decoding.check_tiling("auto", FLUX1.name)
+    FLUX1.decoding.check_tiling("off", FLUX1.name)
     with pytest.raises(ConfigError, match="the decoder of flux1 models has no tiles; leave out --vae-tiling"):
-        FLUX1.check_tiling("on")
+        FLUX1.decoding.check_tiling("on", FLUX1.name)

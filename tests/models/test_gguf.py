@@ -28,7 +28,7 @@ from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter
 from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
-from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
+from diffusion_runtime.memory.weight_unit import blocks_of, num_bytes_of, streamed_bytes
 from diffusion_runtime.untrusted import gguf_header
 from diffusion_runtime.untrusted.gguf_header import TYPES, read_gguf_header
 

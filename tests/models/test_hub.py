@@ -24,8 +24,10 @@ from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.hub import needed_files
 from diffusion_runtime.models.model_sources import resolve_model_folder
+from diffusion_runtime.weights.lora.reading import lora_file
 
 SERVER = Path(__file__).with_name("hub_server.py")
 
@@ -181,18 +183,34 @@ def test_a_cache_without_refs_is_taken_or_its_snapshots_are_named(
     assert resolve_model_folder("owner/tiny", offline=True) == folder / "snapshots" / one
     assert resolve_model_folder(str(folder)) == folder / "snapshots" / one
     shutil.copytree(tiny_wan_folder, folder / "snapshots" / two)
-    with pytest.raises(ModelLoadError, match="without refs/main; write --model-path ") as failure:
+    with pytest.raises(ModelLoadError, match="without refs/main; give ") as failure:
         resolve_model_folder(str(folder))
-    named = re.findall(r"--model-path (\S+)", str(failure.value))
+    named = str(failure.value).partition("; give ")[2].split(" or ")
     assert {resolve_model_folder(path) for path in named} == {folder / "snapshots" / each for each in (one, two)}
     with pytest.raises(ModelLoadError, match="a snapshot of it is there: write --model-path owner/tiny@") as failure:
         resolve_model_folder("owner/tiny", offline=True)
     path = re.findall(r"--model-path (\S+)", str(failure.value))[0]
     assert resolve_model_folder(path, offline=True).parent == folder / "snapshots"
     assert resolve_model_folder(str(folder), revision=two) == folder / "snapshots" / two
+    assert resolve_model_folder(str(folder / "snapshots"), revision=two) == folder / "snapshots" / two
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(two)
     assert resolve_model_folder(str(folder)) == folder / "snapshots" / two
+
+
+def test_parts_in_the_cache_are_found_by_its_folder(tmp_path: Path, tiny_wan_folder: Path) -> None:
+    """Repositories of one component, and of a LoRA."""
+    cache = {name: tmp_path / f"models--owner--{name}" / "snapshots" / ("a" * 40) for name in ("vae", "lora", "whole")}
+    shutil.copytree(tiny_wan_folder / "vae", cache["vae"])
+    shutil.copytree(tiny_wan_folder, cache["whole"])
+    cache["lora"].mkdir(parents=True)
+    (cache["lora"] / "pytorch_lora_weights.safetensors").touch()
+    assert lora_file(str(cache["lora"].parent.parent), "lora.path").parent == cache["lora"]
+    config = RuntimeConfig(str(tiny_wan_folder), device="cpu", vae_path=str(cache["vae"].parent.parent))
+    assert inspect_pipeline(config).model_folder.parts.keys() == {"vae"}
+    config = RuntimeConfig(str(tiny_wan_folder), device="cpu", transformer_path=str(cache["whole"].parent.parent))
+    with pytest.raises(ModelLoadError, match=f"is the folder of a whole model: give {cache['whole'] / 'transformer'}"):
+        inspect_pipeline(config)
 
 
 def test_a_revision_that_cannot_be(hub: SimpleNamespace, tiny_wan_folder: Path) -> None:

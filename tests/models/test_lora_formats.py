@@ -97,6 +97,23 @@ SPELLINGS: Mapping[str, tuple[Names, Callable[[str, str], str]]] = {
     "unet": (Names.ORIGINAL, lambda name, end: f"unet.{DIFFUSERS[name]}.lora_{'AB'[end == 'up']}.weight"),
     "dit": (Names.ORIGINAL, lambda name, end: f"dit.{name}.lora_{'AB'[end == 'up']}.weight"),
     "model": (Names.ORIGINAL, lambda name, end: f"model.{name}.lora_{end}.weight"),
+    # Levels that trainers, PEFT and torch.compile put around each other, in any order; and a name with a hyphen.
+    "PEFT inside of diffusers": (
+        Names.DIFFUSERS,
+        lambda name, end: f"transformer.base_model.model.{DIFFUSERS[name]}.lora_{'AB'[end == 'up']}.weight",
+    ),
+    "compiled": (
+        Names.DIFFUSERS,
+        lambda name, end: f"transformer._orig_mod.{DIFFUSERS[name]}.lora_{'AB'[end == 'up']}.my-style.weight",
+    ),
+    "compiled blocks, flattened": (
+        Names.KOHYA,
+        lambda name, end: f"lora_unet__orig_mod_{name.replace('.', '_')}.lora_{end}.weight",
+    ),
+    "data-parallel, of a trainer": (
+        Names.ORIGINAL,
+        lambda name, end: f"module.model.dit.{name}.lora_{end}.weight",
+    ),
     "kohya, diffusers' names": (
         Names.KOHYA,
         lambda name, end: f"lora_transformer_{DIFFUSERS[name].replace('.', '_')}.lora_{end}.weight",
@@ -349,7 +366,7 @@ def test_lokr_of_lycoris_whole_decomposed_and_fused(tmp_path: Path) -> None:
     assert_merged(
         "FLUX.1", bind(file, LoraConfig("a"), target("FLUX.1")), {name: weights[name] + torch.kron(first, second)}
     )
-    file = file_of(tmp_path, {f"{key}.lokr_w1": first, f"{key}.lokr_w2_a": a, f"{key}.lokr_w2_b": b, **alpha})
+    file = file_of(tmp_path, {f"{key}.lokr_w1.default": first, f"{key}.lokr_w2_a": a, f"{key}.lokr_w2_b": b, **alpha})
     product = torch.kron(first, a @ b) * 1.5 / RANK
     assert_merged("FLUX.1", bind(file, LoraConfig("a"), target("FLUX.1")), {name: weights[name] + product})
     key = "diffusion_model.double_blocks.0.img_attn.qkv"

@@ -14,6 +14,7 @@ import torch
 from offloaded_pipelines import StrictTransfers, load_offloaded
 from PIL import Image
 from recorded_capture import RecordedCapture
+from staged_sampling import sample_in_stages
 from tables import table
 from tiny_families import WRITERS, given_to, small_request
 from tiny_flux1 import write_tiny_flux1
@@ -24,7 +25,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.attention import AttentionContext, RequestCache, StepInfo
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
-from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages, steps_in_stages
+from diffusion_runtime.denoising.progressive_resolution import plan_stages, stage_samplers
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.layers import modulation_rows
@@ -204,7 +205,7 @@ def test_steps_of_several_sizes_are_known_before_they_run() -> None:
 
     noise = torch.ones(1, 1, 1, 2, 2)
     sample_in_stages(sampler, stages, noise, [predict] * 3, lambda shape: torch.ones(1, *shape))
-    assert steps_in_stages(sampler, stages, noise.device) == tuple(ran)
+    assert [step for each in stage_samplers(sampler, stages) for step in each.steps(noise.device)] == ran
 
 
 def test_streamed_blocks_leave_their_modulation_where_it_waits_but_once_a_request(tiny_folder_of: FolderOf) -> None:

@@ -333,7 +333,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
         prepared.rules.sampling.geometry,
         prepared.rules.sampling.geometry.temporal_factor,
     )
-    shapes = model.family.text_shapes(model.folder, model.config)
+    shapes = model.family.text.shapes(model.folder, model.config)
     streams = [TextStream(torch.zeros(1, *shape), (shape[0],)) for shape in shapes.streams]
     pooled = None if shapes.pooled_dim is None else torch.zeros(1, shapes.pooled_dim)
     text = Conditions.of(streams[0].embeddings, streams[0].lengths, pooled=pooled, further=streams[1:])
@@ -342,7 +342,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
     for pixels in SIZES:
         size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
         asked = GenerationRequest("a", num_inference_steps=len(NUMBERED))
-        request = PlannedRequest(size, 1, False, False, asked, 1.0 if model.embeds_guidance else None)
+        request = PlannedRequest(size, 1, False, False, asked, 1.0 if model.sampling.embeds_guidance else None)
         planned = step_demand(model, prepared.transformer, shapes, torch.float32, request).total
         latents = torch.zeros(1, *geometry.sample_shape(size))
         inputs = DenoiserInputs(text, size, request.guidance)
@@ -367,9 +367,11 @@ def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_fol
         prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu", **values))
         assert isinstance(prepared, PreparedModel)
         model, factor = prepared.model, prepared.rules.sampling.geometry.temporal_factor
-        shapes = model.family.text_shapes(model.folder, model.config)
+        shapes = model.family.text.shapes(model.folder, model.config)
         size = ClipSize(160, 160, 1 + factor if factor > 1 else 1, 24)
-        request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
+        request = PlannedRequest(
+            size, 1, False, False, GenerationRequest("a"), 1.0 if model.sampling.embeds_guidance else None
+        )
         return step_demand(model, prepared.transformer, shapes, prepared.policy.dtype, request).total
 
     vsa = {"per_role": {"self": {"backend": "vsa", "extra": {"sparsity": 0.6}}}}

@@ -31,7 +31,7 @@ def nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def transformer_shapes(model: str) -> Shapes:
     folder = ModelFolder(find_configs(model).path)
-    shapes = family_for_folder(folder).describe(folder).expected("transformer").shapes
+    shapes = family_for_folder(folder).describe(folder).weights.expected("transformer").shapes
     # Files of models that were not trained with Video Sparse Attention have no gates.
     return {name: shape for name, shape in shapes.items() if "gate_compress" not in name}
 

@@ -118,7 +118,7 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
-            assert name.startswith(("wan", "ltx", "flux.1")) or value == family.defaults[key]
+            assert name.startswith(("wan", "ltx", "flux.1")) or value == family.requests.defaults[key]
             continue
         assert value == defaults[key], key
 

@@ -16,7 +16,7 @@ from diffusion_runtime.layers import fp8_linear
 from diffusion_runtime.layers.fp8_linear import SCALED_PRODUCT, Fp8Linear
 from diffusion_runtime.layers.linear import Linear, QuantizedTokens
 from diffusion_runtime.loading.preparation import inspect_pipeline
-from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.weights.quantization import Quantization
 
 MODES = ("fp8", "fp8-all")
 

@@ -31,7 +31,7 @@ def folder_with(tmp_path: Path, transformer_class: str) -> Path:
 def test_a_wan_folder_is_of_the_wan_family(tiny_wan_folder: Path) -> None:
     family = family_for_folder(tiny_wan_folder)
     assert family.name == "wan"
-    assert set(family.transformer_classes) <= set(supported_transformer_classes())
+    assert set(family.files.transformer_classes) <= set(supported_transformer_classes())
 
 
 def test_an_unsupported_class_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_family_declared_from_another_one_shares_its_names_in_lora_files(monke
     monkeypatch.setattr("diffusion_runtime.models.registry._families", {})
     register_family("WanTransformer3DModel", lambda: FAMILY)
     register_family("DeclaredFromWan", lambda: dataclasses.replace(FAMILY, name="declared"))
-    assert [names.title for names in lora_names_of_families()] == [FAMILY.lora_names.title]
+    assert [names.title for names in lora_names_of_families()] == [FAMILY.weights.lora_names.title]
 
 
 def test_names_in_lora_files_are_known_without_importing_a_family() -> None:

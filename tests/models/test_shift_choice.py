@@ -103,7 +103,9 @@ def test_a_fixed_preset_over_a_shift_that_follows_the_size(tmp_path: Path) -> No
     rules = rules_of(tmp_path / "Qwen-Image-Lightning-4steps", "Qwen-Image")
     distilled = rules.resolve(GenerationRequest("a"))
     assert (distilled.flow_shift, distilled.num_inference_steps) == (3.0, 4)
-    assert "flow_shift: 3 of the sampling preset lightning-4 runs" in (rules.sampling_note(distilled) or "")
+    assert "flow_shift: 3 of the sampling preset lightning-4, with its shift_terminal of 0, runs" in (
+        rules.sampling_note(distilled) or ""
+    )
     assert "says a shift that follows the size" in (rules.sampling_note(distilled) or "")
     whole = rules.resolve(GenerationRequest("a", num_inference_steps=50, guidance_scale=4.0))
     tokens = 1328 * 1328 // 256
@@ -111,6 +113,15 @@ def test_a_fixed_preset_over_a_shift_that_follows_the_size(tmp_path: Path) -> No
     assert "of the folder's scheduler runs; the sampling preset lightning-4 says 3" in (
         rules.sampling_note(whole) or ""
     )
+    # The level that the schedule ends at is the folder's again as well; 0 turns the stretch off.
+    assert (distilled.shift_terminal, whole.shift_terminal) == (0.0, None)
+    assert sigmas_of(rules, whole)[-2] == pytest.approx(0.02)
+    own = rules.resolve(GenerationRequest("a", num_inference_steps=50, guidance_scale=4.0, flow_shift=5.0))
+    assert (own.flow_shift, own.shift_terminal) == (5.0, None)
+    said = rules.resolve(GenerationRequest("a", num_inference_steps=50, guidance_scale=4.0, shift_terminal=0.1))
+    assert (said.flow_shift, said.shift_terminal) == (whole.flow_shift, 0.1)
+    for request in (distilled, whole, own, said):
+        assert rules.resolve(request) == request
 
 
 def test_image_to_video_with_the_shift_of_fasthunyuan_is_not_fasthunyuan(tmp_path: Path) -> None:

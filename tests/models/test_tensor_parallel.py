@@ -22,9 +22,9 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.published import published_models
-from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import planned_mesh
+from diffusion_runtime.weights.tensor_parallel import TensorParallel, shared_pieces
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_every_linear_layer_meets_one_rule_and_two_halves_make_the_whole(name: s
     for index in range(2):
         mesh = dataclasses.replace(planned_mesh(1, 1, 1, 2), tensor=RankGroup((0, 1), index, None, (0, 1)))
         part = model.shared_by(mesh.tensor).build_transformer(AttentionPolicy(environment=None, mesh=mesh))
-        pieces = shared_pieces(part, model.pieces("transformer"))
+        pieces = shared_pieces(part, model.weights.pieces("transformer"))
         for key, parameter in part.named_parameters():
             assert sum(math.prod(piece.read_shape) for piece in pieces[key]) == parameter.numel(), key
             for piece in pieces[key]:
@@ -122,7 +122,7 @@ def test_what_cannot_be_shared_is_refused_before_loading() -> None:
         ConfigError, match=r"4 processes cannot share the 170 features of .*feed_forward\.up .* 1, 2, 5"
     ):
         _build(narrow, 4)
-    other = dataclasses.replace(model, family=dataclasses.replace(model.family, name="other"))
+    other = dataclasses.replace(model, weights=dataclasses.replace(model.weights, family="other"))
     with pytest.raises(ConfigError, match=r"other models hold their weights whole.*families that share.*wan"):
         _build(other, 2)
 

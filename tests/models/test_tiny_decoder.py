@@ -177,5 +177,5 @@ def test_other_decoders_have_no_fast_mode() -> None:
     from diffusion_runtime.models.flux1.family import FAMILY as FLUX1
 
     with pytest.raises(ConfigError, match="the decoder of flux1 models has one mode, exact; leave out --vae-decode"):
-        FLUX1.check_decode_mode("fast")
-    FLUX1.check_decode_mode("exact")
+        FLUX1.decoding.check_mode("fast", FLUX1.name)
+    FLUX1.decoding.check_mode("exact", FLUX1.name)

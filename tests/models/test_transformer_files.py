@@ -23,6 +23,7 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLo
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
 from diffusion_runtime.loading.preparation import inspect_pipeline
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.weights.tensor_files import SafetensorsFile, read_tensors
 from diffusion_runtime.weights.tensor_names import Expected
 from diffusion_runtime.weights.transformer_files import TransformerFile
 
@@ -33,7 +34,7 @@ UNREAD = ("norm_final.weight", "video_embeddings_connector.")
 def read(path: Path, family: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The tensors of a file as a model of the family meets them."""
     folder = family.partition(" ")[0]
-    names = importlib.import_module(f"diffusion_runtime.models.{folder}.lora_names").LORA_NAMES
+    names = importlib.import_module(f"diffusion_runtime.models.{folder}.weights").LORA_NAMES
     expected = Expected(shapes, names, lora_names_of_families, lambda name: name.startswith(UNREAD))
     with contextlib.ExitStack() as stack:
         rows = TransformerFile(str(path), "transformer_path", "transformer").source(expected)(stack)
@@ -250,3 +251,15 @@ def test_a_model_of_two_transformers_takes_one_file_each(tmp_path: Path) -> None
     changed = load_pipeline(str(folder), device="cpu", **paths).transformer.state_dict()
     for name, value in load_pipeline(config).transformer.state_dict().items():
         assert torch.allclose(changed[name], value + 0.5), name
+
+
+def test_a_head_of_more_tensors_than_any_component_has_is_refused_at_once(tmp_path: Path) -> None:
+    """Telling what a file is looks at every name."""
+    path = tmp_path / "many.safetensors"
+    names = [f"blocks.{number}.self_attn.q.lora_A.weight" for number in range(20_001)]
+    head = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    for read in (SafetensorsFile, lambda path: read_tensors(path, "lora.path")):
+        with pytest.raises(ModelLoadError, match="it would hold 20001 tensors, more than 20000"):
+            read(path)

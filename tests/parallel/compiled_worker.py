@@ -22,11 +22,11 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.tensor_parallel import TensorParallel, shared_pieces
 
 WORLD = 2
 # (ulysses, ring, branches, tensor). USP, of four processes, is the first two one inside the other, within the same

@@ -13,6 +13,7 @@ import pytest
 import torch
 from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
+from staged_sampling import sample_in_stages
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, token_order
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
@@ -27,7 +28,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
+from diffusion_runtime.denoising.progressive_resolution import plan_stages
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition

@@ -13,7 +13,7 @@ from tables import table
 from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from diffusion_runtime.text_encoders.clip_image import load_clip_image_encoder
+from diffusion_runtime.text_encoders.clip import load_clip_image_encoder
 from diffusion_runtime.text_encoders.image_preparation import read_preparation
 
 SIZES = {"size": {"shortest_edge": 30}, "crop_size": {"height": 28, "width": 28}}

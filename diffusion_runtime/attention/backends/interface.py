@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
+    from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks
     from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 

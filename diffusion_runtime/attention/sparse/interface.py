@@ -35,7 +35,7 @@ from diffusion_runtime.core.hardware import DTYPES, Hardware
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens, TokenBlocks
+from diffusion_runtime.kernels.block_packing import Averaged, PackedTokens, TokenBlocks
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, takes_packed_rows
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm

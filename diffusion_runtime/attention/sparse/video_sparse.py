@@ -29,8 +29,7 @@ from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens
+from diffusion_runtime.kernels.block_packing import Averaged, PackedTokens, pack_tokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch

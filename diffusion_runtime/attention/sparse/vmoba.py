@@ -28,14 +28,14 @@ from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
+from diffusion_runtime.kernels.block_packing import pack_tokens
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
 from diffusion_runtime.kernels.block_sparse.triton import refusal_of_size
-from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
+from diffusion_runtime.kernels.chunk_selection import SelectionRule, chunk_row_mask
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 # So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.

@@ -36,8 +36,7 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedFor
 from diffusion_runtime.kernels.implementation import fusion_is_on
 from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.modulation_rows import is_planned
-from diffusion_runtime.parallel.agreement import agreed_refusal, reasons_of
-from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup, agreed_refusal, reasons_of
 from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
 
 # Host time of a forward pass over its device time, above which launches bound it.

@@ -1,10 +1,11 @@
-"""A block runner of a step cache that counts the steps of the guidance branches it runs."""
+"""A block runner of a step cache that counts the steps of the guidance branches it runs; residuals of a stack
+of blocks."""
 
 from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.block_stack import BlockRunner, Streams
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 from diffusion_runtime.report.attention_report import AttentionRecorder
@@ -43,3 +44,22 @@ class CountedRunner(BlockRunner):
         for branch, count, table in zip(_BRANCHES, counts, all_gather(branches, padded.to(device)), strict=True):
             for index, computed, expert, error in table[:count].tolist() if branch != mine else ():
                 self.record(StepInfo(int(index), branch=branch, expert=int(expert)), None if computed else error)
+
+
+def entered(streams: Streams) -> Streams:
+    """Return a copy of the streams, which blocks overwrite."""
+    return tuple(stream.clone() for stream in streams)
+
+
+def minus(streams: Streams, entering: Streams) -> Streams:
+    """entering: as many streams, or those that were joined since."""
+    if len(entering) > len(streams):
+        entering = (torch.cat(entering, dim=1),)
+    return tuple(a - b for a, b in zip(streams, entering, strict=True))
+
+
+def plus(streams: Streams, residual: Streams) -> Streams:
+    """Return the streams with a residual of `minus`, joined where its blocks joined them."""
+    if len(streams) > len(residual):
+        streams = (torch.cat(streams, dim=1),)
+    return tuple(a + b for a, b in zip(streams, residual, strict=True))

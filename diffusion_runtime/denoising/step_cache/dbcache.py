@@ -22,8 +22,7 @@ import torch
 
 from diffusion_runtime.core.block_stack import MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
-from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus, plus
+from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner, entered, minus, plus
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.step_cache_options import DBCacheOptions

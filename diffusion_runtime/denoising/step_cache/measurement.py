@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus
+from diffusion_runtime.denoising.step_cache.counted_runner import entered, minus
 from diffusion_runtime.denoising.step_cache.teacache import compared_tensor, relative_change
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.request.step_cache_options import NUM_COEFFICIENTS

@@ -21,8 +21,7 @@ import torch
 from diffusion_runtime.core.block_stack import MakeModulatedInput, ModulatedInput, RunBlock, Streams
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
-from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
-from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus, plus
+from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner, entered, minus, plus
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 from diffusion_runtime.report.attention_report import AttentionRecorder

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing import TAIL_ROWS, PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing import PackedTokens, pack_tokens, row_width
 from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.kernels.block_sparse.gathered_lists import gathered_lists
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
-from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
+from diffusion_runtime.kernels.block_packing import PackedTokens, pack_tokens, row_width, rows_contiguous
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan

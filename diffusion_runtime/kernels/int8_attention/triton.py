@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
+from diffusion_runtime.kernels.block_packing import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.triton import DTYPES, has_bulk_copies, is_interpreted
 from diffusion_runtime.kernels.int8_attention.reference import LEVELS
 from diffusion_runtime.startup.importing import import_failure

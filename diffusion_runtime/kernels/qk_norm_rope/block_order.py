@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks, pack_tokens_reference
+from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks, pack_tokens, pack_tokens_reference
 from diffusion_runtime.kernels.implementation import runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import block_order_triton as triton
 from diffusion_runtime.kernels.qk_norm_rope import reference

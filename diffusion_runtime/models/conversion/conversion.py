@@ -175,7 +175,7 @@ def _base_parts(base: Path) -> dict[str, Path]:
     if missing:
         raise ModelLoadError(f"--base: {base} lacks {listed(missing)}; {advice}")
     folder = ModelFolder(base.absolute())
-    title = family_for_folder(folder).lora_names.title
+    title = family_for_folder(folder).weights.lora_names.title
     classes = read_index(folder).get("transformer")
     if title != _FAMILY or not isinstance(classes, list) or classes[-1] != "WanTransformer3DModel":
         raise ModelLoadError(f"--base: {base} holds {shown(classes)} of {title}; {advice}")
@@ -186,7 +186,7 @@ def _model_rows(source: Path, chosen: PickledTensors, base: Path) -> Rows:
     """Return the tensors by diffusers' names. Raises ModelLoadError for another model's or missing tensors."""
     folder = ModelFolder(base.absolute())
     family = family_for_folder(folder)
-    expected = replace(family.open(folder).expected("transformer"), known=lora_names_of_families)
+    expected = replace(family.open(folder).weights.expected("transformer"), known=lora_names_of_families)
     rows = by_diffusers_names(source, stored_rows([PickleFile(source, chosen)]), expected)
     wanted = {name: shape for name, shape in expected.shapes.items() if name in rows or OPTIONAL_PART not in name}
     missing = [name for name in wanted if name not in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ MAX_PICKLE_BYTES = 4 * 2**20
 """Of the pickle beside the tensors. Every byte may be an instruction, and torch reads about a million per second: so a
 file of few tensors has a short one, of at most these bytes for each entry and some for the rest."""
 _PICKLE_BYTES_OF_ENTRY, _PICKLE_BYTES_OF_REST = 2048, 256 * 2**10
+MAX_WORK_PER_BYTE = 50
+"""Values that the instructions of a pickle may go through for each of its bytes. A tuple of a tuple of tuples is hashed
+whole, and a text may be copied again and again: a few hundred bytes can ask for years, or for all memory."""
 MAX_SHARING = 2
 """How many times the bytes of a file its tensors may be together: some models tie two of theirs."""
 MAX_DEPTH = 6
@@ -105,10 +109,66 @@ def _check_archive(path: Path) -> None:
         raise ModelLoadError(f"{path}: claims {size} bytes, and has {path.stat().st_size}")
     most = min(MAX_PICKLE_BYTES, _PICKLE_BYTES_OF_REST + _PICKLE_BYTES_OF_ENTRY * len(entries))
     for entry in entries:
-        if entry.filename.endswith("data.pkl") and entry.file_size > most:
+        if not entry.filename.endswith("data.pkl"):
+            continue
+        if entry.file_size > most:
             raise ModelLoadError(
                 f"{path}: expected a pickle of at most {most} bytes beside {len(entries) - 1} other entries, got "
                 f"{entry.file_size}"
+            )
+        try:
+            with zipfile.ZipFile(path) as archive:
+                _check_work(path, archive.read(entry))
+        except (zipfile.BadZipFile, OSError, ValueError, LookupError) as error:
+            raise ModelLoadError(
+                f"{path}: a damaged pickle ({first_line(error)}); copy or download it again"
+            ) from error
+
+
+# Instructions that put values into the one below them.
+_FILLING = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD", "ADDITEMS"})
+_STORING, _FETCHING = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
+# It makes as many bytes as it is told, and torch allows it.
+_REFUSED = ("builtins bytearray", "__builtin__ bytearray")
+
+
+def _check_work(path: Path, code: bytes) -> None:
+    """Check that a pickle asks for no more than its own size, without running it: each value is the number of others
+    that making or hashing it goes through. Raises ModelLoadError, and what pickletools raises for a damaged one."""
+    stack: list[list[int]] = []
+    memo: dict[object, list[int]] = {}
+    marks: list[int] = []
+    work = 0
+    for operation, argument, _ in pickletools.genops(code):
+        name = operation.name
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in _FETCHING:
+            stack.append(memo[argument])
+        elif name in _STORING:
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "GLOBAL" and argument in _REFUSED:
+            raise ModelLoadError(f"{path}: not a pickle of tensors: it asks for {argument}; ask for a state dict")
+        else:
+            below = len(operation.stack_before)
+            if pickletools.markobject in operation.stack_before:
+                below = len(stack) - marks.pop() + operation.stack_before.index(pickletools.markobject)
+            taken = stack[len(stack) - below :] if below else []
+            del stack[len(stack) - below :]
+            values = sum(value for (value,) in taken)
+            work += values
+            if name in _FILLING:
+                # What it holds stays what it is, and is only counted.
+                taken[0][0] += len(taken) - 1
+                stack.append(taken[0])
+            elif operation.stack_after:
+                stack.append([1 + values + (len(argument) if isinstance(argument, str | bytes) else 0)])
+        if work > MAX_WORK_PER_BYTE * len(code):
+            raise ModelLoadError(
+                f"{path}: not a pickle of tensors: its {len(code)} bytes go through more than {work} values; ask for a "
+                "state dict"
             )
 
 

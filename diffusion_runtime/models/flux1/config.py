@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError
 
@@ -110,15 +110,9 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("latent_channels")
-    if num_channels != transformer.num_channels:
-        raise file.error(
-            "latent_channels", f"{transformer.num_channels}, a quarter of the transformer's out_channels", num_channels
-        )
-    widths = file.values.get("block_out_channels")
-    if not isinstance(widths, list) or not widths:
-        raise file.error("block_out_channels", "a list with the width of every level", widths)
-    spatial_factor = 2 ** (len(widths) - 1)
+    source = "a quarter of the transformer's out_channels"
+    num_channels = read_num_channels(file, "latent_channels", transformer.num_channels, source)
+    spatial_factor = read_image_factor(file)
     _check_condition(folder, transformer, spatial_factor)
     return ImageGeometry(num_channels=num_channels, spatial_factor=spatial_factor, temporal_factor=1, patch=PATCH)
 

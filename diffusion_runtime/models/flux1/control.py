@@ -43,7 +43,7 @@ class Control:
 
     @property
     def images(self) -> dict[str, bool]:
-        """Image fields of requests, as Model.images."""
+        """Image fields of requests, as ImageInputs.images."""
         return {"image_path": True, **({"mask_path": True} if self.masks else {})}
 
     def load_conditioner(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ControlConditioner:

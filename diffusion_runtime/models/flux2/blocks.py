@@ -20,7 +20,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
-from diffusion_runtime.layers.double_stream import JointAttention
+from diffusion_runtime.layers.double_stream import JointAttention, TwoStreams
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 
 
-class Flux2DoubleBlock(nn.Module):
+class Flux2DoubleBlock(TwoStreams):
     """Block in which grid and text have weights of their own and meet in the attention (MM-DiT, Esser et al.,
     arXiv:2403.03206)."""
 
@@ -62,15 +62,7 @@ class Flux2DoubleBlock(nn.Module):
         rows, text_rows: six times [B, D]: shift, scale and gate of the attention, then of the feed-forward. rotations:
         [S + L, head_dim / 2], complex. context.layout: the grid followed by the text.
         """
-        attention, norm = self.joint_attention, Norm("layer", self.eps)
-        branch, text_branch = attention(
-            norm_for((attention.qkv,), x, norm, shift=rows[0], scale=rows[1]),
-            norm_for((attention.text_qkv,), text, norm, shift=text_rows[0], scale=text_rows[1]),
-            rotations,
-            context,
-        )
-        self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
-        self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
+        self.run_streams(x, text, rows, text_rows, rotations, context)
 
     def prefill(
         self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
@@ -85,17 +77,8 @@ class Flux2DoubleBlock(nn.Module):
         normalized = norm_for((attention.qkv,), x, Norm("layer", self.eps), shift=rows[0], scale=rows[1])
         q, k, v = attention.heads_of_grid(normalized, rotations)
         attended = self.reference_attention(q, k, v, context).flatten(2)
-        self._feed_forward(x, self.feed_forward, Branch(attention.out(attended), rows[2]), rows[3:])
+        self.feed(x, self.feed_forward, Branch(attention.out(attended), rows[2]), rows[3:])
         return _own_memory(k), _own_memory(v)
-
-    def _feed_forward(
-        self, x: torch.Tensor, feed_forward: GatedFeedForward, branch: Branch, rows: Sequence[torch.Tensor]
-    ) -> None:
-        """Add the attention's branch to x, then the feed-forward network's."""
-        shift, scale, gate = rows
-        norm = Norm("layer", self.eps)
-        normalized = norm_for((feed_forward.up,), x, norm, shift=shift, scale=scale, branch=branch)
-        add_gated_(x, feed_forward(normalized), gate)
 
 
 class Flux2SingleBlock(nn.Module):

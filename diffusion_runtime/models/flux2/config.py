@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -147,15 +147,11 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
     fold = file.values.get("patch_size", [FOLD, FOLD])
     if fold != [FOLD, FOLD]:
         raise file.error("patch_size", f"{[FOLD, FOLD]}", fold)
-    num_channels, folded = file.whole_number("latent_channels", 32), transformer.num_channels // FOLD**2
-    if num_channels != folded:
-        raise file.error("latent_channels", f"{folded}, a quarter of the transformer's in_channels", num_channels)
-    widths = file.values.get("block_out_channels")
-    if not isinstance(widths, list) or not widths:
-        raise file.error("block_out_channels", "a list with the width of every level", widths)
+    source = "a quarter of the transformer's in_channels"
+    read_num_channels(file, "latent_channels", transformer.num_channels // FOLD**2, source, 32)
     return ImageGeometry(
         num_channels=transformer.num_channels,
-        spatial_factor=FOLD * 2 ** (len(widths) - 1),
+        spatial_factor=FOLD * read_image_factor(file),
         temporal_factor=1,
         patch=(1, 1, 1),
     )

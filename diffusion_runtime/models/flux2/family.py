@@ -1,6 +1,6 @@
 """The FLUX.2 family: images from text and from reference images, by [dev], which takes the guidance scale as an input,
 and [klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
-reference images once."""
+reference images once. Prompts are read by a language model: the hidden states of three of its layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
     DEV,
@@ -24,11 +28,46 @@ from diffusion_runtime.models.flux2.config import (
     read_pipeline_config,
     read_transformer_config,
 )
-from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
-from diffusion_runtime.models.flux2.text import DEV_LAYERS, KLEIN_LAYERS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.flux2.weights import transformer_pieces
+from diffusion_runtime.models.flux2.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
+
+MAX_TOKENS = 512
+# It contains the line break, as in training.
+SYSTEM_MESSAGE = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+DEV_TEMPLATE, DEV_LAYERS = mistral3_template(SYSTEM_MESSAGE), (10, 20, 30)
+# Qwen3's chat format, for an answer without thinking first.
+KLEIN_TEMPLATE = PromptTemplate(
+    "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", num_cropped=0
+)
+KLEIN_LAYERS = (9, 18, 27)
+
+
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """Load Mistral Small 3 for [dev], Qwen3 for [klein].
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights, and when the encoder does
+    not fit the transformer's size.
+    """
+    if read_pipeline_config(folder).is_klein:
+        encoder = load_stacked_qwen3(folder, device, dtype, KLEIN_TEMPLATE, max_tokens=MAX_TOKENS, layers=KLEIN_LAYERS)
+    else:
+        encoder = load_mistral3(folder, device, dtype, DEV_TEMPLATE, max_tokens=MAX_TOKENS, layers=DEV_LAYERS)
+    text_dim = read_transformer_config(folder).text_dim
+    if encoder.dim != text_dim:
+        raise ModelLoadError(
+            f"{folder / 'text_encoder'}: three layers of it make {encoder.dim} numbers per token, and the transformer "
+            f"takes joint_attention_dim, {text_dim}; the two are not of the same model"
+        )
+    return encoder
+
 
 # Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.
 _AT_10_STEPS = 8.73809524e-05, 1.89833333
@@ -78,15 +117,18 @@ def _adapt(model: _Model) -> _Model:
     images = dataclasses.replace(images, are_cached=pipeline.caches_references)
     model = dataclasses.replace(
         model,
-        embeds_guidance=model.config.embeds_guidance,
-        images={"image_path": False},
-        references=images,
-        caches_prefix=pipeline.caches_references,
+        sampling=dataclasses.replace(
+            model.sampling,
+            embeds_guidance=model.config.embeds_guidance,
+            takes_guidance=not pipeline.is_distilled,
+            caches_prefix=pipeline.caches_references,
+        ),
+        inputs=ImageInputs(images={"image_path": False}, references=images),
         load_image_conditioner=partial(editing.load_conditioner, images, model.folder),
     )
     if not pipeline.is_distilled:
         return model
-    return dataclasses.replace(model, takes_guidance=False, defaults={**model.defaults, **_FEW_STEPS})
+    return dataclasses.replace(model, defaults={**model.defaults, **_FEW_STEPS})
 
 
 def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShapes:
@@ -96,22 +138,24 @@ def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShape
 
 FAMILY = ModelFamily(
     name="flux2",
-    transformer_classes=("Flux2Transformer2DModel",),
-    pipeline_classes=(DEV, KLEIN, KLEIN_KV),
-    index_keys=("is_distilled",),
-    diffusers_components=(codec.AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("Flux2Transformer2DModel",),
+        pipeline_classes=(DEV, KLEIN, KLEIN_KV),
+        index_keys=("is_distilled",),
+        diffusers_components=(codec.AUTOENCODER,),
+    ),
     roles=(("self", "self"),),
-    # For [klein] before distillation, too.
-    defaults=published_defaults("flux.2-dev"),
+    requests=Requests(
+        # For [klein] before distillation, too.
+        defaults=published_defaults("flux.2-dev"),
+        read_schedule=read_schedule,
+    ),
+    text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
+    decoding=Decoding(load=codec.load_decoder),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=read_schedule,
     transformer=Flux2Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=_text_shapes,
-    load_text_encoder=load_text_encoder,
-    load_decoder=codec.load_decoder,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -26,12 +26,12 @@ from diffusion_runtime.core.block_stack import ModulatedInput, overwriting, then
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError, shown
 
@@ -133,13 +133,9 @@ def check_pipeline(folder: AnyFolder) -> None:
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("latent_channels", 16)
-    if num_channels != transformer.num_channels:
-        raise file.error(
-            "latent_channels", f"{transformer.num_channels}, as the transformer's latents have", num_channels
-        )
+    source = "as the transformer's latents have"
     return LatentGeometry(
-        num_channels=num_channels,
+        num_channels=read_num_channels(file, "latent_channels", transformer.num_channels, source, 16),
         spatial_factor=file.whole_number("spatial_compression_ratio", 8),
         temporal_factor=file.whole_number("temporal_compression_ratio", 4),
         patch=transformer.patch,

@@ -13,7 +13,8 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.hunyuan_video.config import (
     IMAGE_TO_VIDEO,
@@ -25,10 +26,10 @@ from diffusion_runtime.models.hunyuan_video.config import (
     read_geometry,
     read_transformer_config,
 )
-from diffusion_runtime.models.hunyuan_video.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video.text import MAX_IMAGE_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
-from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video.weights import LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.llava import read_llava_preparation
 
@@ -90,42 +91,45 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    model = dataclasses.replace(model, embeds_guidance=model.config.has_guidance)
+    sampling = dataclasses.replace(model.sampling, embeds_guidance=model.config.has_guidance)
+    model = dataclasses.replace(model, sampling=sampling)
     kind = model.config.image_condition
     if kind is None:
         return model
-    return dataclasses.replace(model, images={"image_path": True}, defaults={**model.defaults, **_IMAGE_DEFAULTS[kind]})
+    return dataclasses.replace(
+        model,
+        inputs=ImageInputs(images={"image_path": True}),
+        defaults={**model.defaults, **_IMAGE_DEFAULTS[kind]},
+    )
 
 
 FAMILY = ModelFamily(
     name="hunyuan_video",
-    transformer_classes=("HunyuanVideoTransformer3DModel",),
-    pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("HunyuanVideoTransformer3DModel",),
+        pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
+        diffusers_components=(AUTOENCODER,),
+        check_parts=_check_parts,
+    ),
     # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    defaults=published_defaults("hunyuan-video"),
+    requests=Requests(defaults=published_defaults("hunyuan-video"), schedule=LinearSigmas()),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(
+            ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),
+            config.pooled_dim,
+            sees=config.image_condition is not None,
+        ),
+        load=load_text_encoder,
+    ),
+    decoding=Decoding(
+        load=load_decoder, tiny_decoders={16: "taehv"}, is_shared=True, is_fast=True, has_tiles=True, is_tiled=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    schedule=LinearSigmas(),
     transformer=HunyuanVideoTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
-    stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(
-        ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),
-        config.pooled_dim,
-        sees=config.image_condition is not None,
-    ),
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_decoder,
-    tiny_decoders={16: "taehv"},
-    shares_decoding=True,
-    decodes_fast=True,
-    has_tiles=True,
-    decodes_in_tiles=True,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=load_image_conditioner,
-    check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers HunyuanVideo checkpoint that make up each of ours."""
+"""Weight map: the tensors of a diffusers HunyuanVideo checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, swapped_halves
+from diffusion_runtime.weights.lora.stream_names import (
+    QKV,
+    SINGLE_STREAM,
+    TEXT_QKV,
+    TOKEN_REFINER,
+    VIDEO_DOUBLE_STREAM,
+    embedder_names,
+)
 from diffusion_runtime.weights.pieces import (
     NamedPieces,
     StreamNames,
@@ -54,3 +63,39 @@ def _all_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
         yield from single_stream_pieces(f"single_blocks.{index}", f"single_transformer_blocks.{index}", *sizes)
     yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim)
     yield from linear_pieces("out", [("proj_out", num_channels * math.prod(config.patch))], dim)
+
+
+LORA_NAMES = LoraNames(
+    title="HunyuanVideo",
+    originals={
+        **block_names(
+            "double_blocks.{}",
+            "transformer_blocks.{}",
+            {**VIDEO_DOUBLE_STREAM, "img_attn_qkv": QKV, "txt_attn_qkv": TEXT_QKV},
+        ),
+        **block_names(
+            "single_blocks.{}",
+            "single_transformer_blocks.{}",
+            {
+                **SINGLE_STREAM,
+                "modulation.linear": "norm.linear",
+                "q_norm": "attn.norm_q",
+                "k_norm": "attn.norm_k",
+            },
+        ),
+        **TOKEN_REFINER,
+        "img_in.proj": "x_embedder.proj",
+        **embedder_names("time_in", "time_text_embed.timestep_embedder"),
+        **embedder_names("guidance_in", "time_text_embed.guidance_embedder"),
+        **embedder_names("vector_in", "time_text_embed.text_embedder"),
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": swapped_halves("norm_out.linear"),
+    },
+    absent={
+        f"time_text_embed.guidance_embedder.linear_{index}": "models that take the guidance scale as an input"
+        for index in (1, 2)
+    },
+    resized={"x_embedder.proj": "the patch embedding of a model with other inputs (text to video, or image to video)"},
+    widths=frozenset({3072}),
+    num_blocks=frozenset({20, 40}),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -134,11 +134,9 @@ def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("latent_channels", 32)
-    if num_channels != transformer.num_channels:
-        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
+    source = "the transformer's out_channels"
     return LatentGeometry(
-        num_channels=num_channels,
+        num_channels=read_num_channels(file, "latent_channels", transformer.num_channels, source, 32),
         spatial_factor=file.whole_number("spatial_compression_ratio", 16),
         temporal_factor=file.whole_number("temporal_compression_ratio", 4),
         patch=transformer.patch,

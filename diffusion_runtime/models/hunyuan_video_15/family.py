@@ -7,7 +7,8 @@ import dataclasses
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
     IMAGE_TO_VIDEO,
@@ -18,11 +19,11 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
     read_transformer_config,
     wide_size,
 )
-from diffusion_runtime.models.hunyuan_video_15.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video_15.text import MAX_GLYPH_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
-from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video_15.weights import LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 
 # Tokens of SigLIP, for 384 pixels a side in patches of 14.
@@ -46,39 +47,45 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         defaults={**model.defaults, "height": height, "width": width, **guidance},
-        images={"image_path": True} if model.config.starts_from_image else {},
+        inputs=ImageInputs(images={"image_path": True} if model.config.starts_from_image else {}),
     )
 
 
 FAMILY = ModelFamily(
     name="hunyuan_video_15",
-    transformer_classes=("HunyuanVideo15Transformer3DModel",),
-    pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
-    diffusers_components=(codec.AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("HunyuanVideo15Transformer3DModel",),
+        pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
+        diffusers_components=(codec.AUTOENCODER,),
+        check_parts=_check_parts,
+    ),
     # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    # The flow shift for folders whose scheduler sets none.
-    defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
+    requests=Requests(
+        # The flow shift for folders whose scheduler sets none.
+        defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
+        schedule=LinearSigmas(),
+    ),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(
+            ((MAX_TOKENS, config.text_dim), (MAX_GLYPH_TOKENS, config.glyph_dim)),
+            image=(_NUM_IMAGE_TOKENS, config.image_dim) if config.starts_from_image else None,
+        ),
+        load=load_text_encoder,
+    ),
+    decoding=Decoding(
+        load=codec.load_decoder,
+        tiny_decoders={32: "taehv1_5"},
+        is_shared=True,
+        is_fast=True,
+        has_tiles=True,
+        is_tiled=True,
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    schedule=LinearSigmas(),
     transformer=HunyuanVideo15Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
-    stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(
-        ((MAX_TOKENS, config.text_dim), (MAX_GLYPH_TOKENS, config.glyph_dim)),
-        image=(_NUM_IMAGE_TOKENS, config.image_dim) if config.starts_from_image else None,
-    ),
-    load_text_encoder=load_text_encoder,
-    load_decoder=codec.load_decoder,
-    tiny_decoders={32: "taehv1_5"},
-    shares_decoding=True,
-    decodes_fast=True,
-    has_tiles=True,
-    decodes_in_tiles=True,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
-    check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers HunyuanVideo-1.5 checkpoint that make up each of ours."""
+"""Weight map: the tensors of a HunyuanVideo-1.5 checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, swapped_halves
+from diffusion_runtime.weights.lora.stream_names import TOKEN_REFINER, VIDEO_DOUBLE_STREAM, embedder_names
 from diffusion_runtime.weights.pieces import (
     NamedPieces,
     StreamNames,
@@ -70,3 +72,32 @@ def _text(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
     yield from linear_pieces("text.image.up", [("image_embedder.linear_1", config.image_dim)], config.image_dim)
     yield from linear_pieces("text.image.down", [("image_embedder.linear_2", dim)], config.image_dim)
     yield from layer_norm_pieces("text.image.norm_out", "image_embedder.norm_out", dim)
+
+
+_IMAGE = {"proj.0": "norm_in", "proj.1": "linear_1", "proj.3": "linear_2", "proj.4": "norm_out"}
+
+LORA_NAMES = LoraNames(
+    title="HunyuanVideo-1.5",
+    originals={
+        **block_names(
+            "double_blocks.{}",
+            "transformer_blocks.{}",
+            {
+                **VIDEO_DOUBLE_STREAM,
+                **{f"img_attn_{part}": f"attn.to_{part}" for part in "qkv"},
+                **{f"txt_attn_{part}": f"attn.add_{part}_proj" for part in "qkv"},
+            },
+        ),
+        **TOKEN_REFINER,
+        "byt5_in.layernorm": "context_embedder_2.norm",
+        **{f"byt5_in.fc{index}": f"context_embedder_2.linear_{index}" for index in (1, 2, 3)},
+        **{f"vision_in.{name}": f"image_embedder.{part}" for name, part in _IMAGE.items()},
+        "img_in.proj": "x_embedder.proj",
+        "cond_type_embedding": "cond_type_embed",
+        **embedder_names("time_in", "time_embed.timestep_embedder"),
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": swapped_halves("norm_out.linear"),
+    },
+    widths=frozenset({2048}),
+    num_blocks=frozenset({54}),
+)

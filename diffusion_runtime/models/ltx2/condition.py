@@ -17,8 +17,8 @@ import torch
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.layers.log_mel import log_mel_spectrogram
+from diffusion_runtime.media.audio import read_sound
 from diffusion_runtime.media.images import read_image
-from diffusion_runtime.media.sound_files import read_sound
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry

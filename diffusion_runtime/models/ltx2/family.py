@@ -14,7 +14,9 @@ import dataclasses
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
@@ -24,9 +26,8 @@ from diffusion_runtime.models.ltx2.block import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.lora_names import LORA_NAMES
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
-from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
@@ -44,16 +45,18 @@ def _check_parts(folder: AnyFolder) -> None:
 def _adapt(model: _Model) -> _Model:
     """Return the model with an image to start from, and the guidance that is documented for LTX-2.3. Rotary positions
     that turn the halves of a head against each other: our layers turn neighbouring channels."""
-    model = dataclasses.replace(
-        model, images=dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
-    )
+    images = dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
+    model = dataclasses.replace(model, inputs=ImageInputs(images=images))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
     if not model.config.turns_halves:
         return model
     # Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
-    return dataclasses.replace(model, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS))
+    weights = dataclasses.replace(
+        model.weights, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS)
+    )
+    return dataclasses.replace(model, weights=weights)
 
 
 _LTX23_DEFAULTS = published_defaults(
@@ -69,10 +72,13 @@ _LTX23_DEFAULTS = published_defaults(
 
 FAMILY = ModelFamily(
     name="ltx2",
-    transformer_classes=("LTX2VideoTransformer3DModel",),
-    # One transformer does both.
-    pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
-    diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
+    files=FolderFormat(
+        transformer_classes=("LTX2VideoTransformer3DModel",),
+        # One transformer does both.
+        pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
+        diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
+        check_parts=_check_parts,
+    ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
     # it.
     roles=(
@@ -83,34 +89,32 @@ FAMILY = ModelFamily(
         (AUDIO_TO_VIDEO_ROLE, "cross"),
         (VIDEO_TO_AUDIO_ROLE, "cross"),
     ),
-    defaults=published_defaults("ltx-2"),
+    requests=Requests(
+        defaults=published_defaults("ltx-2"),
+        read_schedule=token_shift,
+        fields=(
+            "guidance_rescale",
+            "modality_scale",
+            "audio_guidance_scale",
+            "audio_modality_scale",
+            "audio_guidance_rescale",
+            "audio_path",
+            "image_crf",
+        ),
+        second_stage=SecondStage(codec.UPSAMPLER, _SECOND_STAGE, _SECOND_STAGE),
+    ),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(
+            tuple((text.MAX_TOKENS, stream.text_dim) for stream in (config.video, config.audio))
+        ),
+        load=text.load_text_encoder,
+    ),
+    decoding=Decoding(load=codec.load_decoder, tiny_decoders={128: "taeltx_2"}, is_fast=True, has_tiles=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=LTX2Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
-    request_fields=(
-        "guidance_rescale",
-        "modality_scale",
-        "audio_guidance_scale",
-        "audio_modality_scale",
-        "audio_guidance_rescale",
-        "audio_path",
-        "image_crf",
-    ),
-    stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,
-    text_shapes=lambda _, config: TextShapes(
-        tuple((text.MAX_TOKENS, stream.text_dim) for stream in (config.video, config.audio))
-    ),
-    load_text_encoder=text.load_text_encoder,
-    load_decoder=codec.load_decoder,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
-    tiny_decoders={128: "taeltx_2"},
-    decodes_fast=True,
-    has_tiles=True,
-    second_stage=SecondStage(codec.UPSAMPLER, _SECOND_STAGE, _SECOND_STAGE),
-    check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -43,6 +43,9 @@ class LTX2Geometry(LatentGeometry):
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         return (math.prod(self.video_shape(size)) + math.prod(self.audio_shape(size)),)
 
+    def clip_of(self, latents: torch.Tensor, size: ClipSize) -> torch.Tensor:
+        return latents[:, : math.prod(self.sample_shape(size))]
+
     def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
         """Return both parts as views. Raises RequestError for latents of another clip."""
         video_shape, audio_shape = self.video_shape(size), self.audio_shape(size)

@@ -1,6 +1,6 @@
 """LTX-2's rotary positions: real numbers on the clip's own scales, seconds and pixels, so that both streams share time.
 
-A token is at the middle of its extent, as a fraction of the longest and widest clip (layers/extent_rope.py).
+A token is at the middle of its extent, as a fraction of the longest and widest clip (layers/rope.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.layers.extent_rope import by_head, extent_paces, grid_extent_rotations, turned
+from diffusion_runtime.layers.rope import by_head, extent_paces, grid_extent_rotations, turned
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers LTX-2 checkpoint that make up each of ours.
+"""Weight map: the tensors of a diffusers LTX-2 checkpoint that make up each of ours, and names in LoRA files.
 
 Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of every other one.
 
@@ -16,9 +16,12 @@ from torch import nn
 
 from diffusion_runtime.layers.across_heads_attention import AcrossHeadsCrossAttention, AcrossHeadsSelfAttention
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.models.ltx2.transformer import NUM_WAVES
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+
+# Channels of the sinusoidal timestep.
+NUM_WAVES = 256
 
 # Rows that are added to float32 rows of the timestep.
 _FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
@@ -133,3 +136,79 @@ def _pair(rows: torch.Tensor, num_heads: int) -> None:
     """Interleave the two halves of each head in rows [heads * head_dim, ...], in place."""
     heads = rows.view(num_heads, 2, -1, *rows.shape[1:])
     rows.copy_(heads.transpose(1, 2).reshape(rows.shape))
+
+
+_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_PARTS = ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")
+_EMBEDDERS = {
+    "adaln_single": "time_embed",
+    "audio_adaln_single": "audio_time_embed",
+    "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+    "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+    "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+    "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+    "prompt_adaln_single": "prompt_adaln",
+    "audio_prompt_adaln_single": "audio_prompt_adaln",
+}
+_LAYERS = ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
+
+# Of diffusers' LTX2TextConnectors, between the text encoder and the transformer.
+_CONNECTORS = LoraNames(
+    title="LTX-2",
+    originals={
+        "text_embedding_projection.aggregate_embed": "text_proj_in",
+        **{
+            f"text_embedding_projection.{stream}_aggregate_embed": f"{stream}_text_proj_in"
+            for stream in ("video", "audio")
+        },
+        **{
+            name: target
+            for stream in ("video", "audio")
+            for name, target in block_names(
+                f"{stream}_embeddings_connector.transformer_1d_blocks.{{}}",
+                f"{stream}_connector.transformer_blocks.{{}}",
+                {
+                    **{f"attn1.{part}": f"attn1.{part}" for part in _PARTS},
+                    **{f"ff.{part}": f"ff.{part}" for part in ("net.0.proj", "net.2")},
+                },
+            ).items()
+        },
+    },
+)
+
+LORA_NAMES = LoraNames(
+    title="LTX-2",
+    same=(
+        *(f"transformer_blocks.{{}}.{name}.{part}" for name in _ATTENTIONS for part in _PARTS),
+        *each(
+            "transformer_blocks.{}", [f"{ff}.{part}" for ff in ("ff", "audio_ff") for part in ("net.0.proj", "net.2")]
+        ),
+        *each(
+            "transformer_blocks.{}",
+            [f"{of}{name}" for of in ("", "audio_") for name in ("scale_shift_table", "prompt_scale_shift_table")],
+        ),
+        *(f"{name}.linear_{index}" for name in ("caption_projection", "audio_caption_projection") for index in (1, 2)),
+        "scale_shift_table",
+        "audio_scale_shift_table",
+        "proj_out",
+        "audio_proj_out",
+    ),
+    originals={
+        **block_names(
+            "transformer_blocks.{}",
+            "transformer_blocks.{}",
+            {f"{name}.{part}_norm": f"{name}.norm_{part}" for name in _ATTENTIONS for part in ("q", "k")},
+        ),
+        **block_names(
+            "transformer_blocks.{}",
+            "transformer_blocks.{}",
+            {f"scale_shift_table_a2v_ca_{of}": f"{of}_a2v_cross_attn_scale_shift_table" for of in ("video", "audio")},
+        ),
+        "patchify_proj": "proj_in",
+        "audio_patchify_proj": "audio_proj_in",
+        **{f"{name}.{layer}": f"{target}.{layer}" for name, target in _EMBEDDERS.items() for layer in _LAYERS},
+    },
+    components={"connectors": _CONNECTORS},
+    widths=frozenset({2048, 4096}),
+    num_blocks=frozenset({48}),
+)

@@ -1,12 +1,15 @@
-"""Config of an LTX-Video folder: its transformer and latents, read from json and checked."""
+"""Config of an LTX-Video folder: its transformer and latents, read from json and checked; and where the tokens of its
+latents begin in seconds and pixels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.decoders.autoencoder import COMPONENT
-from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
 from diffusion_runtime.weights.head_widths import HeadWidths
 
 TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
@@ -85,11 +88,9 @@ def decodes_at_a_timestep(folder: AnyFolder) -> bool:
 def read_geometry(folder: AnyFolder) -> LTXVideoGeometry:
     """Read the configs of the transformer and the autoencoder. Raises ModelLoadError that names file and key."""
     transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
-    num_channels = file.whole_number("latent_channels", 128)
-    if num_channels != transformer.num_channels:
-        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    source = "the transformer's in_channels"
     return LTXVideoGeometry(
-        num_channels=num_channels,
+        num_channels=read_num_channels(file, "latent_channels", transformer.num_channels, source, 128),
         spatial_factor=_ratio(file, "spatial_compression_ratio", "patch_size", 4),
         temporal_factor=_ratio(file, "temporal_compression_ratio", "patch_size_t", 1),
         patch=(1, 1, 1),
@@ -105,3 +106,20 @@ def _ratio(file: ConfigFile, key: str, patch_key: str, patch: int) -> int:
     if not isinstance(halves, list) or not all(isinstance(each, bool) for each in halves):
         raise file.error("spatio_temporal_scaling", "a list of true and false", halves)
     return file.whole_number(patch_key, patch, maximum=64) << sum(halves[:10])
+
+
+@dataclass(frozen=True)
+class LTXVideoGeometry(LatentGeometry):
+    """Geometry of LTX-Video. first_is_one_frame: whether the time of a token counts the first latent frame as the one
+    frame that it holds, as the pipeline for conditions has it, or as many as the others."""
+
+    first_is_one_frame: bool = False
+
+    def token_starts(self, grid: tuple[int, int, int], fps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return where the tokens along each axis of a grid begin: seconds, and pixels of height and width; float32."""
+        frames, rows, columns = (torch.arange(size, dtype=torch.float32) for size in grid)
+        if self.first_is_one_frame:
+            seconds = (frames * self.temporal_factor + 1 - self.temporal_factor).clamp(min=0) * (1.0 / fps)
+        else:
+            seconds = frames * (self.temporal_factor / fps)
+        return seconds, rows * self.spatial_factor, columns * self.spatial_factor

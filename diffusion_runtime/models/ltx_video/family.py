@@ -15,22 +15,23 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import LinearQuadraticSigmas, token_shift
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.ltx_video import codec
 from diffusion_runtime.models.ltx_video.config import (
     CONDITION_PIPELINE,
     IMAGE_PIPELINE,
     TEXT_PIPELINE,
     LTXVideoConfig,
+    LTXVideoGeometry,
     decodes_at_a_timestep,
     read_geometry,
     read_transformer_config,
     takes_conditions,
 )
-from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
-from diffusion_runtime.models.ltx_video.lora_names import LORA_NAMES
 from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer
-from diffusion_runtime.models.ltx_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx_video.weights import LORA_NAMES, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
@@ -61,11 +62,12 @@ def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
 def _adapt(model: _Model) -> _Model:
     """Return the model with an image to start from; a decoder that takes a noise level; the schedule of the folder's
     pipeline."""
-    decodes_with_noise, schedule = decodes_at_a_timestep(model.folder), model.schedule
+    decodes_with_noise, schedule = decodes_at_a_timestep(model.folder), model.sampling.schedule
+    scheduler = model.sampling.scheduler
     if takes_conditions(model.folder):
-        if model.scheduler.shifts_by_size:
+        if scheduler.shifts_by_size:
             raise ModelLoadError(
-                f"{model.scheduler.path}: use_dynamic_shifting: expected False beside {CONDITION_PIPELINE}, whose "
+                f"{scheduler.path}: use_dynamic_shifting: expected False beside {CONDITION_PIPELINE}, whose "
                 "noise levels do not follow the size; got True"
             )
         schedule = LinearQuadraticSigmas()
@@ -74,10 +76,9 @@ def _adapt(model: _Model) -> _Model:
         defaults = {key: value for key, value in defaults.items() if key not in _DECODING}
     return dataclasses.replace(
         model,
-        images={"image_path": False},
-        schedule=schedule,
+        inputs=ImageInputs(images={"image_path": False}),
+        sampling=dataclasses.replace(model.sampling, schedule=schedule, decodes_with_noise=decodes_with_noise),
         defaults=defaults,
-        decodes_with_noise=decodes_with_noise,
     )
 
 
@@ -87,29 +88,30 @@ _CONDITION_DEFAULTS = published_defaults(
 
 FAMILY = ModelFamily(
     name="ltx_video",
-    transformer_classes=("LTXVideoTransformer3DModel",),
-    # One transformer does all of it.
-    pipeline_classes=(TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE),
-    diffusers_components=(codec.AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("LTXVideoTransformer3DModel",),
+        # One transformer does all of it.
+        pipeline_classes=(TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE),
+        diffusers_components=(codec.AUTOENCODER,),
+        check_parts=codec.check_decoding,
+    ),
     roles=(("self", "self"), ("cross", "cross")),
-    defaults=published_defaults("ltx-video-0.9.1"),
+    requests=Requests(
+        defaults=published_defaults("ltx-video-0.9.1"),
+        read_schedule=token_shift,
+        fields=("guidance_rescale",),
+        # The last four of ten steps; for the distilled models, those of their authors' examples.
+        second_stage=SecondStage(codec.UPSAMPLER, LinearQuadraticSigmas().sigmas(10)[6:], (0.909, 0.725, 0.421)),
+    ),
+    text=TextEncoding(
+        shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)), load=_load_text_encoder
+    ),
+    decoding=Decoding(load=codec.load_decoder, is_fast=True, has_tiles=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=LTXVideoTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
-    request_fields=("guidance_rescale",),
-    stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)),
-    load_text_encoder=_load_text_encoder,
-    load_decoder=codec.load_decoder,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
-    decodes_fast=True,
-    has_tiles=True,
-    # The last four of ten steps; for the distilled models, those of their authors' examples.
-    second_stage=SecondStage(codec.UPSAMPLER, LinearQuadraticSigmas().sigmas(10)[6:], (0.909, 0.725, 0.421)),
-    check_parts=codec.check_decoding,
     adapt=_adapt,
 )

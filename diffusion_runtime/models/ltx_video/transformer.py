@@ -28,10 +28,9 @@ from diffusion_runtime.layers.across_heads_attention import (
     KeysAndValues,
 )
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
-from diffusion_runtime.layers.extent_rope import extent_paces, grid_extent_rotations
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.rope import extent_paces, grid_extent_rotations
 from diffusion_runtime.layers.token_runs import (
     TokenRun,
     add_gated_by_run_,
@@ -42,9 +41,9 @@ from diffusion_runtime.layers.token_runs import (
     rows_by_run,
     token_runs,
 )
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
-from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
+from diffusion_runtime.models.ltx_video.config import LTXVideoConfig, LTXVideoGeometry
 
 NUM_WAVES = 256
 # The eps of the norms of q and k, and of the last norm, whatever the config sets for the others.

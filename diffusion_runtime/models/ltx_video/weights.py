@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers LTX-Video checkpoint that make up each of ours.
+"""Weight map: the tensors of a diffusers LTX-Video checkpoint that make up each of ours, and names in LoRA files.
 
 Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of cross-attention.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
 from diffusion_runtime.models.ltx_video.transformer import NUM_WAVES
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
 
@@ -50,3 +51,32 @@ def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
     for name in ("norm_q", "norm_k"):
         yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)
+
+
+_ATTENTIONS = ("attn1", "attn2")
+_PARTS = ("to_q", "to_k", "to_v", "to_out.0")
+
+LORA_NAMES = LoraNames(
+    title="LTX-Video",
+    same=(
+        *(f"transformer_blocks.{{}}.{name}.{part}" for name in _ATTENTIONS for part in _PARTS),
+        *each("transformer_blocks.{}", ("ff.net.0.proj", "ff.net.2", "scale_shift_table")),
+        *(f"caption_projection.linear_{index}" for index in (1, 2)),
+        "scale_shift_table",
+        "proj_out",
+    ),
+    originals={
+        **block_names(
+            "transformer_blocks.{}",
+            "transformer_blocks.{}",
+            {f"{name}.{part}_norm": f"{name}.norm_{part}" for name in _ATTENTIONS for part in ("q", "k")},
+        ),
+        "patchify_proj": "proj_in",
+        **{
+            f"adaln_single.{layer}": f"time_embed.{layer}"
+            for layer in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
+        },
+    },
+    widths=frozenset({2048, 4096}),
+    num_blocks=frozenset({28, 48}),
+)

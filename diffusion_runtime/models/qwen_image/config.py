@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.errors import ModelLoadError
 
@@ -101,10 +101,5 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("z_dim", 16)
-    if num_channels != transformer.num_channels:
-        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
-    halvings = file.values.get("temperal_downsample", [False, True, True])
-    if not isinstance(halvings, list) or not halvings:
-        raise file.error("temperal_downsample", "a list with true or false for every level", halvings)
-    return ImageGeometry(num_channels=num_channels, spatial_factor=2 ** len(halvings), temporal_factor=1, patch=PATCH)
+    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, "the transformer's out_channels", 16)
+    return ImageGeometry(num_channels, read_frame_factor(file, [False, True, True]), 1, PATCH)

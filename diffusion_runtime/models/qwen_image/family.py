@@ -1,4 +1,5 @@
-"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, its decoder and its declaration."""
+"""The Qwen-Image family: text to image, editing, ControlNets. Its prompt template, decoder, control image and
+declaration."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
 from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
+from diffusion_runtime.models.image_inputs import ImageInputs
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import editing as edits
 from diffusion_runtime.models.qwen_image.config import (
@@ -29,7 +33,6 @@ from diffusion_runtime.models.qwen_image.config import (
     read_geometry,
     read_transformer_config,
 )
-from diffusion_runtime.models.qwen_image.control_image import load_control_conditioner
 from diffusion_runtime.models.qwen_image.controlnet import (
     CLASS,
     PIPELINE,
@@ -39,10 +42,11 @@ from diffusion_runtime.models.qwen_image.controlnet import (
     read_controlnet_config,
 )
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
-from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
-from diffusion_runtime.models.qwen_image.weights import transformer_pieces
-from diffusion_runtime.models.reference_images import scaled_to
+from diffusion_runtime.models.qwen_image.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder, scaled_to
+from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
@@ -115,8 +119,7 @@ def _adapt(model: _Model) -> _Model:
     others = {name: value for name, value in model.defaults.items() if name not in sizes}
     return dataclasses.replace(
         model,
-        images={"image_path": True},
-        references=editing.references,
+        inputs=ImageInputs(images={"image_path": True}, references=editing.references),
         defaults={**others, **published_defaults(editing.published)},
         load_text_encoder=partial(editing.load_text_encoder, model.folder),
         load_image_conditioner=partial(editing.load_conditioner, AUTOENCODER, model.folder),
@@ -129,13 +132,15 @@ def _with_controlnet(model: _Model) -> _Model:
         return model
     return dataclasses.replace(
         model,
-        images={"image_path": True},
-        size_of_image=partial(scaled_to, edits.AREA),
-        control=ImageControl(own.num_layers),
+        inputs=ImageInputs(images={"image_path": True}, size_of_image=partial(scaled_to, edits.AREA)),
+        sampling=dataclasses.replace(model.sampling, control=ImageControl(own.num_layers)),
         request_fields=CONTROL_FIELDS,
         make_transformer=lambda policy: QwenImageControlledTransformer(config, own, model.geometry, policy),
-        pieces=lambda _: controlled_pieces(config, own),
-        joined_components=(COMPONENT_OF_CONTROL,),
+        weights=dataclasses.replace(
+            model.weights,
+            pieces=lambda _: controlled_pieces(config, own),
+            joined_components=(COMPONENT_OF_CONTROL,),
+        ),
         load_image_conditioner=partial(load_control_conditioner, AUTOENCODER, model.folder),
     )
 
@@ -149,26 +154,45 @@ def _text_shapes(folder: AnyFolder, config: QwenImageTransformerConfig) -> TextS
 
 FAMILY = ModelFamily(
     name="qwen_image",
-    transformer_classes=("QwenImageTransformer2DModel",),
-    pipeline_classes=("QwenImagePipeline", PIPELINE, *PIPELINES),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("QwenImageTransformer2DModel",),
+        pipeline_classes=("QwenImagePipeline", PIPELINE, *PIPELINES),
+        diffusers_components=(AUTOENCODER,),
+        controlnet_class=CLASS,
+        check_parts=_check_parts,
+    ),
     roles=(("self", "self"), (ROLE, "self")),
-    controlnet_class=CLASS,
-    defaults=published_defaults("qwen-image"),
+    requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
+    text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
+    decoding=Decoding(load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, has_tiles=True, is_fast=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=QwenImageTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=_text_shapes,
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_decoder,
-    tiny_decoders={16: "taew2_1"},
-    shares_decoding=True,
-    has_tiles=True,
-    decodes_fast=True,
-    check_parts=_check_parts,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )
+
+
+class ControlImageConditioner(ImageConditioner):
+    """Conditioner of a control image. implementation: of the encoder, for the report."""
+
+    def __init__(self, encode: Encode, implementation: str) -> None:
+        self._encode = encode
+        self._implementation = implementation
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
+        (path,) = image_paths(request, "image_path")
+        return ImageCondition(self._encode(as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))))
+
+
+def load_control_conditioner(
+    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> ControlImageConditioner:
+    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    return ControlImageConditioner(*load_encoder(autoencoder, folder, device, dtype))

@@ -1,9 +1,10 @@
-"""Weight map: the tensors of a diffusers Qwen-Image checkpoint that make up each of ours."""
+"""Weight map: the tensors of a diffusers Qwen-Image checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, each
 from diffusion_runtime.weights.pieces import StreamNames, double_stream_pieces, linear_pieces, two_layer_pieces
 
 STREAMS = StreamNames("img_mod.1", "txt_mod.1", "img_mlp", "txt_mlp")
@@ -30,3 +31,24 @@ def transformer_pieces(config: QwenImageTransformerConfig) -> dict[str, tuple[Pi
     pieces.update(linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim))
     pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
     return pieces
+
+
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+_STREAMS = [f"{stream}_{part}" for stream in ("img", "txt") for part in ("mlp.net.0.proj", "mlp.net.2", "mod.1")]
+
+LORA_NAMES = LoraNames(
+    title="Qwen-Image",
+    same=(
+        *each("transformer_blocks.{}.attn", (*_ATTENTION, *_NORMS)),
+        *each("transformer_blocks.{}", _STREAMS),
+        "img_in",
+        "txt_in",
+        "txt_norm",
+        *each("time_text_embed.timestep_embedder", ("linear_1", "linear_2")),
+        "norm_out.linear",
+        "proj_out",
+    ),
+    widths=frozenset({3072}),
+    num_blocks=frozenset({60}),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError
 
@@ -93,13 +93,9 @@ def read_transformer_config(folder: AnyFolder) -> QwenImage21TransformerConfig:
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("z_dim", 64)
-    if num_channels != transformer.num_channels:
-        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
-    halvings = file.values.get("temperal_downsample", [False, False, True, True])
-    if not isinstance(halvings, list) or not halvings:
-        raise file.error("temperal_downsample", "a list with true or false for every level", halvings)
-    return ImageGeometry(num_channels, 2 ** len(halvings), 1, PATCH, token_multiple=_SIDE)
+    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, "the transformer's in_channels", 64)
+    factor = read_frame_factor(file, [False, False, True, True])
+    return ImageGeometry(num_channels, factor, 1, PATCH, token_multiple=_SIDE)
 
 
 def read_sample_sigmas(folder: AnyFolder) -> tuple[float, ...] | None:

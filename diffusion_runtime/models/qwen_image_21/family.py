@@ -9,7 +9,9 @@ from functools import partial
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, check_autoencoder, load_decoder
 from diffusion_runtime.models.qwen_image_21.config import (
@@ -19,10 +21,9 @@ from diffusion_runtime.models.qwen_image_21.config import (
     read_transformer_config,
 )
 from diffusion_runtime.models.qwen_image_21.editing import REFERENCES, load_conditioner
-from diffusion_runtime.models.qwen_image_21.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image_21.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
-from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
+from diffusion_runtime.models.qwen_image_21.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.picture_language_model import (
     has_preparation_of_pictures,
     read_preparation_of_pictures,
@@ -44,44 +45,46 @@ def _adapt(model: _Model) -> _Model:
     sigmas = read_sample_sigmas(model.folder)
     if sigmas is not None:
         # The scheduler's file sets how far they are stretched; levels of a request are not, unless it asks for that.
-        terminal = model.scheduler.values.get("shift_terminal")
+        terminal = model.sampling.scheduler.values.get("shift_terminal")
         defaults = {
             **defaults,
             "num_inference_steps": len(sigmas),
             "sigmas_before_shift": sigmas,
             **({"shift_terminal": terminal} if terminal else {}),
         }
-    model = dataclasses.replace(model, defaults=defaults, caches_prefix=True)
+    sampling = dataclasses.replace(model.sampling, caches_prefix=True)
+    model = dataclasses.replace(model, defaults=defaults, sampling=sampling)
     if not has_preparation_of_pictures(model.folder):
         return model
     return dataclasses.replace(
         model,
-        images={"image_path": False},
-        references=REFERENCES,
+        inputs=ImageInputs(images={"image_path": False}, references=REFERENCES),
         load_image_conditioner=partial(load_conditioner, model.folder),
     )
 
 
 FAMILY = ModelFamily(
     name="qwen_image_21",
-    transformer_classes=("QwenImage21Transformer2DModel",),
-    pipeline_classes=("QwenImage21Pipeline",),
-    index_keys=("sample_sigmas",),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("QwenImage21Transformer2DModel",),
+        pipeline_classes=("QwenImage21Pipeline",),
+        index_keys=("sample_sigmas",),
+        diffusers_components=(AUTOENCODER,),
+        check_parts=_check_parts,
+    ),
     roles=(("self", "self"),),
-    defaults=published_defaults("qwen-image-2.1"),
+    requests=Requests(defaults=published_defaults("qwen-image-2.1"), read_schedule=token_shift),
+    text=TextEncoding(
+        shapes=lambda folder, config: TextShapes(
+            ((MAX_TOKENS, config.text_dim),), sees=has_preparation_of_pictures(folder)
+        ),
+        load=load_text_encoder,
+    ),
+    decoding=Decoding(load=load_decoder),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=QwenImage21Transformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda folder, config: TextShapes(
-        ((MAX_TOKENS, config.text_dim),), sees=has_preparation_of_pictures(folder)
-    ),
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_decoder,
-    check_parts=_check_parts,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers Qwen-Image 2.1 checkpoint that make up each of ours."""
+"""Weight map: the tensors of a Qwen-Image 2.1 checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, each
 from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces
 
 
@@ -43,3 +44,23 @@ def _block(ours: str, theirs: str, config: QwenImage21TransformerConfig) -> Iter
     up = [(f"{theirs}.img_mlp.{name}", ffn_dim) for name in ("gate_layer", "proj")]
     yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
     yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.img_mlp.out", dim)], ffn_dim, bias=False)
+
+
+LORA_NAMES = LoraNames(
+    title="Qwen-Image 2.1",
+    same=(
+        *each("transformer_blocks.{}.attn", ("to_q", "to_k", "to_v", "to_out.0", "norm_q", "norm_k")),
+        *each("transformer_blocks.{}.img_mlp", ("proj", "gate_layer", "out")),
+        "img_in",
+        *each("txt_in", ("text_norm", "in_layer", "out_layer")),
+        *each("time_text_embed.timestep_embedder", ("linear_1", "linear_2")),
+        "modulation.1",
+        "norm_out.linear",
+        "proj_out",
+    ),
+    originals={
+        "transformer_blocks.{}.img_mlp.gate_up": each("transformer_blocks.{}.img_mlp", ("gate_layer", "proj")),
+    },
+    widths=frozenset({4096}),
+    num_blocks=frozenset({32}),
+)

@@ -18,7 +18,7 @@ from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.report.attention_report import LibraryAttention
-from diffusion_runtime.text_encoders.clip_image import ClipImageEncoder, load_clip_image_encoder
+from diffusion_runtime.text_encoders.clip import ClipImageEncoder, load_clip_image_encoder
 
 
 class WanClipConditioner(FrameConditioner):

@@ -14,8 +14,7 @@ from torch import nn
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.causal_video_autoencoder import KNOWN, decoding_half
-from diffusion_runtime.decoders.causal_video_decoder import CausalVideoDecoder, exact_decoder
+from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
 from diffusion_runtime.decoders.fused_norms import fuse_norms, use_last_taps, with_shared_weights
 from diffusion_runtime.decoders.video_decoder import (
     MIN_DECIBELS,

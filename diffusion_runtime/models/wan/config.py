@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
-from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     AnyFolder,
@@ -16,7 +16,7 @@ from diffusion_runtime.core.model_folder import (
     read_index,
 )
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.wan.far import is_far, read_history
+from diffusion_runtime.models.wan.causal import is_far, read_history
 from diffusion_runtime.models.wan.flow_map import (
     AUTHORS_CLASS,
     AUTHORS_KEYS,
@@ -261,9 +261,7 @@ def _read_image_tokens(file: ConfigFile, dim: int, condition_channels: int) -> t
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("z_dim", 16)
-    if num_channels != transformer.num_channels:
-        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
+    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, "the transformer's out_channels", 16)
     temporal_factor = file.whole_number("scale_factor_temporal", 4)
     path = folder / "transformer" / "config.json"
     if transformer.condition_channels not in (0, temporal_factor + num_channels):

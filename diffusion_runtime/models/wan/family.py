@@ -14,14 +14,16 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_control import FILES, VideoControl
 from diffusion_runtime.models.wan import codec
-from diffusion_runtime.models.wan.causal import read_cache_defaults
+from diffusion_runtime.models.wan.causal import read_cache_defaults, read_far_defaults
 from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
 from diffusion_runtime.models.wan.codec import load_image_conditioner
 from diffusion_runtime.models.wan.config import (
@@ -38,15 +40,13 @@ from diffusion_runtime.models.wan.config import (
 )
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
-from diffusion_runtime.models.wan.far import read_far_defaults
 from diffusion_runtime.models.wan.far_transformer import FarTransformer
 from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
-from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan.vace_condition import WanControlConditioner
-from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
-from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
+from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.text_encoders.clip import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 from diffusion_runtime.weights.checkpoint import Piece
@@ -90,7 +90,11 @@ def _adapt(model: _Model) -> _Model:
 def _with_flow_map(model: _Model) -> _Model:
     if model.config.flow_map is None:
         return model
-    return dataclasses.replace(model, schedule=FlowMapSchedule(), defaults={**model.defaults, **FLOW_MAP_DEFAULTS})
+    return dataclasses.replace(
+        model,
+        sampling=dataclasses.replace(model.sampling, schedule=FlowMapSchedule()),
+        defaults={**model.defaults, **FLOW_MAP_DEFAULTS},
+    )
 
 
 def _with_chunks(model: _Model) -> _Model:
@@ -100,12 +104,15 @@ def _with_chunks(model: _Model) -> _Model:
     if config.history is not None:
         return dataclasses.replace(
             model,
-            is_causal=True,
-            history=config.history,
+            sampling=dataclasses.replace(model.sampling, is_causal=True, history=config.history),
             defaults={**model.defaults, **read_far_defaults(model.folder)},
             make_transformer=lambda policy: FarTransformer(config, model.geometry, policy),
         )
-    return dataclasses.replace(model, is_causal=True, defaults={**model.defaults, **read_cache_defaults(model.folder)})
+    return dataclasses.replace(
+        model,
+        sampling=dataclasses.replace(model.sampling, is_causal=True),
+        defaults={**model.defaults, **read_cache_defaults(model.folder)},
+    )
 
 
 def _with_control(model: _Model) -> _Model:
@@ -118,8 +125,8 @@ def _with_control(model: _Model) -> _Model:
 
     return dataclasses.replace(
         model,
-        images=FILES,
-        control=control,
+        inputs=ImageInputs(images=FILES),
+        sampling=dataclasses.replace(model.sampling, control=control),
         make_transformer=lambda policy: WanVaceTransformer(model.config, model.geometry, policy),
         load_image_conditioner=load_conditioner,
     )
@@ -129,7 +136,9 @@ def _with_images(model: _Model) -> _Model:
     config, keeps_first_frame = model.config, read_pipeline_config(model.folder).keeps_first_frame
     if keeps_first_frame:
         return dataclasses.replace(
-            model, images={"image_path": False}, defaults={**model.defaults, **_FIRST_FRAME_DEFAULTS}
+            model,
+            inputs=ImageInputs(images={"image_path": False}),
+            defaults={**model.defaults, **_FIRST_FRAME_DEFAULTS},
         )
     if not config.images:
         return model
@@ -140,18 +149,22 @@ def _with_images(model: _Model) -> _Model:
 
     own = _IMAGE_DEFAULTS if config.num_placed_tokens is None else _TWO_IMAGES_DEFAULTS
     return dataclasses.replace(
-        model, images=config.images, defaults={**model.defaults, **own}, load_image_conditioner=load_conditioner
+        model,
+        inputs=ImageInputs(images=config.images),
+        defaults={**model.defaults, **own},
+        load_image_conditioner=load_conditioner,
     )
 
 
 def _with_experts(model: _Model) -> _Model:
     pipeline = read_pipeline_config(model.folder)
-    model = dataclasses.replace(
-        model,
+    weights = dataclasses.replace(
+        model.weights,
         pieces=lambda _: _pieces_with_gates(model.config),
         prepare=_add_gates,
         is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
     )
+    model = dataclasses.replace(model, weights=weights)
     if pipeline.boundary is None:
         return model
     boundary = pipeline.boundary
@@ -172,16 +185,19 @@ def _with_experts(model: _Model) -> _Model:
     configs = dict(zip(COMPONENTS, (model.config, second), strict=True))
 
     def experts(policy: AttentionPolicy) -> WanExperts:
-        make = WanVaceTransformer if model.control is not None else WanTransformer
+        make = WanVaceTransformer if model.sampling.control is not None else WanTransformer
         return WanExperts((model.config, second), model.geometry, policy, boundary, make)
 
     return dataclasses.replace(
         model,
         defaults={**model.defaults, **(_IMAGE_EXPERT_DEFAULTS if model.config.images else _EXPERT_DEFAULTS)},
-        transformer_components=COMPONENTS,
         make_transformer=experts,
         modules=_experts_of,
-        pieces=lambda component: _pieces_with_gates(configs[component]),
+        weights=dataclasses.replace(
+            weights,
+            components=COMPONENTS,
+            pieces=lambda component: _pieces_with_gates(configs[component]),
+        ),
     )
 
 
@@ -207,10 +223,13 @@ def _pieces_with_gates(config: WanTransformerConfig) -> Mapping[str, tuple[Piece
 
 FAMILY = ModelFamily(
     name="wan",
-    transformer_classes=TRANSFORMER_CLASSES,
-    pipeline_classes=(*TEXT_PIPELINES, IMAGE_PIPELINE, CONTROL_PIPELINE),
-    index_keys=("boundary_ratio", "expand_timesteps"),
-    diffusers_components=(codec.AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=TRANSFORMER_CLASSES,
+        pipeline_classes=(*TEXT_PIPELINES, IMAGE_PIPELINE, CONTROL_PIPELINE),
+        index_keys=("boundary_ratio", "expand_timesteps"),
+        diffusers_components=(codec.AUTOENCODER,),
+        check_parts=_check_parts,
+    ),
     roles=(
         ("self", "self"),
         ("cross", "cross"),
@@ -218,27 +237,30 @@ FAMILY = ModelFamily(
         (CONTROL_SELF_ROLE, "self"),
         (CONTROL_TEXT_ROLE, "cross"),
     ),
-    shares_decoding=True,
-    has_tiles=True,
-    decodes_fast=True,
-    defaults=_DEFAULTS,
+    requests=Requests(defaults=_DEFAULTS),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(
+            ((MAX_TOKENS, config.text_dim),),
+            image=None
+            if config.image_dim is None
+            else (config.num_placed_tokens or _NUM_IMAGE_TOKENS, config.image_dim),
+            condition_channels=config.condition_channels or config.control_channels,
+        ),
+        load=_load_text_encoder,
+        library=umt5_library,
+    ),
+    decoding=Decoding(
+        is_shared=True,
+        has_tiles=True,
+        is_fast=True,
+        load=codec.load_decoder,
+        tiny_decoders={16: "taew2_1", 48: "taew2_2"},
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
-    stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(
-        ((MAX_TOKENS, config.text_dim),),
-        image=None if config.image_dim is None else (config.num_placed_tokens or _NUM_IMAGE_TOKENS, config.image_dim),
-        condition_channels=config.condition_channels or config.control_channels,
-    ),
-    load_text_encoder=_load_text_encoder,
-    text_library=umt5_library,
-    load_decoder=codec.load_decoder,
-    tiny_decoders={16: "taew2_1", 48: "taew2_2"},
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
-    check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -32,16 +32,15 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
-from diffusion_runtime.layers.cached_positions import with_positions
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
+from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate, with_positions
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import frame_runs
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 
 # Both sequences, of the picture and of the text, are padded to a multiple of this with trained tokens.
@@ -109,10 +109,6 @@ def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = file.whole_number("latent_channels", transformer.num_channels)
-    if num_channels != transformer.num_channels:
-        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
-    widths = file.values.get("block_out_channels")
-    if not isinstance(widths, list) or not widths:
-        raise file.error("block_out_channels", "a list with the width of every level", widths)
-    return ImageGeometry(num_channels, 2 ** (len(widths) - 1), 1, transformer.patch)
+    expected, source = transformer.num_channels, "the transformer's in_channels"
+    num_channels = read_num_channels(file, "latent_channels", expected, source, default=expected)
+    return ImageGeometry(num_channels, read_image_factor(file), 1, transformer.patch)

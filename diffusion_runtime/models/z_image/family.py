@@ -10,12 +10,12 @@ from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
-from diffusion_runtime.models.z_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
-from diffusion_runtime.models.z_image.weights import transformer_pieces
+from diffusion_runtime.models.z_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_language_model
@@ -42,32 +42,35 @@ def _adapt(model: _Model) -> _Model:
     """Return the model with the defaults of the one before distillation where the scheduler has its flow shift:
     published folders of the two differ in nothing else that can be read."""
     # A norm of the authors' own files, which their model does not use.
-    model = dataclasses.replace(model, is_ignored=lambda name: name == "norm_final.weight")
-    if model.scheduler.defaults.get("flow_shift") != _BASE_FLOW_SHIFT:
+    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name == "norm_final.weight")
+    model = dataclasses.replace(model, weights=weights)
+    if model.sampling.scheduler.defaults.get("flow_shift") != _BASE_FLOW_SHIFT:
         return model
     return dataclasses.replace(model, defaults={**model.defaults, **_BASE_DEFAULTS})
 
 
 FAMILY = ModelFamily(
     name="z_image",
-    transformer_classes=("ZImageTransformer2DModel",),
-    pipeline_classes=("ZImagePipeline",),
-    diffusers_components=(AUTOENCODER,),
+    files=FolderFormat(
+        transformer_classes=("ZImageTransformer2DModel",),
+        pipeline_classes=("ZImagePipeline",),
+        diffusers_components=(AUTOENCODER,),
+        check_parts=read_normalisation,
+    ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
     roles=(("self", "self"), (TEXT_ROLE, "cross")),
-    # cond + scale * (cond - uncond): 0 turns guidance off, where other models use 1.
-    guidance_offset=1.0,
-    defaults=published_defaults("z-image-turbo"),
+    requests=Requests(
+        # cond + scale * (cond - uncond): 0 turns guidance off, where other models use 1.
+        guidance_offset=1.0,
+        defaults=published_defaults("z-image-turbo"),
+        read_schedule=token_shift,
+    ),
+    text=TextEncoding(shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)), load=load_text_encoder),
+    decoding=Decoding(load=load_image_decoder),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
-    read_schedule=token_shift,
     transformer=ZImageTransformer,
-    pieces=transformer_pieces,
-    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
-    load_text_encoder=load_text_encoder,
-    load_decoder=load_image_decoder,
-    check_parts=read_normalisation,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -27,13 +27,13 @@ from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
-from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import position_rotations
 from diffusion_runtime.layers.rotated_attention import rotated_attention
+from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions

@@ -1,4 +1,4 @@
-"""Weight map: the tensors of a diffusers Z-Image checkpoint that make up each of ours."""
+"""Weight map: the tensors of a diffusers Z-Image checkpoint that make up each of ours, and names in LoRA files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, each
 from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
 
 # The one patch size of the published models, as the checkpoint spells it.
@@ -28,16 +29,18 @@ def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
     yield "grid_filler", (Piece("x_pad_token", (1, dim)),)
     yield "text_filler", (Piece("cap_pad_token", (1, dim)),)
     for index in range(config.num_refiner_layers):
-        yield from _block(f"text_refiner.{index}", f"context_refiner.{index}", config, is_modulated=False)
-        yield from _block(f"grid_refiner.{index}", f"noise_refiner.{index}", config, is_modulated=True)
+        yield from _block_pieces(f"text_refiner.{index}", f"context_refiner.{index}", config, is_modulated=False)
+        yield from _block_pieces(f"grid_refiner.{index}", f"noise_refiner.{index}", config, is_modulated=True)
     for index in range(config.num_layers):
-        yield from _block(f"blocks.{index}", f"layers.{index}", config, is_modulated=True)
+        yield from _block_pieces(f"blocks.{index}", f"layers.{index}", config, is_modulated=True)
     last = f"all_final_layer.{_PATCH}"
     yield from linear_pieces("out_modulation", [(f"{last}.adaLN_modulation.1", dim)], narrow)
     yield from linear_pieces("out", [(f"{last}.linear", config.patch_channels)], dim)
 
 
-def _block(ours: str, theirs: str, config: ZImageTransformerConfig, *, is_modulated: bool) -> Iterator[NamedPieces]:
+def _block_pieces(
+    ours: str, theirs: str, config: ZImageTransformerConfig, *, is_modulated: bool
+) -> Iterator[NamedPieces]:
     dim, attention = config.dim, f"{theirs}.attention"
     qkv = [(f"{attention}.{name}", dim) for name in ("to_q", "to_k", "to_v")]
     yield from linear_pieces(f"{ours}.self_attention.qkv", qkv, dim, bias=False)
@@ -61,3 +64,46 @@ def _block(ours: str, theirs: str, config: ZImageTransformerConfig, *, is_modula
         yield from linear_pieces(
             f"{ours}.modulation", [(f"{theirs}.adaLN_modulation.0", 4 * dim)], config.conditioning_dim
         )
+
+
+_BLOCKS = ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
+_SAME = (
+    *(f"feed_forward.w{index}" for index in (1, 2, 3)),
+    "attention_norm1",
+    "attention_norm2",
+    "ffn_norm1",
+    "ffn_norm2",
+    "adaLN_modulation.0",
+)
+
+
+def _block(name: str) -> Originals:
+    attention = f"{name}.attention"
+    return {
+        f"{attention}.qkv": each(attention, ("to_q", "to_k", "to_v")),
+        f"{attention}.out": f"{attention}.to_out.0",
+        f"{attention}.q_norm": f"{attention}.norm_q",
+        f"{attention}.k_norm": f"{attention}.norm_k",
+    }
+
+
+LORA_NAMES = LoraNames(
+    title="Z-Image",
+    same=(
+        *(template for name in _BLOCKS for template in each(name, _SAME)),
+        "t_embedder.mlp.0",
+        "t_embedder.mlp.2",
+        "cap_embedder.0",
+        "cap_embedder.1",
+        "x_pad_token",
+        "cap_pad_token",
+    ),
+    originals={
+        **{original: target for name in _BLOCKS for original, target in _block(name).items()},
+        "x_embedder": "all_x_embedder.2-1",
+        "final_layer.linear": "all_final_layer.2-1.linear",
+        "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    },
+    widths=frozenset({3840}),
+    num_blocks=frozenset({30}),
+)

@@ -50,8 +50,8 @@ class Names(Enum):
     PLAIN = "names without a prefix"
 
 
-# A key ends in one of these. `.default` and the like is the name that PEFT gave the adapter.
-_ADAPTER = r"(?:\.[A-Za-z]\w*)?"
+# A key ends in one of these. `.default` and the like is the name that PEFT gave the adapter, which has no dot in it.
+_ADAPTER = r"(?:\.[A-Za-z][^.]*)?"
 _SUFFIXES = tuple(
     (re.compile(rf"{pattern}$"), role)
     for pattern, role in (
@@ -70,7 +70,7 @@ _SUFFIXES = tuple(
         (rf"\.(?:dora_scale|lora_magnitude_vector{_ADAPTER}(?:\.weight)?)", Role.MAGNITUDE),
         (r"\.diff", Role.DIFF),
         (r"\.diff_b", Role.DIFF_BIAS),
-        *((rf"\.{role.value}", role) for role in Role if role in LOKR | LOHA),
+        *((rf"\.{role.value}{_ADAPTER}", role) for role in Role if role in LOKR | LOHA),
     )
 )
 # Methods whose files change weights otherwise than by adding to them, or that no adapter here computes.
@@ -85,9 +85,12 @@ _OTHER_METHODS = tuple(
     )
 )
 _DIFF_MODULATION = ".diff_m"
-_PEFT = "base_model.model."
-# `unet.`, `dit.` and `model.`: what trainers call the transformer that they hold.
-_ORIGINAL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.", "unet.", "dit.", "model.")
+# What torch.compile puts into the names of a module, or of each of its blocks, dotted and flattened.
+_COMPILED = re.compile(r"(?<![^._])_orig_mod[._]")
+# What PEFT and data-parallel training hold a model by.
+_WRAPPERS = ("base_model.model.", "module.")
+# `unet.`, `dit.`, `model.`, `pipe.`: what trainers call the transformer that they hold.
+_ORIGINAL_LEVELS = ("diffusion_model.", "unet.", "dit.", "model.", "pipe.", "pipeline.")
 _FLATTENED_PREFIXES = {
     "lora_unet__": Names.KOHYA,
     "lora_unet_": Names.KOHYA,
@@ -103,6 +106,11 @@ _FLATTENED_TEXT = re.compile(r"(lora|lycoris)_te\d?_")
 TEXT_ENCODER = "a text encoder"
 # Which of two transformers a key is for, where it tells.
 SECOND = "transformer_2"
+# Levels around a transformer's modules -> whose names they show.
+_LEVELS = {
+    **dict.fromkeys(_ORIGINAL_LEVELS, Names.ORIGINAL),
+    **dict.fromkeys((*_WRAPPERS, "transformer.", f"{SECOND}."), Names.DIFFUSERS),
+}
 
 
 @dataclass(frozen=True)
@@ -147,26 +155,28 @@ def other_method(key: str) -> str | None:
 
 
 def split_prefix(key: str) -> tuple[Names, str, str]:
-    """(whose names, LoraKey.component, the rest)."""
-    rest = key
-    has_peft = rest.startswith(_PEFT)
-    while rest.startswith(_PEFT):
-        rest = rest.removeprefix(_PEFT)
-    if found := _TEXT_COMPONENT.match(rest):
-        return Names.DIFFUSERS, found[1], rest[found.end() :]
-    if found := _DOTTED_TEXT.match(rest):
-        return Names.ORIGINAL, TEXT_ENCODER, rest[found.end() :]
-    if found := _FLATTENED_TEXT.match(rest):
-        return Names.LYCORIS if found[1] == "lycoris" else Names.KOHYA, TEXT_ENCODER, rest[found.end() :]
-    for prefix, names in _FLATTENED_PREFIXES.items():
-        if rest.startswith(prefix):
-            return names, "", rest.removeprefix(prefix)
-    for prefix in _ORIGINAL_PREFIXES:
-        if rest.startswith(prefix):
-            return Names.ORIGINAL, "", rest.removeprefix(prefix)
-    component, has_component = "", False
-    # A file saved for `transformer` may hold keys that name a component themselves.
-    while (first := rest.partition(".")[0]) in ("transformer", SECOND):
-        has_component, component = True, SECOND if first == SECOND else component
-        rest = rest.removeprefix(f"{first}.")
-    return (Names.DIFFUSERS if has_peft or has_component else Names.PLAIN), component, rest
+    """(whose names, LoraKey.component, the rest). Levels that trainers and libraries put around a model are taken off,
+    in whatever order they are there."""
+    rest, names, component = _COMPILED.sub("", key), Names.PLAIN, ""
+    while True:
+        if found := _TEXT_COMPONENT.match(rest):
+            return Names.DIFFUSERS, found[1], _without_wrappers(rest[found.end() :])
+        if found := _DOTTED_TEXT.match(rest):
+            return Names.ORIGINAL, TEXT_ENCODER, _without_wrappers(rest[found.end() :])
+        if found := _FLATTENED_TEXT.match(rest):
+            return Names.LYCORIS if found[1] == "lycoris" else Names.KOHYA, TEXT_ENCODER, rest[found.end() :]
+        for prefix, flattened in _FLATTENED_PREFIXES.items():
+            if rest.startswith(prefix):
+                return flattened, component, rest.removeprefix(prefix)
+        level = next((each for each in _LEVELS if rest.startswith(each)), None)
+        if level is None:
+            return names, component, rest
+        rest = rest.removeprefix(level)
+        component = SECOND if level == f"{SECOND}." else component
+        names = Names.ORIGINAL if names is Names.ORIGINAL else _LEVELS[level]
+
+
+def _without_wrappers(rest: str) -> str:
+    while (level := next((each for each in _WRAPPERS if rest.startswith(each)), None)) is not None:
+        rest = rest.removeprefix(level)
+    return rest

@@ -16,6 +16,7 @@ import torch
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.untrusted.files import shown_path
+from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.lora.adapters import (
     Adapter,
     Decomposed,
@@ -134,6 +135,7 @@ def lora_file(given: str, key: str) -> Path:
         raise ModelLoadError(f"{key}: {shown_path(given)}: no such file.{how}")
     if not path.is_dir():
         return path
+    path = snapshot_in(path) or path
     for name in _FILES_IN_FOLDERS:
         if (path / name).exists():
             return path / name

@@ -18,7 +18,7 @@ RunAlike: TypeAlias = Callable[[str, Callable[[], None]], None]
 
 
 class Rewrite(Protocol):
-    """Model.rewrite_transformer, for one transformer."""
+    """TransformerWeights.rewrite, for one transformer."""
 
     def __call__(
         self,

@@ -458,11 +458,9 @@ def test_tokens_may_stand_in_tiles(case: Case, layout: TokenLayout) -> None:
         order[text : text + layout.num_grid_tokens] = text + tile_order(layout.grid, tile)[0]
         ordered = dataclasses.replace(layout, tile=tile)
         found = check(case, tuple(x[:, order] for x in qkv), ordered)
-        if case.backend != "sparse_video_gen_2_attn":
-            # Its first centroids are drawn among the tokens as they stand.
+        if not case.draws_tokens:
             assert torch.equal(found.to_dense_mask(), plan.to_dense_mask()[:, :, order][..., order])
-        is_static = case.backend in ("sliding_tile_attn", "video_sparse_attn")
-        assert found.q.is_identity == (is_static and tile == own and text == 0)
+        assert found.q.is_identity == (case.is_static and tile == own and text == 0)
 
 
 @every_case

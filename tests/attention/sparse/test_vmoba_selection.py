@@ -14,10 +14,10 @@ from tables import table
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
 from diffusion_runtime.attention.sparse import vmoba
 from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind, chunks_of
+from diffusion_runtime.kernels import chunk_selection
 from diffusion_runtime.kernels.block_sparse import gathered, row_masks
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.chunk_selection import reference
 
 LAYOUT = TokenLayout((3, 5, 4), 2, 1)
 # Ragged in time (2 + 1 frames), in space (3 + 2 by 3 + 1) and in both.
@@ -181,7 +181,7 @@ def test_query_head_groups_do_not_span_heads() -> None:
 def test_entries_are_compared_in_parts_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = random_qkv(LAYOUT, num_heads=4, seed=5)
     whole = [plan_of(q, k, "st", moba_threshold_type=group).row_mask for group in TYPES]
-    for module in (reference, row_masks):
+    for module in (chunk_selection, row_masks):
         monkeypatch.setattr(module, "_CHUNK", 60 * 4 * 3)
     for group, expected in zip(TYPES, whole, strict=True):
         assert torch.equal(plan_of(q, k, "st", moba_threshold_type=group).row_mask, expected)  # type: ignore[arg-type]

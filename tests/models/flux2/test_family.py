@@ -19,7 +19,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux2.family import FAMILY
-from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
+from diffusion_runtime.text_encoders.language_model import StackedStatesEncoder
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_distilled_model_takes_four_steps_without_guidance(tiny_klein_folder: 
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (4, 1.0)
     defaults = FAMILY.describe(tiny_klein_folder).defaults
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (50, 4.0)
-    assert not FAMILY.describe(folder).embeds_guidance
+    assert not FAMILY.describe(folder).sampling.embeds_guidance
     # Its pipeline leaves the scale unread with a remark; two branches were run here.
     rules = inspect_pipeline(RuntimeConfig(model_path=str(folder), device="cpu")).rules
     with pytest.raises(RequestError, match=r"guidance_scale: this model was distilled .* expected 1 or less, got 4"):

@@ -102,5 +102,5 @@ def test_the_pipeline_and_not_the_transformer_says_whether_a_video_starts_from_a
     for published, starts_from_image in ((text_to_video, False), (image_to_video, True)):
         folder = change(Path(shutil.copytree(published, tmp_path / published.name)), CONFIG, {"task_type": "i2v"})
         model = family_for_folder(folder).describe(folder)
-        assert model.images == ({"image_path": True} if starts_from_image else {})
+        assert model.inputs.images == ({"image_path": True} if starts_from_image else {})
         assert read_transformer_config(folder).starts_from_image == starts_from_image

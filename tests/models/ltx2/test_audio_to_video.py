@@ -19,7 +19,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.log_mel import log_mel_spectrogram
-from diffusion_runtime.media.sound_files import read_sound
+from diffusion_runtime.media.audio import read_sound
 from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 

@@ -25,6 +25,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation.denoising_stages import stages_of
 from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.rules.batch_settings import BatchSettings
@@ -140,8 +141,8 @@ def test_attention_and_costs_are_those_of_both_stages(
     resolved = prepared.rules.resolve(request())
     found = explain(prepared, resolved)
     assert asked == {2 + len(LEVELS)} == {found.num_steps}
-    halves, whole = BatchSettings.of([resolved], prepared.rules.sampling).sizes.step_sizes()
-    assert (halves[0], halves[1], whole[0], whole[1]) == (HALF, 2, SIZE, len(LEVELS))
+    stages = stages_of(BatchSettings.of([resolved], prepared.rules.sampling))
+    assert [(each.size, len(each.steps(torch.device("cpu")))) for each in stages] == [(HALF, 2), (SIZE, len(LEVELS))]
 
 
 def test_the_memory_plan_counts_the_upsampler(tiny_folder: Path, upsampler: Path) -> None:

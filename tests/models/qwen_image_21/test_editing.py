@@ -180,10 +180,10 @@ def test_the_preprocessing_of_pictures_in_the_processors_own_file(folder: Path, 
     own.unlink()
     whole = copy / "processor" / "processor_config.json"
     whole.write_text(json.dumps({"image_processor": values, "processor_class": "Qwen3VLProcessor"}))
-    assert dict(FAMILY.describe(ModelFolder(copy)).images) == {"image_path": False}
+    assert dict(FAMILY.describe(ModelFolder(copy)).inputs.images) == {"image_path": False}
     whole.write_text(json.dumps({"image_processor": {**values, "resample": 1}}))
     with pytest.raises(ModelLoadError, match="key 'resample': expected 3"):
-        FAMILY.check_parts(ModelFolder(copy))
+        FAMILY.files.check_parts(ModelFolder(copy))
 
 
 def test_a_folder_without_the_preprocessing_of_pictures_takes_none(tmp_path: Path, pictures: tuple[str, ...]) -> None:

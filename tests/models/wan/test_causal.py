@@ -428,7 +428,7 @@ def test_the_cache_and_the_prompt_of_both_experts_are_planned_for(folder: Path, 
         found = prepared._largest_demand(prepared.transformer, [request])
         assert found is not None
         modules = model.modules(prepared.transformer)
-        shapes = model.family.text_shapes(model.folder, model.config)
+        shapes = model.family.text.shapes(model.folder, model.config)
         given = (model, modules["transformer"], shapes, torch.float32, batch)
         kept = step_demand(*given, num_others=1).total - step_demand(*given).total
         return found.demand.step_activations, cache_bytes(modules.values(), request, 4 * 7, 1, torch.float32), kept

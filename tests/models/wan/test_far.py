@@ -233,7 +233,7 @@ def test_planned_and_explained(pipeline: Pipeline, folder: Path) -> None:
     settings = BatchSettings.of([request], prepared.rules.sampling)
     passes, kinds = settings.chunking.cache_passes(), []
     pairs = 0
-    for frames, kind in passes_of(request, settings.chunking.plan, prepared.model.history):
+    for frames, kind in passes_of(request, settings.chunking.plan, prepared.model.sampling.history):
         plan = passes.plan(frames, kind)
         # Commits leave out the second layer of two.
         num_layers = 2 if kind == "denoise" else 1

@@ -141,7 +141,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "scheduler": (
         lambda folder: change_json(folder / "scheduler" / "scheduler_config.json", use_karras_sigmas=True),
-        "key 'use_karras_sigmas': True cannot be used: key 'use_karras_sigmas' is unknown to",
+        "key 'use_karras_sigmas': True is not supported by the sampler flow_map_euler",
     ),
 }
 

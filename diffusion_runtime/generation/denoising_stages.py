@@ -1,0 +1,135 @@
+"""Stages of denoising, each at one size: a plain run, those of progressive resolution, a second stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.progressive_resolution import StageSampler, stage_samplers
+from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.rules.batch_settings import BatchSettings
+
+# Whatever sampler the first stage has: the levels of the second are its authors', for Euler steps.
+_SECOND_STAGE_SAMPLER = "flow_match_euler"
+
+
+@dataclass(frozen=True)
+class DenoisingStage(ABC):
+    """Consecutive steps at one size. note: for the report, said when the stage begins. first: how many steps come
+    before those that its sampler numbers. refines: whether it begins with clean latents, and runs without step caches
+    and the instruments around predictions."""
+
+    size: ClipSize
+    note: str | None = dataclasses.field(default=None, kw_only=True)
+    first: int = dataclasses.field(default=0, kw_only=True)
+    refines: bool = dataclasses.field(default=False, kw_only=True)
+
+    @abstractmethod
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        """Return the steps that `sample` gives to predict, as Sampler.steps."""
+
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
+        return latents
+
+    @abstractmethod
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
+        """Return the latents after the last step, float32. predict: of steps numbered over all stages."""
+
+
+@dataclass(frozen=True)
+class PlainStage(DenoisingStage):
+    """All steps of a sampler."""
+
+    sampler: Sampler
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return self.sampler.steps(device)
+
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
+        return self.sampler.sample(latents, predict, on_step, noise.draw)
+
+
+@dataclass(frozen=True)
+class GrowingStage(DenoisingStage):
+    """Steps of progressive resolution, before which the latents grow."""
+
+    sampler: StageSampler
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return self.sampler.steps(device)
+
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+        return self.sampler.grown(latents, noise.draw_of)
+
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        return self.sampler.sample(latents, predict, on_step)
+
+
+@dataclass(frozen=True)
+class RefiningStage(DenoisingStage):
+    """Steps at full size from latents of half the size, upsampled and mixed with noise; a sound is noised and denoised
+    with the pictures."""
+
+    settings: BatchSettings
+    upsampler: LatentUpsampler | None
+    sampler: Sampler
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return self.sampler.steps(device)
+
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+        settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
+        assert self.upsampler is not None, "there is one wherever a second stage runs"
+        parts, shared = geometry.parts(latents, settings.sizes.first), settings.shared
+        larger = self.upsampler(
+            parts.video,
+            adain_factor=shared.adain_factor or 0.0,
+            tone_map_compression=shared.tone_map_compression_ratio or 0.0,
+        )
+        clean = geometry.join(larger.to(latents.device), parts.audio)
+        return level * noise.draw_of(geometry.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
+
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        return self.sampler.sample(
+            latents, predict, lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at)
+        )
+
+
+def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None) -> list[DenoisingStage]:
+    """Return the stages of a batch in their order. upsampler: of a second stage; None where nothing is computed."""
+    sampler, first = settings.build_sampler(), settings.sizes.first
+    planned, levels = settings.sizes.stages(), settings.second_levels
+    if planned:
+        growing = stage_samplers(sampler, planned)
+        sizes = [settings.sizes.halved(each.stage.level) for each in growing]
+        notes = [_sizes_note(growing, sizes), *(None for _ in sizes[1:])]
+        return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
+    stages: list[DenoisingStage] = [PlainStage(first, sampler)]
+    if levels:
+        size, num_before = settings.size, settings.num_inference_steps
+        note = (
+            f"second stage: {len(levels)} steps at {size.height} x {size.width} after {num_before} at "
+            f"{first.height} x {first.width} (height x width)"
+        )
+        refining = build_sampler(_SECOND_STAGE_SAMPLER, len(levels), 1.0, {}, levels)
+        stages.append(RefiningStage(size, settings, upsampler, refining, note=note, first=num_before, refines=True))
+    return stages
+
+
+def _sizes_note(stages: Sequence[StageSampler], sizes: Sequence[ClipSize]) -> str:
+    """Say which steps run at which size."""
+    parts = [
+        f"steps {stage.first}-{stage.end - 1} at {size.height} x {size.width}, from sigma {stage.sigma:.3g}"
+        for stage, size in zip((each.stage for each in stages), sizes, strict=True)
+    ]
+    return f"progressive_resolution: {'; '.join(parts)} (height x width)"

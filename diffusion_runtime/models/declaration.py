@@ -1,0 +1,164 @@
+"""Parts of a family's declaration, by who reads them: folder, request values, text encoding, decoding, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from diffusion_runtime.core.model_folder import AnyFolder, refuse_other_pipelines, refuse_unknown_index_keys
+from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.latent_upsampler import SecondStage
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames
+
+# The transformer's config of a family.
+C = TypeVar("C")
+
+
+def _nothing(_: AnyFolder) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFormat:
+    """Contents of a family's folders.
+
+    transformer_classes: the class names in model_index.json that it loads. pipeline_classes: the pipelines that it
+    replaces; index_keys: keys that model_index.json may have in addition to components. diffusers_components: those
+    that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
+    diffusers, whose ControlNets its models take; None where they take none.
+    """
+
+    transformer_classes: tuple[str, ...]
+    pipeline_classes: tuple[str, ...]
+    diffusers_components: tuple[DiffusersComponent, ...]
+    index_keys: tuple[str, ...] = ()
+    controlnet_class: str | None = None
+    check_parts: Callable[[AnyFolder], object] = _nothing
+
+    def check(self, folder: AnyFolder) -> None:
+        """Check that everything in the folder's json besides the transformer is supported. Imports diffusers for
+        components that no module of ours computes."""
+        refuse_other_pipelines(folder, self.pipeline_classes)
+        refuse_unknown_index_keys(folder, self.index_keys)
+        for component in self.diffusers_components:
+            component.check(folder)
+        self.check_parts(folder)
+
+    def components_called(self, name: str) -> list[DiffusersComponent]:
+        """Return the components of diffusers of this name: one or none."""
+        return [component for component in self.diffusers_components if component.name == name]
+
+    def decoding_library(self, folder: AnyFolder) -> str:
+        """Return the library whose attention the decoder runs: "diffusers", or "torch" for a module of ours."""
+        found = [component.decoding_library(folder) for component in self.components_called(COMPONENT)]
+        return found[0] if found else "diffusers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Requests of a family's models.
+
+    defaults: request values that neither the request nor the folder's generation.json sets. fields: those that not
+    every model uses (RequestField.refusal) and this family does, in addition to the ones that loading reads off the
+    folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: is added to guidance_scale to make it the
+    factor of uncond + factor * (cond - uncond). schedule: where the flow shift is a number; read_schedule: for models
+    whose shift may follow the size, which are refused without it. second_stage: refines upsampled latents, in families
+    with an upsampler.
+    """
+
+    defaults: Mapping[str, Any]
+    fields: tuple[str, ...] = ()
+    guidance_offset: float = 0.0
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
+    second_stage: SecondStage | None = None
+
+    def schedule_of(self, scheduler: SchedulerConfig, family: str) -> FlowSchedule:
+        """Return the schedule of a folder. family: its name, for messages. Raises ModelLoadError."""
+        if self.read_schedule is not None:
+            return self.read_schedule(scheduler)
+        if scheduler.shifts_by_size:
+            raise ModelLoadError(
+                f"{scheduler.path}: use_dynamic_shifting: expected False for a {family} model, got True; this "
+                "is not supported"
+            )
+        return self.schedule
+
+
+@dataclass(frozen=True)
+class TextShapes:
+    """Shapes of a transformer's conditions for one prompt. streams: (tokens, dim) of each encoder's tokens at their
+    longest, the first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's
+    embeddings. condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone.
+    num_layers: how many layers of the first encoder are loaded, None for all. tokens_per_image: further ones of the
+    first encoder for each image to edit. sees: whether the first encoder is loaded with the half of it that reads
+    pictures."""
+
+    streams: tuple[tuple[int, int], ...]
+    pooled_dim: int | None = None
+    image: tuple[int, int] | None = None
+    condition_channels: int = 0
+    num_layers: int | None = None
+    tokens_per_image: int = 0
+    sees: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding(Generic[C]):
+    """Text encoders of a family. shapes: conditions that memory is planned for. library: whose attention the encoder
+    runs, for the report."""
+
+    load: Callable[[AnyFolder, torch.device, torch.dtype], TextEncoder]
+    shapes: Callable[[AnyFolder, C], TextShapes]
+    library: Callable[[AnyFolder, torch.dtype], str] = lambda *_: "transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Decoder of a family. is_shared: whether several processes decode together, so that every one needs a decoder.
+    is_fast: whether the decoder has a `fast` mode; has_tiles: whether it can decode in tiles; is_tiled: whether it does
+    unless told otherwise. tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV
+    publishes for them."""
+
+    load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
+    is_shared: bool = False
+    has_tiles: bool = False
+    is_tiled: bool = False
+    is_fast: bool = False
+    tiny_decoders: Mapping[int, str] = field(default_factory=dict)
+
+    def check_mode(self, mode: str, family: str) -> None:
+        """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""
+        if mode == "fast" and not self.is_fast:
+            raise ConfigError(
+                f"vae_decode: fast: the decoder of {family} models has one mode, exact; leave out --vae-decode "
+                "(fast is for the decoders of videos and of Qwen-Image)"
+            )
+
+    def check_tiling(self, choice: str, family: str) -> None:
+        """Check RuntimeConfig.vae_tiling. Raises ConfigError where the decoder has no tiles."""
+        if choice == "on" and not self.has_tiles:
+            raise ConfigError(
+                f"vae_tiling: on: the decoder of {family} models has no tiles; leave out --vae-tiling (on is for "
+                "the decoders of videos and of Qwen-Image)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Generic[C]):
+    """Weights of a family's transformers. pieces: our parameter name -> the checkpoint tensors that fill it.
+    lora_names: names of its modules in LoRA files. stays_float32: parameters that are not converted to the model's
+    dtype."""
+
+    pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
+    lora_names: LoraNames
+    stays_float32: Callable[[str], bool] = lambda _: False

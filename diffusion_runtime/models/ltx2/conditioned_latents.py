@@ -1,0 +1,118 @@
+"""Flat latents of an LTX-2 clip with its conditions: images at frames of their own behind it, a first image, a sound.
+
+An image of strength 1 is put back wherever clean latents are asked for. One of strength s below 1 is denoised: mixed
+with the noise at the start, and every prediction of it held to the image by s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+
+
+@dataclass(frozen=True)
+class ConditionedLatents:
+    """The conditions of a request, and the places that they have in flat latents, [B, length]."""
+
+    geometry: LTX2Geometry
+    inputs: DenoiserInputs
+
+    @property
+    def length(self) -> int:
+        """Numbers of the clip: its pictures, then its sound."""
+        return math.prod(self.geometry.sample_shape(self.inputs.size))
+
+    @property
+    def has_first_image(self) -> bool:
+        image = self.inputs.image
+        return image is not None and image.latents.shape[2] > 0
+
+    @property
+    def noises_first(self) -> bool:
+        """True where the first frame is an image that does not count in full."""
+        image = self.inputs.image
+        return image is not None and self.has_first_image and image.first_strength < 1
+
+    @property
+    def keyframes(self) -> list[tuple[torch.Tensor, tuple[int, float]]]:
+        """Latents of each keyframe with its frame and strength; those of strength 1 come first."""
+        image = self.inputs.image
+        return [] if image is None else list(zip(image.further, image.places, strict=True))
+
+    def apart(self, latents: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return views of the clip's flat latents, and of the keyframes after it, [B, channels, 1, height, width]:
+        those that are denoised with it, or all (`complete`)."""
+        image, length = self.inputs.image, self.length
+        if image is None or not image.further or latents.shape[1] == length:
+            return latents, ()
+        frames = torch.unflatten(latents[:, length:], 1, (-1, *image.further[0].shape[1:]))
+        return latents[:, :length], frames.unbind(1)
+
+    def mixed(self, noise: torch.Tensor) -> torch.Tensor:
+        """Return the noise; where an image counts in part, s parts of it and 1 - s parts of the noise."""
+        images = self._noised_images()
+        mixed = noise.clone() if images else noise
+        for place, (clean, strength) in zip(self._noised_places(mixed), images, strict=True):
+            place.mul_(1 - strength).add_(clean.to(place.device, place.dtype), alpha=strength)
+        return mixed
+
+    def held(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float) -> torch.Tensor:
+        """Return the velocity to clean latents that are (1 - s) times the predicted ones and s times the image, for
+        strength s; (1 - s) * v + s * (x - image) / sigma."""
+        images = self._noised_images()
+        held = velocity.clone() if images else velocity
+        places, noisy = self._noised_places(held), self._noised_places(latents)
+        for place, now, (clean, strength) in zip(places, noisy, images, strict=True):
+            away = now.to(place.dtype) - clean.to(place.device, place.dtype)
+            place.mul_(1 - strength).add_(away, alpha=strength / sigma)
+        return held
+
+    def complete(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the latents with keyframes in full after the clip, before those that are denoised."""
+        clip, _ = self.apart(latents)
+        kept = [latents for latents, (_, strength) in self.keyframes if strength == 1]
+        behind = [latents.flatten(1).to(clip.device, clip.dtype) for latents in kept]
+        return self.settled(torch.cat([clip, *behind, latents[:, clip.shape[1] :]], dim=1))
+
+    def settled(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the latents with a first image and a sound that count in full put back."""
+        if self.inputs.image is None:
+            return latents
+        clip, _ = self.apart(latents)
+        parts = self.geometry.parts(clip, self.inputs.size)
+        assert parts.audio is not None
+        settled = self.geometry.join(self.with_image(parts.video), self.sound(parts.audio))
+        return torch.cat([settled, latents[:, clip.shape[1] :]], dim=1)
+
+    def with_image(self, video: torch.Tensor) -> torch.Tensor:
+        """Return latents [B, channels, frames, height, width] with the image as first frame, if it counts in full."""
+        image = self.inputs.image
+        if image is None or not self.has_first_image or self.noises_first:
+            return video
+        return torch.cat([image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)
+
+    def sound(self, audio: torch.Tensor) -> torch.Tensor:
+        """Return latents [B, channels, length, bins]: the given sound's, where there is one."""
+        image = self.inputs.image
+        if image is None or image.sound is None:
+            return audio
+        return image.sound.to(audio.device, audio.dtype)
+
+    def _noised_images(self) -> list[tuple[torch.Tensor, float]]:
+        """Return the images that do not count in full, each with its strength: the first frame's, then keyframes."""
+        image = self.inputs.image
+        if image is None:
+            return []
+        first = [(image.latents, image.first_strength)] if self.noises_first else []
+        return [*first, *((latents, strength) for latents, (_, strength) in self.keyframes if strength < 1)]
+
+    def _noised_places(self, latents: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the frames of `_noised_images`, in its order."""
+        clip, noised = self.apart(latents)
+        first = [self.geometry.parts(clip, self.inputs.size).video[:, :, :1]] if self.noises_first else []
+        return [*first, *noised]
