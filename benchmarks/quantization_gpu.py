@@ -4,7 +4,7 @@
     python -m benchmarks.quantization_gpu --device cpu --output /tmp/quantization.json
 
 The same random weights in every mode. First the outputs: their relative L2 distance from bfloat16's, and the report's
-count of products, which must all be 8-bit products on a GPU that has them. Then milliseconds of one forward, taken in
+count of products, which must all be in 8 bits on a GPU that has them. Then milliseconds of one forward, taken in
 turns, and the memory of the weights. Random weights say what a mode costs in time and rounding, not in pictures: for
 those, `python -m benchmarks.faster_quality --device cuda --dtype bfloat16 --only fp8 fp8-all`.
 """
@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ from benchmarks.families_gpu import write_folder
 from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, Clock, device_times, velocity
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy, RequestCache
-from diffusion_runtime.layers.fp8_linear import SCALED_PRODUCT
+from diffusion_runtime.layers.eight_bit_linear import eight_bit_layers
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.weights.quantization import Quantization
 
-MODES = ("none", "fp8", "fp8-all")
+MODES = ("none", "fp8", "fp8-all", "int8")
 DTYPE = torch.bfloat16
 WAN_14B = dataclasses.replace(
     wan.STEPS[0],
@@ -62,14 +62,14 @@ def build(step: FamilyStep, device: torch.device, mode: str) -> tuple[DiffusionT
 
 
 @torch.inference_mode()
-def measure(step: FamilyStep, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(step: FamilyStep, device: torch.device, repeats: int, modes: Sequence[str] = MODES) -> dict[str, Any]:
     clock = Clock(device)
     inputs = step.make_inputs(device, DTYPE)
     models, row = {}, {"step": step.name, "modes": {}}
     # Of a request each: what depends on sizes and prompt alone is computed at its first step.
-    states = {mode: RequestCache() for mode in MODES}
+    states = {mode: RequestCache() for mode in modes}
     expected: torch.Tensor | None = None
-    for mode in MODES:
+    for mode in modes:
         begin = time.perf_counter()
         model, quantization, described = build(step, device, mode)
         clock.synchronize()
@@ -81,7 +81,8 @@ def measure(step: FamilyStep, device: torch.device, repeats: int) -> dict[str, A
         entry["products"] = dict(counts)
         entry["relative_difference"] = float((found - expected).norm() / expected.norm())
         entry["weights_gb"] = sum(each.nbytes for each in model.parameters()) / 1e9
-        if device.type == "cuda" and mode != "none" and set(counts) != {SCALED_PRODUCT}:
+        names = {layer.product_name for layer in eight_bit_layers(model).values()}
+        if device.type == "cuda" and set(counts) != names:
             raise ValueError(f"{mode}: other products than 8-bit ones: {dict(counts)}")
         models[mode], row["modes"][mode] = model, entry
     times: dict[str, list[float]] = {mode: [] for mode in models}

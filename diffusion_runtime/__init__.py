@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.pipeline import Pipeline
     from diffusion_runtime.request.generation_request import GenerationRequest
+    from diffusion_runtime.serving.client import Client
     from diffusion_runtime.session.following import follow, lead
     from diffusion_runtime.session.processes import join_processes
 
@@ -44,6 +45,7 @@ _HOMES = {
     "RequestError": "errors",
     "PipelineBusyError": "errors",
     "DeviceMemoryError": "errors",
+    "Client": "serving.client",
     "ConfigError": "errors",
     "GeneratedMedia": "media",
     "GenerationRequest": "request.generation_request",
@@ -67,6 +69,7 @@ __all__ = [
     "AttentionSpec",
     "BackendUnavailableError",
     "Cancelled",
+    "Client",
     "ConfigError",
     "DeviceMemoryError",
     "DiffusionRuntimeError",

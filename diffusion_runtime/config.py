@@ -51,7 +51,7 @@ MAX_LORA_SCALE = 1e4
 MAX_IGNORED_LAYERS = 10000
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
-QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
+QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
 VAE_TILING_CHOICES = ("auto", "on", "off")
 COMPILE_MODES = ("off", "regional")
 CUDA_GRAPH_MODES = ("auto", "off", "on")
@@ -382,7 +382,8 @@ class RuntimeConfig:
         as the model's authors do, `on` and `off` as they say.
     vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
-        multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
+        multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `int8` holds
+        the same layers as 8-bit integers, rotated in groups (ConvRot); `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
     compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
     cuda_graphs: `auto` replays forward passes of the transformer from CUDA graphs on a GPU, where launching kernels
@@ -470,10 +471,10 @@ class RuntimeConfig:
         "none",
         OneOf(QUANTIZATION_MODES, ("none",), "quantization"),
         Flag(
-            "none, fp8 or fp8-all. See docs/quantization.md.",
+            "none, fp8, fp8-all or int8. See docs/quantization.md.",
             "MODE",
             QUANTIZATION,
-            bench_help="Of ours: none, fp8, fp8-all.",
+            bench_help="Of ours: none, fp8, fp8-all, int8.",
         ),
         Refusal(
             "{name}: {value}: diffusers' own pipeline has its own way to quantise, a quantization_config in the "

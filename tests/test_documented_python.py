@@ -25,6 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
 # Run by ranks of their own in tests/session/test_following.py.
 SEVERAL_PROCESSES = "follow(pipeline, world)"
+# Run against a server in tests/serving/test_server.py.
+SERVER = "http://127.0.0.1:8000"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def run_page(found: list[Block], tiny_wan: Path) -> None:
     sys.modules["documented"] = module
     names = Reader(tiny_wan)
     for block in found:
-        if SEVERAL_PROCESSES in block.text or not block.is_run:
+        if SEVERAL_PROCESSES in block.text or SERVER in block.text or not block.is_run:
             continue
         # Line numbers are those of the page.
         code = compile("\n" * (block.line - 1) + block.text, str(block.document), "exec")

@@ -63,6 +63,8 @@ _WAYS = {
     "fp8+graphs": _Way("fp8", is_replayed=True),
     "fp8-all": _Way("fp8-all"),
     "fp8-all+graphs": _Way("fp8-all", is_replayed=True),
+    "int8": _Way("int8"),
+    "int8+graphs": _Way("int8", is_replayed=True),
 }
 MODES = tuple(_WAYS)
 _NUM_STEPS = 20

@@ -96,7 +96,7 @@ class StepModel:
         dtype: torch.dtype,
         quantization: str = "none",
     ) -> tuple[DiffusionTransformer, Quantization | None]:
-        """Our transformer with random weights. quantization: none, fp8 or fp8-all.
+        """Our transformer with random weights. quantization: a mode of config.py.
 
         Raises BackendUnavailableError and ConfigError for choices that cannot run.
         """

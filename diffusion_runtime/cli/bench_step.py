@@ -58,8 +58,8 @@ class StepFlags(SizeFlags):
         str | None,
         option(
             HOW,
-            "Of ours: eager, graphs, compile, compile+graphs, fp8, fp8+graphs, fp8-all, fp8-all+graphs, by commas. "
-            "Default: all, on a CPU eager.",
+            "Of ours: eager, graphs, compile, compile+graphs, fp8, fp8+graphs, fp8-all, fp8-all+graphs, int8, "
+            "int8+graphs, by commas. Default: all, on a CPU eager.",
             "--mode",
             metavar="NAMES",
         ),

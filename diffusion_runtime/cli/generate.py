@@ -148,13 +148,9 @@ def _parameters() -> list[inspect.Parameter]:
         prompt,
         prompt_file,
         *others,
-        *options.runtime_parameters(lambda flag: flag.panel == WHAT),
-        *options.parameters_of(options.SourceFlags),
+        *options.source_parameters(),
         *options.request_parameters(SIZE),
-        *options.parameters_of(options.AttentionChoice),
-        *options.runtime_parameters(lambda flag: flag.panel != WHAT),
-        *options.parameters_of(options.OutputFlags),
-        *options.parameters_of(options.ReportFlags),
+        *options.run_parameters(),
     ]
 
 

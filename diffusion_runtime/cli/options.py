@@ -306,6 +306,17 @@ def runtime_parameters(is_wanted: Callable[[Flag], bool]) -> list[inspect.Parame
     return [_runtime_parameter(name) for name in sorted(names, key=lambda name: _flagged()[name][1].order)]
 
 
+def source_parameters() -> list[inspect.Parameter]:
+    """Return the flags of the model and of the sources of other values."""
+    return [*runtime_parameters(lambda flag: flag.panel == WHAT), *parameters_of(SourceFlags)]
+
+
+def run_parameters() -> list[inspect.Parameter]:
+    """Return the flags of attention, of where a model runs, and of what is written and reported."""
+    where = runtime_parameters(lambda flag: flag.panel != WHAT)
+    return [*parameters_of(AttentionChoice), *where, *parameters_of(OutputFlags), *parameters_of(ReportFlags)]
+
+
 def benchmark_parameters(panel: str) -> list[inspect.Parameter]:
     """Return the flags of the options that `bench generate` takes and records."""
     return [_runtime_parameter(name, panel, _flagged()[name][1].bench_help) for name in benchmark_options()]

@@ -66,6 +66,8 @@ def _facts_of(summary: WeightSummary) -> list[tuple[str, object]]:
         ("tensors", summary.num_tensors),
         ("stored as", ", ".join(f"{kind} ({count})" for kind, count in summary.kinds.items())),
     ]
+    if summary.formats:
+        facts.append(("quantised", ", ".join(f"{title} ({count})" for title, count in summary.formats.items())))
     if summary.scales is not None:
         facts.append(("scales", summary.scales))
     if summary.prefix:

@@ -8,7 +8,7 @@ import torch
 
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
-from diffusion_runtime.layers.fp8_linear import ProductCounter
+from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.device_memory import shortage_remark
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.report.attention_report import AttentionRecorder

@@ -24,7 +24,7 @@ from diffusion_runtime.generation.participants import (
     ShortageRemark,
 )
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.layers.fp8_linear import ProductCounter
+from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.request.generation_request import GenerationRequest

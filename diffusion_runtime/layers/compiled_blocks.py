@@ -22,7 +22,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import ConfigError, first_line
-from diffusion_runtime.layers.fp8_linear import Fp8Linear
+from diffusion_runtime.layers.eight_bit_linear import EightBitLinear
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.startup.first_use import kernels_compiled
 
@@ -86,7 +86,7 @@ class CompiledBlocks:
 
     def _compile_block(self, block: nn.Module) -> None:
         for module in block.modules():
-            if isinstance(module, Fp8Linear):
+            if isinstance(module, EightBitLinear):
                 module.make_opaque()
         self.num_blocks += 1
         self._blocks.append(weakref.ref(block))

@@ -26,7 +26,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.layers.gguf_linear import GgufLinear
+from diffusion_runtime.layers.stored_linear import StoredLinear
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
@@ -449,7 +449,7 @@ def load_transformer(
 
 def keeping_bytes(modules: Mapping[str, nn.Module], rewrite: Rewrite) -> Rewrite:
     """`rewrite` of offloaded modules, whose weights keep the bytes that they were given room for: it raises ConfigError
-    where rows of GGUF blocks would become numbers, or the other way round. modules: by component."""
+    where rows that stay as they are stored would become numbers, or the other way round. modules: by component."""
 
     def checked(
         changed: Mapping[str, Collection[str]],
@@ -457,10 +457,10 @@ def keeping_bytes(modules: Mapping[str, nn.Module], rewrite: Rewrite) -> Rewrite
         kept: Mapping[str, dict[str, torch.Tensor]],
     ) -> None:
         for component, module in modules.items():
-            if changed[component] and any(isinstance(layer, GgufLinear) for layer in module.modules()):
+            if changed[component] and any(isinstance(layer, StoredLinear) for layer in module.modules()):
                 raise ConfigError(
-                    "lora: the blocks of a GGUF file are offloaded, and rows that a LoRA changes take other bytes: "
-                    "give the LoRA files when the model is loaded, or load it with --offload none"
+                    "lora: weights that stay as their file has them are offloaded, and rows that a LoRA changes take "
+                    "other bytes: give the LoRA files when the model is loaded, or load it with --offload none"
                 )
         rewrite(changed, changes, kept)
 

@@ -16,8 +16,8 @@ from diffusion_runtime.memory.offloaded_part import into_arena
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.weight_unit import WeightHome, num_bytes_of
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.text_encoder_files import TextChanges
-from diffusion_runtime.models.text_encoder_scales import apply_scales
+from diffusion_runtime.models.quantized_text_encoders import quantized_text, read_dequantized
+from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.text_encoders.ahead import EncodingAhead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
@@ -65,11 +65,11 @@ class TextEncoderLoader:
 
     def _of_this_process(self, offloading: Offloading | None) -> TextEncoder:
         if offloading is None:
-            self._loaded = self._read(self.device)
+            self._loaded = self.read(self.device)
             return self._loaded
         if offloading.plan.waits_in_files:
             return self._in_files(offloading)
-        encoder = self._loaded = self._read(torch.device("cpu"))
+        encoder = self._loaded = self.read(torch.device("cpu"))
         _add_to(offloading, {module: into_arena(module) for module in modules_of(encoder)})
         return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
@@ -78,7 +78,7 @@ class TextEncoderLoader:
         known and the plan has room for it."""
         plan = offloading.plan
         if not plan.whole_text:
-            encoder = self._read(torch.device("meta"))
+            encoder = self.read(torch.device("meta"))
             try:
                 homes = self.model.keep_text_in_files(encoder, self.device, self.dtype)
                 _add_to(offloading, homes)
@@ -91,16 +91,30 @@ class TextEncoderLoader:
                     self.changes.waiting(homes)
                 self._homes = homes
                 return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
-        reloaded = ReloadedTextEncoder(functools.partial(self._read, self.device), offloading.use_text_encoders)
+        reloaded = ReloadedTextEncoder(functools.partial(self.read, self.device), offloading.use_text_encoders)
         offloading.add_reloaded_text_encoder(reloaded)
         return reloaded
 
-    def _read(self, device: torch.device) -> TextEncoder:
-        encoder = self.model.load_text_encoder(device, self.dtype)
+    def read(self, device: torch.device) -> TextEncoder:
+        """Return the encoder on a device; with the meta device its weights wait. Raises ModelLoadError."""
+        quantized = quantized_text(self.model.folder)
+        is_read = device.type != "meta"
+        # transformers would read quantised numbers without what belongs to them.
+        built_on = torch.device("meta") if quantized else device
+        encoder = self.model.load_text_encoder(built_on, self.dtype)
         if self.attention is not None:
             encoder = use_attention(encoder, self.attention)
-        apply_scales(encoder, self.model.folder)
-        if device.type != "meta":
+        if quantized:
+            encoder.implementation = ", ".join([encoder.implementation, *quantized.values()])
+            if is_read:
+                read_dequantized(
+                    encoder,
+                    self.model.folder,
+                    self.model.family.files.components_called(CONNECTORS),
+                    device,
+                    self.dtype,
+                )
+        if is_read:
             self.changes.apply(encoder)
         return encoder
 

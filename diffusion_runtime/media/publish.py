@@ -77,6 +77,12 @@ def publish_text(target: Path, text: str, key: str = "") -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def publish_bytes(target: Path, content: bytes, key: str = "") -> None:
+    """Write the whole file or none, as `published` does."""
+    with published(target, key) as partial:
+        partial.write_bytes(content)
+
+
 def cannot_write(target: Path, error: OSError, key: str = "") -> OutputError:
     """Return the error for users when a file cannot be written."""
     kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError

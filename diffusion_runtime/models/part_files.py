@@ -17,8 +17,8 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.model_folder import INDEX_FILE, LINKS, PART_MARK, ModelFolder, read_index, read_json
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
+from diffusion_runtime.models.quantized_text_encoders import check_text_encoder_file
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
@@ -178,12 +178,12 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
     with closing(SafetensorsFile(path)) as file:
         whole = {name: head.shape for name, head in file.heads.items()}
     prefix = _prefix_in(whole, part, own)
-    with closing(SafetensorsFile(path, prefix)) as file:
-        if part.component == "vae":
+    if part.component == "vae":
+        with closing(SafetensorsFile(path, prefix)) as file:
             refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
-        else:
-            check_text_encoder_file(path, prefix)
-        shapes = {name: head.shape for name, head in file.heads.items()}
+            shapes = {name: head.shape for name, head in file.heads.items()}
+    else:
+        shapes = check_text_encoder_file(path, prefix)
     kind = kind_of(tuple(shapes))
     wanted = own.get("model_type")
     is_shard = "-of-" in path.name

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
 from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
+from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
-from diffusion_runtime.weights.weight_files import find_weight_files, listed, stored_shapes
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import find_weight_files, listed
 from diffusion_runtime.weights.weight_loading import own_pieces
 
 _logger = logging.getLogger("diffusion_runtime")
@@ -58,7 +61,9 @@ def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...
         files = find_weight_files(folder, STEM)
     except ModelLoadError:
         return shapes_by_config(folder, class_name)
-    return {name: shape for file in files for name, shape in stored_shapes(file, part_prefix(folder)).items()}
+    with ExitStack() as stack:
+        opened = [stack.enter_context(closing(SafetensorsFile(file, part_prefix(folder)))) for file in files]
+        return {name: rows[0].shape for name, rows in stored_rows(opened).items()}
 
 
 def why_whole(dtype: torch.dtype) -> str:
@@ -83,7 +88,7 @@ def keep_text_in_files(
     kept = {}
     for module in modules_of(encoder):
         assert is_waiting(module), f"{type(module).__name__} was read"
-        _, opens, pieces = _source_of(module, folder, others)
+        _, opens, pieces = source_of(module, folder, others)
         conversions = Conversions(opens, pieces, device, dtype, lambda _: False, None)
         kept[module] = StoredWeights(module, conversions, ())
     return kept
@@ -128,7 +133,7 @@ class TextChanges:
         if not any(self._changed(component, before) for component in self._components):
             return
         for module in modules_of(encoder):
-            component, opens, pieces = _source_of(module, self._folder, self._others, "--lora")
+            component, opens, pieces = source_of(module, self._folder, self._others, "changed", "--lora")
             if not (changed := self._changed(component, before)):
                 continue
             renamed = self._renamed(component, pieces)
@@ -142,7 +147,7 @@ class TextChanges:
     def waiting(self, homes: Mapping[nn.Module, StoredWeights]) -> None:
         """Change weights that wait in their files, when they are read; otherwise like `apply`."""
         for module, home in homes.items():
-            component, _, pieces = _source_of(module, self._folder, self._others, "--lora")
+            component, _, pieces = source_of(module, self._folder, self._others, "changed", "--lora")
             home.change(self._renamed(component, pieces))
 
     def _changed(self, component: str, before: Sequence[WeightChange]) -> frozenset[str]:
@@ -188,10 +193,15 @@ class _Renamed(WeightChange):
         return self._change.delta(component, self._names[name], weight)
 
 
-def _source_of(
-    module: nn.Module, folder: AnyFolder, others: Sequence[DiffusersComponent], flag: str = "--memory-limit"
+def source_of(
+    module: nn.Module,
+    folder: AnyFolder,
+    others: Sequence[DiffusersComponent],
+    done: str = "read by blocks",
+    flag: str = "--memory-limit",
 ) -> tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]:
-    """(component, what opens its files, what of them fills each parameter). flag: what asks for it."""
+    """Return the component of a module, what opens its files, and what of them fills each parameter. done: what is done
+    to its weights; flag: what asks for it. Raises ModelLoadError where names do not tell."""
     for component in others:
         if component.class_name == type(module).__name__:
             return component.name, functools.partial(_open_component, component, module, folder), own_pieces(module)
@@ -209,7 +219,6 @@ def _source_of(
         # From the component that has the most of them.
         name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
         what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
-        done = "changed" if flag == "--lora" else "read by blocks"
         raise ModelLoadError(
             f"{folder / name}: the weights of {type(module).__name__} cannot be {done}: {what}. Copy or download the "
             f"folder again, or leave out {flag}"
@@ -218,7 +227,7 @@ def _source_of(
 
 
 def _open_text(folder: Path, changes: Sequence[WeightChange]) -> Checkpoint:
-    return Checkpoint(folder, STEM, changes=changes, reads_fp8=True)
+    return Checkpoint(folder, STEM, changes=changes, reads_quantized=True)
 
 
 def _open_component(

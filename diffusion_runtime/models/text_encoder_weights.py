@@ -25,7 +25,7 @@ def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dty
     if device.type == "meta":
         let_wait(module, dtype)
         return
-    with Checkpoint(folder, STEM, reads_fp8=True) as checkpoint:
+    with Checkpoint(folder, STEM, reads_quantized=True) as checkpoint:
         pieces = own_pieces(module)
         if _EMBEDDINGS not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
             pieces[_EMBEDDINGS] = (Piece(_ALIAS, pieces[_EMBEDDINGS][0].shape),)

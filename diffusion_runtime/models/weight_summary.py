@@ -12,7 +12,7 @@ from pathlib import Path
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.weights.file_kinds import kind_of
 from diffusion_runtime.weights.file_parts import FilePart, parts_of
-from diffusion_runtime.weights.fp8_scales import find_scales
+from diffusion_runtime.weights.layer_formats import find_formats
 from diffusion_runtime.weights.lora.keys import parse_key
 from diffusion_runtime.weights.tensor_files import SafetensorsFile, TensorFile, TensorHead
 from diffusion_runtime.weights.tensor_names import families_of_tensors, transformer_tensors
@@ -25,7 +25,7 @@ from diffusion_runtime.weights.weight_files import (
     SAFETENSORS,
     STEMS,
     find_weight_files,
-    refuse_other_than_fp8,
+    refuse_unmarked,
 )
 
 
@@ -34,7 +34,8 @@ class WeightSummary:
     """Summary of a weight file. holds: a text encoder or an autoencoder in words, None for a transformer's weights;
     component: its folder in a model, empty for a transformer's. prefix: in front of the transformer's tensors, empty
     for none. families: that it may be for, empty for none that is known. kinds: stored kind -> number of tensors.
-    scales: of 8-bit weights, None for none. num_others: tensors of other components."""
+    formats: of quantised weights -> number of tensors; scales: of 8-bit weights, None for none. num_others: tensors of
+    other components."""
 
     path: Path
     format: str
@@ -45,6 +46,7 @@ class WeightSummary:
     num_tensors: int
     num_others: int
     kinds: Mapping[str, int]
+    formats: Mapping[str, int]
     scales: str | None
     parts: tuple[WeightSummary, ...] = ()
 
@@ -84,7 +86,7 @@ def summarise_weights(path: Path) -> WeightSummary:
             if part.kind is None and not part.is_transformer:
                 summaries.append(dataclasses.replace(_left_over(path, heads), prefix=part.prefix))
                 continue
-            refuse_other_than_fp8(path, {name: head.kind for name, head in heads.items()})
+            refuse_unmarked(path, {name: head.kind for name, head in heads.items()})
             summary = _summary(path, [file])
             if part.kind is not None:
                 summary = dataclasses.replace(summary, holds=part.kind.title, component=part.kind.component)
@@ -102,15 +104,19 @@ def _parts_in(path: Path) -> tuple[FilePart, ...]:
 
 def _left_over(path: Path, heads: Mapping[str, TensorHead]) -> WeightSummary:
     kinds = dict(Counter(head.kind for head in heads.values()).most_common())
-    return WeightSummary(path, "safetensors", "what no component here reads", "", (), "", len(heads), 0, kinds, None)
+    return WeightSummary(
+        path, "safetensors", "what no component here reads", "", (), "", len(heads), 0, kinds, {}, None
+    )
 
 
 def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
-    scales = find_scales(files)
+    found = find_formats(files)
     heads = {name: head for file in files for name, head in file.heads.items()}
     kind = kind_of(tuple(heads))
     names = transformer_tensors(tuple(heads)) if kind is None else tuple(heads)
-    weights = [name for name in names if name not in scales.unread]
+    weights = [name for name in names if name not in found.unread]
+    formats = {name: layer.format for name, layer in found.of.items() if name in names}
+    shapes = {name: formats[name].shape(head.shape) if name in formats else head.shape for name, head in heads.items()}
     prefix = next((prefix for prefix in PREFIXES if names and names[0].startswith(prefix)), "")
     return WeightSummary(
         path=path,
@@ -119,13 +125,14 @@ def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
         component="" if kind is None else kind.component,
         families=()
         if kind is not None
-        else families_of_tensors({name: heads[name].shape for name in weights}, lora_names_of_families()),
+        else families_of_tensors({name: shapes[name] for name in weights}, lora_names_of_families()),
         prefix=prefix,
         num_tensors=len(weights),
         num_others=len(heads) - len(names),
         kinds=dict(Counter(heads[name].kind for name in weights).most_common()),
+        formats=dict(Counter(each.title for each in formats.values()).most_common()),
         scales=_scales_text(
-            [scale.num_numbers for scale in scales.of.values()],
+            [place.num_numbers for layer in found.of.values() for place in layer.beside.values()],
             has_float8=any(heads[name].kind in FLOAT8_KINDS for name in weights),
         ),
     )

@@ -75,9 +75,12 @@ def wrapped_predictions(pipeline: InspectablePipeline, wrap: Wrapper) -> Abstrac
 
 
 @contextmanager
-def attention_choices(pipeline: InspectablePipeline, choices: AttentionConfig) -> Iterator[None]:
+def attention_choices(
+    pipeline: InspectablePipeline, choices: AttentionConfig, below: AttentionConfig | None = None
+) -> Iterator[None]:
     """Context manager: the transformer's layers attend as if `choices` were the command line's; nothing is loaded
-    again. Recipes made meanwhile record what the pipeline was loaded with.
+    again. Recipes made meanwhile record what the pipeline was loaded with. below: the config's choices meanwhile; None
+    keeps those that the pipeline was loaded with.
 
     Raises ConfigError and BackendUnavailableError as loading does, and ConfigError where CUDA graphs hold the choices.
     """
@@ -88,7 +91,9 @@ def attention_choices(pipeline: InspectablePipeline, choices: AttentionConfig) -
     try:
         for layer, policy in layers:
             # One policy for all, as the model was built with: what is announced is announced once.
-            layer.decisions.choose(policies.setdefault(id(policy), dataclasses.replace(policy, cli=choices)))
+            config = policy.config if below is None else below
+            chosen = dataclasses.replace(policy, cli=choices, config=config)
+            layer.decisions.choose(policies.setdefault(id(policy), chosen))
         yield
     finally:
         for layer, policy in layers:

@@ -50,7 +50,7 @@ def follow(pipeline: GenerationPipeline, world: World) -> None:
             continue
         requests = [GenerationRequest.from_dict(values) for values in message["requests"]]
         try:
-            pipeline.generate(requests, on_progress=_watched(world, None) if message["is_watched"] else None)
+            pipeline.generate(requests, on_progress=agreed_progress(world, None) if message["is_watched"] else None)
         except Exception as error:
             # Rank 0, which met it too, raises it to its caller.
             world.agree(world.failure_of(error))
@@ -83,7 +83,7 @@ class LeadingPipeline:
             "requests": [request.to_dict() for request in requests],
         }
         self._world.from_first(lambda: json.dumps(message))
-        watch = None if on_progress is None else _watched(self._world, on_progress)
+        watch = None if on_progress is None else agreed_progress(self._world, on_progress)
         try:
             media = self.pipeline.generate(requests, on_progress=watch)
         except Exception as error:
@@ -107,7 +107,7 @@ class LeadingPipeline:
         self._world.from_first(lambda: json.dumps({"stop": True}))
 
 
-def _watched(world: World, on_progress: OnProgress | None) -> OnProgress:
+def agreed_progress(world: World, on_progress: OnProgress | None) -> OnProgress:
     """Return an on_progress for every rank: what rank 0's raises is raised on all of them at the same step."""
 
     def watch(progress: Progress) -> None:

@@ -26,8 +26,8 @@ from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
 from diffusion_runtime.weights.weight_files import (
     DAMAGED,
     find_weight_files,
-    refuse_other_than_fp8,
     refuse_quantised,
+    refuse_unmarked,
 )
 
 
@@ -104,9 +104,9 @@ class Checkpoint:
     folder: of the component; holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
-    the file, which is not read for them again; those that are read, and are not quantised, are added. reads_fp8:
-    whether weights may be stored in 8 bits with scales. source: opens the tensors where they are in other files, at
-    `place`. renamed: gives the tensors of a file other names.
+    the file, which is not read for them again; those that are read, and are not quantised, are added. reads_quantized:
+    whether weights may be quantised with scales (stored_formats). source: opens the tensors where they are in other
+    files, at `place`. renamed: gives the tensors of a file other names.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
     pointers.
@@ -119,7 +119,7 @@ class Checkpoint:
         *,
         changes: Sequence[WeightChange] = (),
         kept: dict[str, torch.Tensor] | None = None,
-        reads_fp8: bool = False,
+        reads_quantized: bool = False,
         source: Source | None = None,
         place: Path | None = None,
         renamed: Callable[[Path, Rows], Rows] | None = None,
@@ -137,8 +137,8 @@ class Checkpoint:
                 paths = find_weight_files(folder, stem)
                 if paths[0].parent != folder:
                     self.elsewhere = paths[0] if len(paths) == 1 else paths[0].parent
-                files = [self._open(path, reads_fp8, part_prefix(folder)) for path in paths]
-                self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
+                files = [self._open(path, reads_quantized, part_prefix(folder)) for path in paths]
+                self._rows = stored_rows(files) if reads_quantized else plain_rows(files)
                 if renamed is not None:
                     self._rows = renamed(paths[0], self._rows)
             else:
@@ -264,11 +264,11 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _open(self, path: Path, reads_fp8: bool, prefix: str) -> TensorFile:
+    def _open(self, path: Path, reads_quantized: bool, prefix: str) -> TensorFile:
         file = SafetensorsFile(path, prefix)
         self._stack.callback(file.close)
         kinds = {name: head.kind for name, head in file.heads.items()}
-        (refuse_other_than_fp8 if reads_fp8 else refuse_quantised)(path, kinds)
+        (refuse_unmarked if reads_quantized else refuse_quantised)(path, kinds)
         return file
 
 

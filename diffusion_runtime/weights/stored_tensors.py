@@ -1,4 +1,4 @@
-"""Stored tensors: rows of a tensor in a file, with what makes numbers of them: 8-bit floats and their scales."""
+"""Stored tensors: rows of a tensor in a file, with what makes numbers of them: its format, and tensors beside it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import TypeAlias
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, shown_name
-from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, dequantize
-from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS, block_scales, dequantize_blocks
-from diffusion_runtime.layers.gguf_linear import GgufPart, GgufRows
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS
+from diffusion_runtime.layers.stored_linear import PackedRows, StoredPart
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.untrusted.gguf_header import num_bytes_of
-from diffusion_runtime.weights.fp8_scales import Scale, find_scales
+from diffusion_runtime.weights.layer_formats import LayerFormat, find_formats
 from diffusion_runtime.weights.parallel_reads import StoredBytes
+from diffusion_runtime.weights.stored_formats.float8 import FLOAT8, Float8
+from diffusion_runtime.weights.stored_formats.gguf import GgufBlocks
+from diffusion_runtime.weights.stored_formats.interface import StoredFormat
 from diffusion_runtime.weights.tensor_files import TensorFile
 from diffusion_runtime.weights.tensor_part import Ranges, TensorPart
 from diffusion_runtime.weights.weight_files import DAMAGED
-
-_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
 class StoredRows:
     """Rows of a tensor. name: in its file; shape: of these rows; rows: which, None for all; columns: which of their
-    numbers, None for all. scale: of 8-bit floats, None for a plain cast. full_precision: the file wants products in the
-    model's dtype."""
+    numbers, None for all. layer: how they are stored, None for plain numbers. full_precision: the file wants products
+    in the model's dtype."""
 
     file: TensorFile
     name: str
     shape: tuple[int, ...]
     rows: slice | None = None
-    scale: Scale | None = None
+    layer: LayerFormat | None = None
     full_precision: bool = False
     columns: Ranges | None = None
 
@@ -45,17 +45,11 @@ class StoredRows:
 
     @property
     def is_quantized(self) -> bool:
-        return self.dtype_of_float8 is not None or self.is_blocks
+        return self.layer is not None
 
     @property
-    def is_blocks(self) -> bool:
-        """Return whether these are quantised blocks of a GGUF file."""
-        return self.file.is_gguf and self.kind not in PLAIN_KINDS
-
-    @property
-    def dtype_of_float8(self) -> torch.dtype | None:
-        """None for numbers of another kind."""
-        return _FLOAT8.get(self.kind)
+    def format(self) -> StoredFormat | None:
+        return None if self.layer is None else self.layer.format
 
     def some(self, start: int, stop: int) -> StoredRows:
         """Rows `start` to `stop` of these, which are all of the tensor."""
@@ -84,15 +78,14 @@ class StoredRows:
 
         Raises ModelLoadError for numbers that nothing can be computed with.
         """
-        if self.dtype_of_float8 is not None:
-            return dequantize(self.float8_rows(), torch.float32).view(self.shape)
-        is_whole = self.rows is None and self.columns is None
-        stored = (
-            self.file.mapped(self.name) if mapped and is_whole else self.file.read(self.name, self.rows, self.columns)
-        )
-        if self.file.is_gguf:
-            plain = PLAIN_KINDS.get(self.kind)
-            stored = dequantize_blocks(stored, self.kind) if plain is None else stored.view(plain)
+        if self.is_quantized:
+            stored = self.packed().numbers()
+        else:
+            is_whole = self.rows is None and self.columns is None
+            read = self.file.mapped if mapped and is_whole else self._read
+            stored = read(self.name)
+            if self.file.is_gguf:
+                stored = stored.view(PLAIN_KINDS[self.kind])
         if dtype.is_floating_point and not stored.is_floating_point():
             raise self.error(f"tensor {shown_name(self.name)} is stored as {self.kind}, expected BF16, F16 or F32")
         wrong = unusable_numbers(stored, dtype)
@@ -100,48 +93,42 @@ class StoredRows:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
         return stored.view(self.shape)
 
-    def float8_rows(self) -> QuantizedRows:
-        """8-bit floats as they are stored, [rows, numbers per row], and a scale per row. Raises ModelLoadError for NaN
-        and infinity, and for a scale that is not positive."""
-        stored = self.file.read(self.name, self.rows, self.columns)
-        values = stored.reshape(stored.shape[0] if stored.dim() else 1, -1)
-        wrong = unusable_numbers(values)
-        if wrong is not None:
-            raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
-        return QuantizedRows(values, self.scales(values.shape[0]))
+    def _read(self, name: str) -> torch.Tensor:
+        return self.file.read(name, self.rows, self.columns)
 
-    def blocks_head(self) -> GgufPart:
-        """Describe `blocks` from the file's head."""
-        return GgufPart(self.kind, self.shape[0], num_bytes_of(self.kind, math.prod(self.shape)))
+    @property
+    def packed_part(self) -> StoredPart:
+        """Description of `packed` from the file's head."""
+        assert self.layer is not None
+        num_rows = self.shape[0]
+        heads = self.layer.format.heads(num_rows, math.prod(self.shape) // max(1, num_rows))
+        return StoredPart(self.layer.format, num_rows, heads)
 
-    def blocks(self) -> GgufRows:
-        """Blocks of a GGUF file as they are stored. Raises ModelLoadError for scales that make no numbers."""
-        data = self.file.read(self.name, self.rows, self.columns)
-        wrong = unusable_numbers(block_scales(data, self.kind))
-        if wrong is not None:
-            raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
-        return GgufRows(self.kind, data)
+    def packed(self) -> PackedRows:
+        """The tensors of quantised rows. Raises ModelLoadError for numbers that nothing can be computed with, such as
+        NaN, and scales that are not positive."""
+        assert self.layer is not None
+        stored, beside = self.layer.format, {}
+        for suffix, place in self.layer.beside.items():
+            beside[suffix] = place.file.read(place.name)
+            wrong = place.companion.wrong_number(beside[suffix].float())
+            if wrong is not None:
+                raise ModelLoadError(f"{place.file.path}: {shown_name(place.name)} {wrong}. {DAMAGED}")
+        num_rows = next(iter(self.file.heads[self.name].shape), 1)
+        try:
+            tensors = stored.tensors(self._read(self.name), beside, self.rows, num_rows)
+        except ModelLoadError as error:
+            raise self.error(f"tensor {self.name} {error}. {DAMAGED}") from error
+        num_by_row = sum(each.by_row for each in self.packed_part.tensors)
+        return PackedRows(stored, tensors, num_by_row)
+
+    def quantized_rows(self) -> QuantizedRows:
+        """Read rows as the 8-bit layer of their format holds them. Raises what `packed` raises."""
+        assert self.layer is not None
+        return self.layer.format.quantized_rows(self.packed().tensors)
 
     def error(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.file.path}: {what}")
-
-    def scales(self, num_rows: int) -> torch.Tensor:
-        """Return the scales of 8-bit floats, float32 [rows, 1]. Raises ModelLoadError for a scale that is not
-        positive."""
-        if self.scale is None:
-            return torch.ones(num_rows, 1)
-        scales = self.scale.file.read(self.scale.name).float().view(-1)
-        wrong = ~(torch.isfinite(scales) & (scales > 0))
-        if bool(wrong.any()):
-            first = float(scales[wrong][0])
-            raise ModelLoadError(
-                f"{self.scale.file.path}: {shown_name(self.scale.name)} holds {first:g}; expected positive numbers. "
-                f"{DAMAGED}"
-            )
-        if len(scales) == 1:
-            return scales.view(1, 1).repeat(num_rows, 1)
-        chosen = scales if self.rows is None else scales[self.rows]
-        return chosen.view(-1, 1).clone()
 
 
 # By tensor name: its rows, one after the other.
@@ -166,16 +153,26 @@ def some_rows(rows: Sequence[StoredRows], part: TensorPart) -> tuple[StoredRows,
 
 def plain_rows(files: Sequence[TensorFile]) -> Rows:
     """Every tensor of some files."""
-    return {name: (StoredRows(file, name, head.shape),) for file in files for name, head in file.heads.items()}
+    return {
+        name: (StoredRows(file, name, head.shape, layer=LayerFormat(Float8()) if head.kind in FLOAT8 else None),)
+        for file in files
+        for name, head in file.heads.items()
+    }
 
 
 def stored_rows(files: Sequence[TensorFile]) -> Rows:
     """Every tensor of a transformer's files but scales and marks, which go to the tensors that they are for. Raises
-    what find_scales raises."""
-    scales = find_scales(files)
-    return {
-        name: (StoredRows(file, name, head.shape, None, scales.of.get(name), name in scales.full_precision),)
-        for file in files
-        for name, head in file.heads.items()
-        if name not in scales.unread
-    }
+    what find_formats raises."""
+    formats = find_formats(files)
+    rows: Rows = {}
+    for file in files:
+        for name, head in file.heads.items():
+            if name in formats.unread:
+                continue
+            layer, shape = formats.of.get(name), head.shape
+            if file.is_gguf and head.kind not in PLAIN_KINDS:
+                layer = LayerFormat(GgufBlocks(head.kind))
+            elif layer is not None:
+                shape = layer.format.shape(shape)
+            rows[name] = (StoredRows(file, name, shape, None, layer, name in formats.full_precision),)
+    return rows

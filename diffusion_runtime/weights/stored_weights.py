@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.layers.fp8_linear import quantized_weights
+from diffusion_runtime.layers.eight_bit_linear import quantized_weights
 from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.memory.weight_unit import aligned

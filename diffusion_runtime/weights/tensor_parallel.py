@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.fp8_linear import replace_layer
+from diffusion_runtime.layers.eight_bit_linear import replace_layer
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.weight_share import ShareKind, WeightShare

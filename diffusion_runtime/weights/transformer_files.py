@@ -27,7 +27,7 @@ from diffusion_runtime.weights.weight_files import (
     check_quantization_config,
     find_weight_files,
     listed,
-    refuse_other_than_fp8,
+    refuse_unmarked,
 )
 
 SUFFIXES = (*SAFETENSORS, GGUF)
@@ -134,5 +134,5 @@ def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> Tenso
     file: TensorFile = GgufFile(path) if path.suffix == GGUF else _transformer_in(path)
     stack.callback(file.close)
     if not file.is_gguf:
-        refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
+        refuse_unmarked(path, {name: head.kind for name, head in file.heads.items()})
     return file

@@ -14,7 +14,7 @@ from torch import nn
 
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.layers.fp8_linear import quantized_weights
+from diffusion_runtime.layers.eight_bit_linear import quantized_weights
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, Source, TensorSource, WeightChange
 from diffusion_runtime.weights.lora.names import LoraNames
@@ -29,7 +29,7 @@ from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
     check_names,
-    expect_blocks,
+    expect_stored,
     load_weights,
     rewrite_weights,
     stored_weight,
@@ -275,7 +275,7 @@ class TransformerWeights:
             self.folder / component,
             changes=changes,
             kept=kept,
-            reads_fp8=True,
+            reads_quantized=True,
             source=source,
             place=None if file is None else file.place,
         )
@@ -299,7 +299,7 @@ class TransformerWeights:
         pieces = shared_pieces(module, self.pieces(component))
         if quantization is not None:
             quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
-            expect_blocks(module, source, pieces, dtype)
+            expect_stored(module, source, pieces, dtype)
         self.set_loaded_dtypes(module, dtype)
         return pieces
 

@@ -54,7 +54,9 @@ _TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
 LAYER_MARK = ".comfy_quant"
 MAX_MARK_BYTES = 4096
 _MAX_MARKS = 1000
-# Texts and marks stored with 8-bit floats.
+# In the header: the same of every layer.
+QUANTIZATION_METADATA = "_quantization_metadata"
+# Texts and marks beside 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
@@ -136,17 +138,6 @@ def stored_dtypes(path: Path, prefix: str = "") -> dict[str, str]:
     return {name.removeprefix(prefix): str(entry["dtype"]) for name, entry in head if name.startswith(prefix)}
 
 
-def stored_shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file; from the head of the file alone. prefix, and what is raised: as
-    of stored_dtypes."""
-    head = _head(path, "shape")
-    return {
-        name.removeprefix(prefix): tuple(size for size in entry["shape"] if isinstance(size, int))
-        for name, entry in head.items()
-        if name.startswith(prefix)
-    }
-
-
 def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
     """Return where every tensor of a safetensors file begins and ends in it, in bytes, from the head of the file alone.
     Raises the errors of stored_dtypes."""
@@ -214,23 +205,32 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
         )
 
 
-def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
+def refuse_unmarked(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
-    numbers, 8-bit floats and the marks stored with these. dtypes: by tensor name."""
+    numbers, 8-bit floats, the marks of layers, and the weights that these are for. dtypes: by tensor name."""
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
-    known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
     strange = {
         name: dtype
         for name, dtype in dtypes.items()
-        if dtype not in known
-        and not (dtype in _MARK_DTYPES and name.rpartition(".")[2] in ("comfy_quant", "scaled_fp8"))
+        if dtype not in (*_PLAIN_DTYPES, *FLOAT8_KINDS)
+        and name.rpartition(".")[2] not in ("comfy_quant", "scaled_fp8")
+        and f"{name.rpartition('.')[0]}{LAYER_MARK}" not in dtypes
     }
-    if strange:
+    if strange and not _has_marks_in_header(path):
         raise ModelLoadError(
-            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats and GGUF besides; "
-            f"{UNQUANTISED_FOLDER}"
+            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats and GGUF, and other formats where a "
+            f"mark beside each weight (X{LAYER_MARK}) says which; {UNQUANTISED_FOLDER}"
         )
+
+
+def _has_marks_in_header(path: Path) -> bool:
+    with contextlib.suppress(ModelLoadError, OSError, DocumentError):
+        with open_file(path, error=ModelLoadError) as file:
+            head = parse_json(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)))
+        notes = head.get("__metadata__") if isinstance(head, dict) else None
+        return isinstance(notes, dict) and QUANTIZATION_METADATA in notes
+    return False
 
 
 def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
@@ -410,8 +410,8 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
     """Check the heads of what find_component_files finds. Raises its errors, and ModelLoadError for weights that are
     quantised in a way that is not read, damaged or cut off."""
     for component, files in find_component_files(folder, elsewhere).items():
-        reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
-        refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised
+        reads_quantized = component in TRANSFORMERS or component.startswith("text_encoder")
+        refuse = refuse_unmarked if reads_quantized else refuse_quantised
         prefix = part_prefix(folder / component)
         for path in files:
             refuse(path, stored_dtypes(path, prefix))

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
-from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
-from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufPart, GgufRows
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.layers.eight_bit_linear import EightBitLinear, eight_bit_layers, quantized_weights
+from diffusion_runtime.layers.stored_linear import PackedRows, StoredLinear, StoredPart
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, TensorSource
 from diffusion_runtime.weights.parallel_reads import Finish
+from diffusion_runtime.weights.stored_formats.plain_numbers import PlainNumbers
 from diffusion_runtime.weights.stored_tensors import StoredRows, some_rows
 from diffusion_runtime.weights.tensor_part import TensorPart
 from diffusion_runtime.weights.weight_files import listed
-
-# What a GGUF file calls the numbers of a model's dtype.
-_GGUF_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class MakeEmpty(Protocol):
@@ -43,19 +41,20 @@ def stored_weight(
     return tuple(row for rows in several for row in rows) if whole else ()
 
 
-def expect_blocks(
+def expect_stored(
     module: nn.Module, checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], dtype: torch.dtype
 ) -> None:
-    """Give the GGUF layers of an empty module the bytes that loading gives them. dtype: of rows that a change adds
-    to."""
-    for name, layer in _gguf_layers(module).items():
-        parts: list[GgufPart] = []
+    """Give the layers of an empty module whose weights stay as they are stored the bytes that loading gives them.
+    dtype: of rows that a change adds to."""
+    for name, layer in _stored_layers(module).items():
+        parts: list[StoredPart] = []
         for piece in pieces[name]:
             if checkpoint.is_changed(piece.name):
-                num_bytes = math.prod(piece.shape) * dtype.itemsize
-                parts.append(GgufPart(_GGUF_NAMES[dtype], piece.shape[0], num_bytes))
+                plain = PlainNumbers(dtype)
+                heads = plain.heads(piece.shape[0], math.prod(piece.shape[1:]))
+                parts.append(StoredPart(plain, piece.shape[0], heads))
             else:
-                parts += [row.blocks_head() for row in checkpoint.quantized(piece.name)]
+                parts += [row.packed_part for row in checkpoint.quantized(piece.name)]
         layer.expect(parts)
 
 
@@ -100,29 +99,30 @@ def read_weights(
 ) -> dict[str, torch.Tensor]:
     """The values that `load_weights` gives the parameters of a module, by name; the module stays as it is. only: of
     these, None for all; the scale of an 8-bit weight comes with it."""
-    scale_of = quantized_weights(module)
+    scale_of, of_rows = quantized_weights(module), eight_bit_layers(module)
     parameters = {
         name: value
         for name, value in module.state_dict().items()
         if name not in scale_of.values() and (only is None or name in only)
     }
-    of_gguf = _gguf_layers(module)
+    of_file = _stored_layers(module)
     state = {}
     # Read in the background, in this order.
     begun: list[tuple[str, torch.Tensor, Finish]] = []
     on_device: MakeEmpty = functools.partial(torch.empty, device=device)
     for name, parameter in parameters.items():
         if name in scale_of:
-            rows = _float8_rows(checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange))
+            order = _row_order(module, name, parameter.shape[0], arrange)
+            rows = _quantized_rows(of_rows[name.rpartition(".")[0]], checkpoint, pieces[name], device, order)
             for own, values in zip((name, scale_of[name]), rows, strict=True):
                 state[own] = (
                     values if make_empty is None else make_empty(values.shape, dtype=values.dtype).copy_(values)
                 )
             continue
-        if name in of_gguf:
-            layer = of_gguf[name]
-            rows_of_blocks = _block_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange)
-            state[name] = layer.pack(rows_of_blocks, functools.partial(make_empty or on_device, dtype=torch.uint8))
+        if name in of_file:
+            layer = of_file[name]
+            packed = _packed_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange)
+            state[name] = layer.pack(packed, functools.partial(make_empty or on_device, dtype=torch.uint8))
             continue
         floating = torch.float32 if stays_float32(name) else dtype
         stored_dtype = floating if parameter.is_floating_point() else parameter.dtype
@@ -147,22 +147,23 @@ def rewrite_weights(
 ) -> None:
     """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
     and in place, with what `load_weights` would put there. dtype: of the model."""
-    scale_of, of_gguf = quantized_weights(module), _gguf_layers(module)
+    scale_of, of_rows, of_file = quantized_weights(module), eight_bit_layers(module), _stored_layers(module)
     parameters = module.state_dict(keep_vars=True)
     for name, parameter in parameters.items():
         if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
             continue
         if name in scale_of:
             order = _row_order(module, name, parameter.shape[0], arrange)
-            rows = _float8_rows(checkpoint, pieces[name], parameter.device, order)
+            own = of_rows[name.rpartition(".")[0]]
+            rows = _quantized_rows(own, checkpoint, pieces[name], parameter.device, order)
             # In its place, which may be that of an offloaded weight; a change may give it another 8-bit dtype.
             place = parameter.data.view(torch.uint8).copy_(rows.values.view(torch.uint8))
             parameter.data = place.view(rows.values.dtype)
             parameters[scale_of[name]].copy_(rows.scales)
             continue
-        if name in of_gguf:
-            layer = of_gguf[name]
-            layer.hold(_block_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange), parameter.device)
+        if name in of_file:
+            layer = of_file[name]
+            layer.hold(_packed_rows(layer, module, name, checkpoint, pieces[name], dtype, arrange), parameter.device)
             continue
         target = torch.empty_like(parameter)
         _fill(target, name, checkpoint, pieces[name])
@@ -171,27 +172,34 @@ def rewrite_weights(
         parameter.copy_(target)
 
 
-def _float8_rows(
-    checkpoint: TensorSource, pieces: Sequence[Piece], device: torch.device, order: torch.Tensor | None
+def _quantized_rows(
+    layer: EightBitLinear,
+    checkpoint: TensorSource,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    order: torch.Tensor | None,
 ) -> QuantizedRows:
-    """The weight of an 8-bit layer: rows that are stored in 8 bits as they are, the others quantised. order: of the
-    rows, None as they come."""
+    """Read the weight of an 8-bit layer: rows that are stored as it holds them as they are, the others quantised.
+    order: of the rows, None as they come."""
     stored = [() if checkpoint.is_changed(piece.name) else checkpoint.quantized(piece.name) for piece in pieces]
+    read = [
+        [each.quantized_rows() for each in some_rows(rows, piece.part)] if _fit(rows, layer) else []
+        for piece, rows in zip(pieces, stored, strict=True)
+    ]
     # One dtype for a whole layer: the file's where all rows have it, else the one that rows are quantised to.
-    kinds = {row.dtype_of_float8 for rows in stored for row in rows} if all(stored) else {None}
-    wanted = next(iter(kinds)) if len(kinds) == 1 else None
+    dtypes = {rows.values.dtype for several in read for rows in several} if all(read) else set()
+    wanted = dtypes.pop() if len(dtypes) == 1 else layer.weight_dtype
     parts = []
-    for piece, rows in zip(pieces, stored, strict=True):
-        if rows and all(row.dtype_of_float8 in (wanted or WEIGHT_DTYPE,) for row in rows):
-            some = some_rows(rows, piece.part)
-            parts += [QuantizedRows(*(each.to(device) for each in row.float8_rows())) for row in some]
+    for piece, several in zip(pieces, read, strict=True):
+        if several and all(rows.values.dtype == wanted for rows in several):
+            parts += [QuantizedRows(*(each.to(device) for each in rows)) for rows in several]
             continue
         # From float32, so that a checkpoint with a LoRA is rounded once. Rows are quantised whole, so that a process
         # that keeps some of their columns has the numbers, and the scales, that one process alone has.
         rows_of_all = TensorPart(rows=piece.part.rows)
         target = torch.empty(rows_of_all.shape_of(piece.shape), dtype=torch.float32, device=device)
         checkpoint.copy_into(piece.name, target, rows_of_all)
-        quantized = quantize_rows(target)
+        quantized = layer.quantize_weight(target)
         if piece.part.columns is not None:
             columns = TensorPart(columns=piece.part.columns)
             values = columns.of(quantized.values.view(torch.uint8)).view(quantized.values.dtype)
@@ -204,44 +212,51 @@ def _float8_rows(
     return QuantizedRows(values.view(parts[0].values.dtype), scales)
 
 
-def _gguf_layers(module: nn.Module) -> dict[str, GgufLinear]:
-    """The layers with blocks of a GGUF file, by the name of their weight."""
-    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, GgufLinear)}
+def _fit(rows: Sequence[StoredRows], layer: EightBitLinear) -> bool:
+    """Return whether rows are stored as an 8-bit layer holds them."""
+    return bool(rows) and all(row.format is not None and row.format.eight_bits == layer.kind for row in rows)
 
 
-def _block_rows(
-    layer: GgufLinear,
+def _stored_layers(module: nn.Module) -> dict[str, StoredLinear]:
+    """Return the layers whose weights stay as they are stored, by the name of their weight."""
+    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, StoredLinear)}
+
+
+def _packed_rows(
+    layer: StoredLinear,
     module: nn.Module,
     name: str,
     checkpoint: TensorSource,
     pieces: Sequence[Piece],
     dtype: torch.dtype,
     arrange: Arrange | None,
-) -> list[GgufRows]:
+) -> list[PackedRows]:
     """Read the rows of a layer as they are stored; those that a change adds to in the model's dtype, as there is no
-    way back to blocks."""
-    parts: list[GgufRows] = []
+    way back."""
+    parts: list[PackedRows] = []
     for piece in pieces:
-        assert piece.part.is_whole, "GGUF blocks are not shared by processes (models/family.py)"
+        assert piece.part.is_whole, (
+            "weights that stay as they are stored are not shared by processes (models/family.py)"
+        )
         if checkpoint.is_changed(piece.name):
             target = torch.empty(piece.shape, dtype=dtype)
             checkpoint.copy_into(piece.name, target)
-            parts.append(GgufRows(_GGUF_NAMES[dtype], target.view(torch.uint8)))
+            parts.append(PackedRows(PlainNumbers(dtype), (target.flatten(1),)))
         else:
-            parts += [row.blocks() for row in checkpoint.quantized(piece.name)]
+            parts += [row.packed() for row in checkpoint.quantized(piece.name)]
     order = _row_order(module, name, layer.out_features, arrange)
     return parts if order is None else _in_order(parts, order)
 
 
-def _in_order(parts: Sequence[GgufRows], order: torch.Tensor) -> list[GgufRows]:
+def _in_order(parts: Sequence[PackedRows], order: torch.Tensor) -> list[PackedRows]:
     """order: of all rows; one that takes no row from one part to another, as parts are whole projections."""
     moved, start = [], 0
     for part in parts:
-        stop = start + part.data.shape[0]
+        stop = start + part.tensors[0].shape[0]
         own = order[start:stop] - start
         assert int(own.min()) >= 0
         assert int(own.max()) < stop - start
-        moved.append(GgufRows(part.kind, part.data[own]))
+        moved.append(part.some(own))
         start = stop
     return moved
 

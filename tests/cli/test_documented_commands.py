@@ -35,14 +35,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SHELL = blocks("sh", "bash")
 OURS = ("diffusion-runtime", ".venv/bin/diffusion-runtime")
 # Verbs that end at once, and those whose work is the measurement itself: these are parsed.
-QUICK, PARSED = ("models", "backends", "explain"), ("bench", "calibrate", "doctor", "info", "tune")
+QUICK, PARSED = ("models", "backends", "explain"), ("bench", "calibrate", "doctor", "info", "serve", "tune")
 # Of `models`, what needs the network or the reader's files.
 PARSED_OF_MODELS = ("download", "convert")
 # Other programs of the blocks: setting up, and building what is only there as source.
 OTHER_PROGRAMS = {
     *("python3", "pip", "git", "cd", ".", "source", "scripts/check", "scripts/check_distribution"),
     *("scripts/check_resolution", "export", "unset"),
-    *("apt-get", "torchrun", "docker", "ffplay", "..."),
+    *("apt-get", "curl", "torchrun", "docker", "ffplay", "..."),
 }
 # Blocks that no CPU can run, not even as a dry run.
 NUM_NOT_RUN = 0

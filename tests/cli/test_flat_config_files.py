@@ -54,7 +54,7 @@ def test_every_flag_that_is_refused_is_named_at_once(tmp_path: Path) -> None:
 @table(
     ("content", "said"),
     [
-        ("host: 0.0.0.0", "--host: there is no server here"),
+        ("host: 0.0.0.0", "--host: it is a flag of `serve`"),
         ("model-path: x\nmodel: y", "'model': model_path is given twice"),
         ("size: large", "size: expected a value such as 832*480"),
         ("enable-cpu-offload: 3", "expected true or false"),

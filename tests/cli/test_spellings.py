@@ -191,7 +191,7 @@ def test_a_command_line_in_the_words_of_others(command: Command, tiny_flags: tup
     assert (made.code, made.out) == (0, f"{out}\n"), made.err
     assert "cli: default says torch_sdpa" in made.said
     refusals = {
-        ("serve", "--model", "x"): "error: serve: there is no server here; generate --prompt-file",
+        ("launch_server", "--model", "x"): "error: launch_server: there is no verb of this name; write serve",
         ("generate", "x", "--trust_remote_code"): "error: --trust-remote-code: no code of a model folder is run here",
         ("bench", "attention", "--preset", "hv15", "--backends", "nsa"): "error: attention backend 'nsa' has no count",
     }

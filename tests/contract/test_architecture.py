@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
+    {"serving"},
     {"tuning"},
     {"benchmark", "comparison"},
     {"explanation", "profiling"},
@@ -76,6 +77,12 @@ HOMES = {
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
     "yaml": ("untrusted/yaml_text.py",),
+    "fastapi": ("serving",),
+    "starlette": ("serving",),
+    "uvicorn": ("serving/server.py",),
+    "httpx": ("serving",),
+    "prometheus_client": ("serving/metrics.py",),
+    "sqlite3": ("serving",),
     "matplotlib": ("benchmark/plot",),
     "jinja2": ("explanation", "comparison"),
     "lpips": ("comparison/frame_metrics.py",),

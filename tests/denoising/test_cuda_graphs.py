@@ -41,10 +41,12 @@ from diffusion_runtime.denoising.cuda_graphs import forward_graphs
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED, ForwardGraphs
 from diffusion_runtime.kernels.implementation import VARIABLE
-from diffusion_runtime.layers.fp8_linear import ProductCounter
-from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
+from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.stored_linear import PackedRows, StoredLinear
 from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
+from diffusion_runtime.weights.stored_formats.gguf import GgufBlocks
+from diffusion_runtime.weights.stored_formats.plain_numbers import PlainNumbers
 
 GRID = (2, 4, 4)
 
@@ -187,17 +189,17 @@ def test_blocks_of_another_layout_at_the_same_address_are_captured_anew() -> Non
     class BlocksModel(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.text = GgufLinear(32, 32, bias=False, counter=ProductCounter())  # type: ignore[assignment]
+            self.text = StoredLinear(32, 32, bias=False, counter=ProductCounter())  # type: ignore[assignment]
 
-    def rows(kind: str) -> GgufRows:
+    def rows(kind: str) -> PackedRows:
         numbers = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
         if kind == "F32":
-            return GgufRows(kind, numbers.view(torch.uint8))
-        return GgufRows(kind, torch.randint(0, 50, (16, 34), dtype=torch.uint8))
+            return PackedRows(PlainNumbers(torch.float32), (numbers,))
+        return PackedRows(GgufBlocks(kind), (torch.randint(0, 50, (16, 34), dtype=torch.uint8),))
 
     model = BlocksModel()
     layer = model.text
-    assert isinstance(layer, GgufLinear)
+    assert isinstance(layer, StoredLinear)
     layer.hold([rows("F32"), rows("Q8_0")], torch.device("cpu"))
     place = layer.weight.detach()
     requests = Requests(model)

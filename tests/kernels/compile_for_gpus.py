@@ -35,7 +35,7 @@ KERNELS = "diffusion_runtime.kernels"
 # Half a second and more each.
 MOST_VARIANTS = 3
 # Those of transformers, whose calls are of many kinds.
-WITH_EVERY_VARIANT = ("modulated_norm.", "qk_norm_rope.", "fp8_rows.")
+WITH_EVERY_VARIANT = ("modulated_norm.", "qk_norm_rope.", "fp8_rows.", "int8_rows.")
 CASES = ("gathered_cases", "chunk_selection_cases")
 
 
@@ -104,13 +104,14 @@ def compile_what_is_launched(compiled: dict[str, int], failed: dict[str, str]) -
     JITFunction.run = compile_alone
 
 
-def call_everything() -> None:
+def call_everything(capability: int) -> None:
     fused = importlib.import_module("fused_layer_cases")
     for cases in (fused.norm_cases, fused.rope_cases, fused.block_cases, fused.activation_cases):
         # Half a second each: some of the many that differ by a flag.
         for _, compute in itertools.islice(cases(torch.bfloat16, "cpu"), 0, None, 5):
             compute("triton")
     rows = importlib.import_module("diffusion_runtime.kernels.fp8_rows.triton")
+    integers = importlib.import_module("diffusion_runtime.kernels.int8_rows.triton")
     x, y, z = torch.randn(3, 8, 512, dtype=torch.bfloat16)
     for keywords in (
         {},
@@ -120,6 +121,14 @@ def call_everything() -> None:
         {"first": y, "features": z},
     ):
         rows.quantize_rows(x, **keywords)
+        for group_size in (0, 16, 64, 256):
+            integers.quantize_rows(x, group_size, **keywords)
+    # The tiles of GPUs: CPU tensors take smaller ones.
+    integers._tile = lambda _: integers._TILES[capability in (90, 100)]
+    of_x, of_weight = (integers.quantize_rows(each, 16) for each in (x, torch.randn(300, 528, dtype=torch.bfloat16)))
+    for bias in (None, y[0][:8].contiguous()):
+        integers.multiply_rows(of_x, integers.quantize_rows(y, 16), bias, torch.bfloat16)
+    integers.multiply_rows(of_weight, of_weight, None, torch.float32)
     for call in (*(importlib.import_module(name).main for name in CASES), *further_calls()):
         # Of numbers that nobody computed.
         with contextlib.suppress(AssertionError, IndexError, RuntimeError, ValueError):
@@ -166,7 +175,7 @@ def main(capability: int) -> None:
     every = define_kernels()
     driver.set_active(NoGpu(capability))
     compile_what_is_launched(compiled, failed)
-    call_everything()
+    call_everything(capability)
     missing = sorted(every - compiled.keys() - failed.keys())
     print(json.dumps({"triton": triton.__version__, "compiled": compiled, "failed": failed, "missing": missing}))
 

@@ -196,7 +196,7 @@ def text(value: str) -> torch.Tensor:
         (without(f"{LAYER}.scale_weight"), rf"{LAYER}.weight is stored as F8_E4M3 .* its own is missing"),
         (
             with_tensor(f"{LAYER}.scale_weight", torch.ones(3)),
-            rf"{LAYER}.scale_weight is F32 \[3\]; expected .* one or",
+            rf"{LAYER}.scale_weight is F32 \[3\]; expected F32 .* \[\] or",
         ),
         (with_tensor(f"{LAYER}.scale_weight", torch.tensor(0.0)), rf"{LAYER}.scale_weight holds 0; expected positive"),
         (with_tensor(f"{LAYER}.scale_weight", torch.tensor(float("nan"))), rf"{LAYER}.scale_weight holds nan"),
@@ -211,8 +211,8 @@ def text(value: str) -> torch.Tensor:
         (with_tensor(f"{LAYER}.weight_scale_inv", torch.ones(1, 1)), r"one scale per block of 128 x 128 numbers"),
         (with_byte(0x7F), rf"tensor {LAYER}.weight holds NaN"),
         (
-            with_tensor(f"{LAYER}.comfy_quant", text('{"format": "nvfp4"}')),
-            r"expected format float8_e4m3fn .*got 'nvfp4'",
+            with_tensor(f"{LAYER}.comfy_quant", text('{"format": "nvfp5"}')),
+            r"expected format .*float8_e4m3fn .*got 'nvfp5'",
         ),
         (with_tensor(f"{LAYER}.comfy_quant", text("{")), rf"{LAYER}.comfy_quant: "),
         (
@@ -258,7 +258,7 @@ def test_layers_of_a_file_multiply_in_eight_bits_on_a_gpu(folders: Callable[[str
     given = {"device": "cuda", "dtype": "bfloat16"}
     quantized = load_pipeline(write_fp8(tmp_path / "fp8", source, file), **given)
     media = quantized(small_request(quantized))
-    assert "8-bit products" in {row.implementation for row in media.attention_report.products}
+    assert "fp8 products" in {row.implementation for row in media.attention_report.products}
     plain = load_pipeline(write(tmp_path / "plain", source, file.meant), **given)
     expected = torch.as_tensor(plain(small_request(plain)).frames).float()
     assert float((torch.as_tensor(media.frames).float() - expected).abs().mean()) < 16.0

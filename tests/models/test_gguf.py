@@ -24,13 +24,16 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.kernels.fp8_rows.reference import quantize_rows
 from diffusion_runtime.kernels.gguf_blocks import KINDS, dequantize_blocks
-from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter
-from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
+from diffusion_runtime.layers.eight_bit_linear import ProductCounter
+from diffusion_runtime.layers.fp8_linear import Fp8Linear
+from diffusion_runtime.layers.stored_linear import PackedRows, StoredLinear
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.weight_unit import blocks_of, num_bytes_of, streamed_bytes
 from diffusion_runtime.untrusted import gguf_header
 from diffusion_runtime.untrusted.gguf_header import TYPES, read_gguf_header
+from diffusion_runtime.weights.stored_formats.gguf import GgufBlocks
+from diffusion_runtime.weights.stored_formats.plain_numbers import PlainNumbers
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
 
@@ -40,8 +43,8 @@ def flux1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return WRITERS["flux1"](tmp_path_factory.mktemp("flux1") / "model")
 
 
-def gguf_layers(pipeline: Pipeline) -> dict[str, GgufLinear]:
-    return {name: layer for name, layer in pipeline.transformer.named_modules() if isinstance(layer, GgufLinear)}
+def gguf_layers(pipeline: Pipeline) -> dict[str, StoredLinear]:
+    return {name: layer for name, layer in pipeline.transformer.named_modules() if isinstance(layer, StoredLinear)}
 
 
 def held_numbers(pipeline: Pipeline) -> dict[str, torch.Tensor]:
@@ -96,7 +99,7 @@ def test_loras_are_merged_and_can_be_switched(flux1: Path, tmp_path: Path) -> No
     switched.set_loras([str(tmp_path / "style.safetensors")])
     assert_same(dict(switched.transformer.state_dict()), dict(fresh.transformer.state_dict()))
     layer = gguf_layers(switched)["double_blocks.0.joint_attention.qkv"]
-    assert layer.kinds == "Q4_0 and F32"
+    assert layer.formats == "GGUF Q4_0 and F32"
     expected = [meant[f"transformer_blocks.0.attn.{name}.weight"] for name in ("to_q", "to_k", "to_v")]
     expected[1] = expected[1] + up @ down
     assert torch.equal(layer.numbers(torch.float32), torch.cat(expected))
@@ -127,13 +130,14 @@ def test_a_layer_multiplies_with_its_numbers_and_counts(kind: str, dtype: torch.
     counted: list[str] = []
     counter = ProductCounter()
     counter.start(counted.append)
-    layer = GgufLinear(256, 8, bias=True, counter=counter).to(dtype)
-    layer.hold([GgufRows(kind, data), GgufRows("BF16", more)], torch.device("cpu"))
+    layer = StoredLinear(256, 8, bias=True, counter=counter).to(dtype)
+    plain = PackedRows(PlainNumbers(torch.bfloat16), (more.view(torch.bfloat16),))
+    layer.hold([PackedRows(GgufBlocks(kind), (data,)), plain], torch.device("cpu"))
     x = torch.randn(2, 3, 256, generator=generator).to(dtype)
     weight = torch.cat([dequantize_blocks(data, kind), dequantize_blocks(more, "BF16")]).to(dtype)
     with torch.no_grad():
         assert torch.equal(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
-    assert counted == [f"weights dequantised per call: GGUF {' and '.join(dict.fromkeys([kind, 'BF16']))}"]
+    assert counted == [f"weights dequantised per call: GGUF {kind} and BF16"]
 
 
 def changing_lora(folder: Path) -> str:

@@ -22,12 +22,12 @@ from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading.text_encoders import TextEncoderLoader
 from diffusion_runtime.memory.offloaded_part import OffloadedPart
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.autoencoder_names import _causal_names, _latent_diffusion_names
 from diffusion_runtime.weights.level_list_names import level_list_names
@@ -219,15 +219,17 @@ def test_info_lists_every_part_of_a_file(flux1: Path, tmp_path: Path, capsys: py
     assert all(prefix in shown for prefix in ALL_IN_ONE)
 
 
-def test_int8_files_are_refused_by_the_name_of_their_format(flux1: Path, tmp_path: Path) -> None:
-    mark = json.dumps({"format": "int8_tensorwise", "convrot": True, "per_row": False}).encode()
+def test_files_in_an_unknown_format_are_refused_by_its_name(flux1: Path, tmp_path: Path) -> None:
+    mark = json.dumps({"format": "asym_w4a8_int8", "group_size": 16}).encode()
     for component, key in (("transformer", "transformer_path"), ("text_encoder_2", "text_encoder_2_path")):
         tensors = load_file(next((flux1 / component).glob("*.safetensors")))
         name = next(each for each, tensor in tensors.items() if tensor.dim() == 2)
         tensors[name] = tensors[name].to(torch.int8)
         tensors[f"{name.removesuffix('weight')}comfy_quant"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
         save_file(tensors, tmp_path / f"{component}.safetensors")
-        with pytest.raises(ModelLoadError, match=r"are quantised \(format int8_tensorwise, convrot\)"):
+        with pytest.raises(
+            ModelLoadError, match=rf"{name.removesuffix('weight')}comfy_quant: expected format .* got 'asym_w4a8_int8'"
+        ):
             inspect_pipeline(
                 RuntimeConfig(str(flux1), device="cpu", **{key: str(tmp_path / f"{component}.safetensors")})
             )
@@ -257,8 +259,8 @@ def encoder_of(folder: Path, component: str, path: Path, *, in_files: bool = Fal
     """The text encoders of a folder, one of them out of a file. in_files: read by the unit of streaming."""
     opened = with_parts(ModelFolder(folder), [PartFile(str(path), f"{component}_path", component)], None, ())
     model, cpu = family_for_folder(opened).describe(opened), torch.device("cpu")
-    encoder = model.load_text_encoder(torch.device("meta") if in_files else cpu, torch.float32)
-    apply_scales(encoder, opened)
+    loader = TextEncoderLoader(model, cpu, torch.float32, None, model.text_changes())
+    encoder = loader.read(torch.device("meta") if in_files else cpu)
     if in_files:
         for module, home in model.keep_text_in_files(encoder, cpu, torch.float32).items():
             OffloadedPart("text_encoder", module, home, Transfers(cpu), 0).enter()
@@ -302,7 +304,7 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
             save_file(content, tmp_path / f"{family}-{kind}.safetensors")
             encoder = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors")
             found.append(encoder.encode(["a red star"]))
-            assert encoder.implementation.endswith(NOTE) == (kind == "scaled")
+            assert encoder.implementation.endswith("8-bit floats, dequantised as they are read") == (kind == "scaled")
             streamed = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors", in_files=True)
             assert streamed.implementation == encoder.implementation
             found.append(streamed.encode(["a red star"]))
@@ -310,10 +312,11 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
     # Of two tensors that may be a parameter's, none is.
     twice = {f"x.{each}": tensor.clone() for each, tensor in stored.items() if ".layers.0.self_attn" in each}
     save_file({**stored, **twice}, tmp_path / "both.safetensors")
-    with pytest.raises(ModelLoadError, match="cannot be told to be those of the text encoder"):
+    with pytest.raises(ModelLoadError, match="cannot be dequantised: nothing tells its tensors"):
         encoder_of(folder, name, tmp_path / "both.safetensors")
     path = {"text_encoder_path": str(tmp_path / "wan-scaled.safetensors")}
-    assert NOTE in load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path).text_encoder.implementation
+    loaded = load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path)
+    assert "8-bit floats, dequantised" in loaded.text_encoder.implementation
 
 
 def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:

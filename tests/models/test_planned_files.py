@@ -107,3 +107,47 @@ def test_wan_in_fp8_takes_the_bytes_of_its_files(tmp_path: Path, capsys: pytest.
     assert weights["transformer"] == weights["transformer_2"] == pytest.approx(size, rel=0.03)
     weights = weights_of(["--model-path", "wan2.2-t2v-a14b", *both[:2]], capsys)
     assert weights["transformer_2"] == pytest.approx(2 * size, rel=0.01)
+
+
+def write_marked_head(path: Path, shapes: Shapes, settings: Mapping[str, Any], beside: Any) -> int:
+    """Matrices of blocks in a format that a header marks, the rest in bfloat16; returns the bytes of all. beside: of a
+    weight's shape, what is stored of it, (kind, bytes per number, shape) by suffix."""
+    head: dict[str, Any] = {}
+    layers, offset = {}, 0
+    for name, shape in shapes.items():
+        is_stored = len(shape) == 2 and name.startswith("blocks.") and name.endswith(".weight")
+        layer = name.removesuffix(".weight")
+        tensors = {name: ("BF16", 2, shape)}
+        if is_stored:
+            layers[layer] = settings
+            tensors = {f"{layer}.{suffix}": each for suffix, each in beside(shape).items()}
+        for each, (kind, itemsize, stored) in tensors.items():
+            end = offset + math.prod(stored) * itemsize
+            head[each] = {"dtype": kind, "shape": list(stored), "data_offsets": [offset, end]}
+            offset = end
+    head["__metadata__"] = {"_quantization_metadata": json.dumps({"layers": layers})}
+    text = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + offset)
+    return offset
+
+
+def test_wan_14b_in_int8_and_4_bits_takes_the_bytes_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = transformer_shapes("wan2.1-14b")
+    formats = {
+        "int8_tensorwise": lambda shape: {"weight": ("I8", 1, shape), "weight_scale": ("F32", 4, (shape[0], 1))},
+        "nvfp4": lambda shape: {
+            "weight": ("U8", 1, (shape[0], shape[1] // 2)),
+            "weight_scale": ("F8_E4M3", 1, (-(-shape[0] // 128) * 128, shape[1] // 16)),
+            "weight_scale_2": ("F32", 4, ()),
+        },
+    }
+    for name, beside in formats.items():
+        path = tmp_path / f"wan2.1_t2v_14B_{name}.safetensors"
+        size = write_marked_head(path, shapes, {"format": name, "convrot": name.startswith("int8")}, beside)
+        weights = weights_of(["--model-path", "wan2.1-14b", "--transformer-path", str(path)], capsys)
+        # What stays in float32 of Wan is bfloat16 in the file.
+        assert weights["transformer"] == pytest.approx(size, rel=0.02), name

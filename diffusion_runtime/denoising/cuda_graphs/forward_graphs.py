@@ -34,8 +34,8 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
 from diffusion_runtime.kernels.implementation import fusion_is_on
-from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.modulation_rows import is_planned
+from diffusion_runtime.layers.stored_linear import StoredLinear
 from diffusion_runtime.parallel.collectives import RankGroup, agreed_refusal, reasons_of
 from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
 
@@ -101,7 +101,7 @@ class ForwardGraphs:
         weights = (
             tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())),
             # The same bytes at the same address may be other blocks, where a LoRA was switched in between.
-            tuple(layer.layout for layer in model.modules() if isinstance(layer, GgufLinear)),
+            tuple(layer.layout for layer in model.modules() if isinstance(layer, StoredLinear)),
         )
         group = RankGroup() if group is None else group
         refusal = refusal or (self.shared_refusal if group.size > 1 else None) or refusal_of_group(group)

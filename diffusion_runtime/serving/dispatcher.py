@@ -1,0 +1,291 @@
+"""Dispatcher: takes waiting jobs in their order, hands them to the engine, and writes down what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from diffusion_runtime.serving.engine_process import EngineLost
+from diffusion_runtime.serving.files import ResultFiles
+from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.kept_engine import KeptEngine
+from diffusion_runtime.serving.live_jobs import Live
+from diffusion_runtime.serving.metrics import Metrics
+from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
+from diffusion_runtime.serving.retention import Retention
+from diffusion_runtime.serving.settings import ServerSettings
+from diffusion_runtime.serving.unavailable import Unavailable
+
+_logger = logging.getLogger("diffusion_runtime.serving")
+# A job whose engine died is made again so often.
+_MAX_LOSSES = 1
+_LOOK_SECONDS = 0.5
+_CLEAN_SECONDS = 30.0
+# An engine that does not stop at a step within so many seconds is ended.
+_STOP_SECONDS = 60.0
+
+
+class Dispatcher:
+    """The one user of the engine. given: the engine's config. jobs, files: of the storage."""
+
+    def __init__(
+        self, settings: ServerSettings, given: Mapping[str, Any], jobs: Jobs, files: ResultFiles, metrics: Metrics
+    ) -> None:
+        self.settings = settings
+        self.jobs = jobs
+        self.files = files
+        self.metrics = metrics
+        self.engine = KeptEngine(given, self._take, self._lose_batch, metrics)
+        self.is_draining = False
+        self.step_seconds = 1.0
+        self.mean_seconds = 10.0
+        self._retention = Retention(jobs, files, settings.limits)
+        self._live: dict[str, Live] = {}
+        self._overtaken: dict[str, int] = {}
+        self._running: dict[str, float] = {}
+        self._batch: asyncio.Future[None] | None = None
+        self._wake = asyncio.Event()
+        self._step_began: tuple[int, float] = (0, 0.0)
+        self._tasks: list[asyncio.Task[None]] = []
+        metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
+        metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
+        metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
+
+    async def start(self) -> None:
+        """Queue again what an earlier process left, and start the engine."""
+        for job in self.jobs.in_status(IN_PROGRESS):
+            self.jobs.requeue(job.id, is_loss=False)
+        self.files.remove_unowned(self.jobs.ids())
+        tasks = (self.engine.run(), self._dispatch(), self._look_after())
+        self._tasks = [asyncio.create_task(task) for task in tasks]
+
+    async def drain(self) -> None:
+        """Begin nothing more, and wait for what runs, at most `Limits.drain` seconds."""
+        self.is_draining = True
+        batch = self._batch
+        if batch is not None and not batch.done():
+            await asyncio.wait((batch,), timeout=self.settings.limits.drain)
+
+    async def stop(self) -> None:
+        """End the engine. What runs is made again by the next process on this storage."""
+        self.is_draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for live in self._live.values():
+            live.note()
+
+    def refuse_new(self, owner: str) -> None:
+        """Raises Unavailable where no job of `owner` can be taken now."""
+        if self.is_draining:
+            raise Unavailable("draining", "the server is about to end; send it to another, or later")
+        self.engine.check_ready()
+        limits = self.settings.limits
+        waiting = self._waiting()
+        if (reason := refuse(waiting, owner, limits)) is not None:
+            seconds = seconds_until_place(len(waiting), self.mean_seconds, limits.max_queue)
+            raise Unavailable("queue_full", reason, seconds)
+
+    def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
+        """Accept a job: from here on it is not lost."""
+        job = self.jobs.add(job, idempotency)
+        self._wake.set()
+        return job
+
+    def live(self, job_id: str) -> Live:
+        return self._live.setdefault(job_id, Live())
+
+    def cancel(self, job_id: str, reason: str, message: str = "the job was cancelled", code: str = "cancelled") -> bool:
+        """End a job that waits or runs; False where it is over."""
+        job = self.jobs.get(job_id)
+        if job is None or job.is_over:
+            return False
+        self._fail(job_id, code, message)
+        self.metrics.cancelled.labels(reason).inc()
+        if job_id in self._running:
+            with contextlib.suppress(EngineLost):
+                self.engine.send("cancel", job=job_id)
+        return True
+
+    async def delete(self, job_id: str) -> None:
+        """Stop a job, wait for the engine to let go of it, and remove its row and files."""
+        self.cancel(job_id, "deleted")
+        deadline = time.monotonic() + 10.0
+        while job_id in self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self.jobs.delete(job_id)
+        self.files.remove(job_id)
+        self._live.pop(job_id, Live()).note()
+
+    async def follow(self, job_id: str) -> AsyncIterator[Job]:
+        """Yield a job now and after every change, until it is over, deleted, or this process ends."""
+        while (job := self.jobs.get(job_id)) is not None:
+            if job.is_over:
+                yield job
+                return
+            changed = self.live(job_id).changed
+            yield job
+            if self.is_draining and job_id not in self._running:
+                return
+            await changed.wait()
+
+    def _waiting(self) -> list[WaitingJob]:
+        return [
+            WaitingJob(job.id, job.work["key"], job.owner, len(job.work["requests"]), self._overtaken.get(job.id, 0))
+            for job in self.jobs.in_status(QUEUED)
+        ]
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._wake.clear()
+            batch = next_batch(self._waiting(), self.settings.limits)
+            if not batch.ids or self.engine.card is None or self.is_draining:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
+                continue
+            for job_id in batch.overtaken:
+                self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
+            found = [self.jobs.get(job_id) for job_id in batch.ids]
+            try:
+                await self._run([job for job in found if job is not None])
+            except Exception:
+                # A fault of ours with these jobs must not keep the others waiting for ever.
+                _logger.exception("a batch could not be run")
+                for job_id in batch.ids:
+                    self._fail(job_id, "internal_error", "the server failed; its log says how", kind="server_error")
+
+    async def _run(self, jobs: list[Job]) -> None:
+        self.jobs.begin([job.id for job in jobs])
+        began = time.monotonic()
+        self._running = {job.id: began for job in jobs}
+        self._batch = asyncio.get_running_loop().create_future()
+        works = []
+        for job in jobs:
+            self._overtaken.pop(job.id, None)
+            self.live(job.id).parts.clear()
+            self.live(job.id).note()
+            self.metrics.queue_seconds.observe(max(0.0, time.time() - job.created))
+            for index, request in enumerate(job.work["requests"]):
+                target = self.files.target(job.id, index if job.kind == IMAGE else None)
+                inputs = {str(self.files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
+                works.append(
+                    {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
+                )
+        self.metrics.batch_size.observe(len(works))
+        shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
+        previews = max(int(job.work.get("previews") or 0) for job in jobs)
+        try:
+            self.engine.send("run", works=works, previews=previews, **shared)
+            await self._batch
+        except EngineLost:
+            for job in jobs:
+                self._note_loss(job.id)
+        else:
+            for job in jobs:
+                # The engine said nothing of it: it was cancelled.
+                self._fail(job.id, "cancelled", "the job was cancelled")
+        finally:
+            self._running = {}
+            seconds = time.monotonic() - began
+            self.mean_seconds += 0.2 * (seconds / len(jobs) - self.mean_seconds)
+            for job in jobs:
+                self.files.remove_inputs(job.id, is_over=(now := self.jobs.get(job.id)) is None or now.is_over)
+                if now is None or now.is_over:
+                    # Those that follow it have the object.
+                    self._live.pop(job.id, Live()).note()
+
+    def _lose_batch(self) -> None:
+        """Note that the engine ended, and what it was making with it."""
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_exception(EngineLost("the engine ended"))
+
+    def _note_loss(self, job_id: str) -> None:
+        job = self.jobs.get(job_id)
+        if job is None or job.is_over:
+            return
+        if job.losses >= _MAX_LOSSES:
+            self._fail(job_id, "engine_lost", "the engine ended twice while it made this job", kind="server_error")
+        else:
+            self.jobs.requeue(job_id, is_loss=True)
+            self.live(job_id).note()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Act on one message of the engine."""
+        kind = message["type"]
+        if kind == "ready":
+            self._wake.set()
+        elif kind == "done":
+            if self._batch is not None and not self._batch.done():
+                self._batch.set_result(None)
+        elif kind == "progress":
+            self._note_progress(message)
+        elif kind == "preview":
+            self.live(message["job"]).previews.append(message)
+            self.live(message["job"]).note()
+        elif kind == "finished":
+            self._note_result(message)
+        elif kind == "failed":
+            code = "out_of_memory" if message["kind"] == "DeviceMemoryError" else "generation_failed"
+            self._fail(message["job"], code, self.files.scrub(message["message"]), kind="server_error")
+
+    def _note_progress(self, message: Mapping[str, Any]) -> None:
+        stage, step, num_steps = message["stage"], message["step"], max(1, message["num_steps"])
+        now = time.monotonic()
+        if stage == "denoise":
+            before, at = self._step_began
+            if step == before + 1:
+                self.step_seconds += 0.3 * (now - at - self.step_seconds)
+                self.metrics.step_seconds.observe(now - at)
+            self._step_began = (step, now)
+        for job_id in message["jobs"]:
+            self.live(job_id).advance(stage, step, num_steps)
+
+    def _note_result(self, message: dict[str, Any]) -> None:
+        job = self.jobs.get(message["job"])
+        if job is None or job.is_over:
+            # Cancelled or deleted while the file was written.
+            self.files.remove(message["job"])
+            return
+        self.metrics.count_result(message)
+        parts = self.live(job.id).parts
+        parts[message["index"]] = {name: value for name, value in message.items() if name not in ("type", "job")}
+        if len(parts) < len(job.work["requests"]):
+            return
+        results = [parts[index] for index in sorted(parts)]
+        num_bytes = sum(part["file"]["all_bytes"] for part in results)
+        self.jobs.complete(job.id, {"parts": results}, num_bytes)
+        self.metrics.request_seconds.labels(job.kind).observe(max(0.0, time.time() - job.created))
+        self.live(job.id).progress = 100
+        self.live(job.id).note()
+        self._retention.make_room()
+
+    def _fail(self, job_id: str, code: str, message: str, kind: str = "invalid_request_error") -> None:
+        if self.jobs.fail(job_id, {"code": code, "message": message, "param": None, "type": kind}):
+            self.files.remove(job_id, keeps_inputs=job_id in self._running)
+            self.live(job_id).note()
+            if job_id not in self._running:
+                self._live.pop(job_id, Live()).note()
+
+    async def _look_after(self) -> None:
+        """End jobs that waited or ran too long, and remove what has expired."""
+        limits = self.settings.limits
+        cleaned = 0.0
+        while True:
+            now = time.time()
+            for job in self.jobs.in_status(QUEUED) if limits.queue_timeout else ():
+                if now - job.created > limits.queue_timeout:
+                    self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
+            for job_id, began in tuple(self._running.items()):
+                seconds = time.monotonic() - began
+                if seconds > limits.request_timeout:
+                    self.cancel(job_id, "timeout", "the job ran longer than --request-timeout", "timeout")
+                if seconds > limits.request_timeout + _STOP_SECONDS:
+                    self.engine.kill()
+            if now - cleaned > _CLEAN_SECONDS:
+                cleaned = now
+                self._retention.remove_expired(now)
+            await asyncio.sleep(_LOOK_SECONDS)

@@ -1,0 +1,300 @@
+"""Engine: the process that holds the model. `python -m diffusion_runtime.serving.engine FOLDER`
+
+FOLDER, which the server's user alone can read, has `config.json` and the socket over which lines of JSON go: `check`,
+`explain`, `run` and `cancel` come in; `loading`, `ready`, `checked`, `progress`, `preview`, `finished`, `failed` and
+`done` go out. With several processes rank 0 holds the socket and hands every batch to the others. A server that is gone
+ends the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError
+from diffusion_runtime.parallel.process_info import read_process_info
+from diffusion_runtime.serving.engine_channel import BatchProgress, Channel
+from diffusion_runtime.serving.pictures import write_pictures
+from diffusion_runtime.session.failures import Failure
+from diffusion_runtime.untrusted.files import open_file
+from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
+
+if TYPE_CHECKING:
+    from diffusion_runtime.core.progress import OnProgress
+    from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.serving.served_model import OnPreview, ServedModel
+    from diffusion_runtime.session.coordinator import Coordinator, MultiProcessCoordinator
+
+CONFIG_FILE = "config.json"
+_logger = logging.getLogger("diffusion_runtime.serving")
+
+
+class Engine:
+    """Rank 0 of the processes that hold the model. share: hands a batch to the other ranks, and returns what the
+    server asked for next."""
+
+    def __init__(self, channel: Channel, model: ServedModel, names: Mapping[str, str]) -> None:
+        self._channel = channel
+        self._model = model
+        self._names = dict(names)
+
+    def announce(self) -> None:
+        """Answer questions from here on, and tell the server that batches may come."""
+        threading.Thread(target=self._answer, name="questions", daemon=True).start()
+        self._channel.send("ready", card=self._model.card())
+
+    def run(
+        self, message: Mapping[str, Any], make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]
+    ) -> None:
+        """Make the works of one message. A batch that fails is made again one by one, so that each fails alone."""
+        works = message["works"]
+        try:
+            self._make(message, works, make)
+        except Exception as error:
+            if len(works) == 1:
+                self._fail(works, error)
+            else:
+                for work in works:
+                    try:
+                        self._make(message, [work], make)
+                    except Exception as own:
+                        self._fail([work], own)
+        self._channel.cancelled -= {work["job"] for work in works}
+        self._channel.send("done")
+
+    def _make(
+        self,
+        message: Mapping[str, Any],
+        works: Sequence[Mapping[str, Any]],
+        make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]],
+    ) -> None:
+        watch = BatchProgress(self._channel, works)
+        watch.leave_out_cancelled()
+        if not watch.wanted:
+            return
+        works = [works[index] for index in watch.wanted]
+        watch = BatchProgress(self._channel, works)
+        try:
+            media = make({**message, "works": works}, watch)
+        except Cancelled:
+            media = []
+        kept = [work for index, work in enumerate(works) if index in watch.wanted] if media else []
+        for work, each in zip(kept, media, strict=True):
+            self._publish(work, each)
+
+    def _publish(self, work: Mapping[str, Any], media: GeneratedMedia) -> None:
+        started = time.perf_counter()
+        self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
+        # Files leave this machine, and name nothing of it.
+        names = {**self._names, **work.get("names", {})}
+        public = dataclasses.replace(media, recipe=public_values(media.recipe, names))
+        target = Path(work["target"])
+        path = public.save(target)
+        sizes = [path.stat().st_size, path.with_suffix(".json").stat().st_size]
+        if media.num_frames > 1:
+            sizes += write_pictures(target, media)
+        num_frames, height, width = media.frames.shape[:3]
+        self._channel.send(
+            "finished",
+            job=work["job"],
+            index=work["index"],
+            file={"name": path.name, "bytes": sizes[0], "sha256": _sha256(path), "all_bytes": sum(sizes)},
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            fps=media.fps,
+            has_sound=media.audio is not None,
+            timings={**media.timings, "write": time.perf_counter() - started},
+            peak_memory=dict(media.peak_memory),
+            attention_report=public_values(media.attention_report.to_dict(), names),
+        )
+
+    def _fail(self, works: Sequence[Mapping[str, Any]], error: Exception) -> None:
+        failure = Failure.of(error)
+        if not isinstance(error, DiffusionRuntimeError):
+            _logger.error("%s", failure.trace)
+        for work in works:
+            self._channel.send("failed", job=work["job"], **described(error))
+
+    def _answer(self) -> None:
+        """Answer `check` and `explain`, while the main thread computes."""
+        while True:
+            question = self._channel.questions.get()
+            try:
+                asked = self._model.check if question["type"] == "check" else self._model.explain
+                self._channel.send("checked", id=question["id"], answer=asked(question["work"]))
+            except Exception as error:
+                if not isinstance(error, DiffusionRuntimeError):
+                    _logger.error("%s", Failure.of(error).trace)
+                self._channel.send("checked", id=question["id"], error=described(error))
+
+
+def described(error: Exception) -> dict[str, Any]:
+    """Return what a client is told of an error; `is_callers_fault` as of DiffusionRuntimeError."""
+    failure = Failure.of(error)
+    is_known = isinstance(error, DiffusionRuntimeError)
+    return {
+        "kind": failure.kind,
+        # What is none of ours may quote anything.
+        "message": failure.message if is_known or failure.exit_code == 4 else f"unexpected {failure.kind}",
+        "is_callers_fault": isinstance(error, DiffusionRuntimeError) and error.is_callers_fault,
+        "reasons": [list(pair) for pair in error.reasons] if isinstance(error, BackendUnavailableError) else [],
+    }
+
+
+def public_values(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a copy of plain values with every text that is one of `names`, paths of this machine, as its public
+    name."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, Mapping):
+        return {key: public_values(inner, names) for key, inner in value.items()}
+    return [public_values(inner, names) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _make_batch(
+    model: ServedModel, message: Mapping[str, Any], on_progress: OnProgress, on_preview: OnPreview | None
+) -> list[GeneratedMedia]:
+    """Make the requests of a message on this rank."""
+    from diffusion_runtime.request.generation_request import GenerationRequest
+    from diffusion_runtime.serving.served_model import Choice
+
+    requests = [GenerationRequest.from_dict(work["request"]) for work in message["works"]]
+    previews = int(message.get("previews") or 0)
+    return model.generate(requests, Choice.of(message), on_progress, on_preview, previews)
+
+
+def _serve(folder: Path, coordinator: Coordinator) -> int:
+    """Load the model and make batches until the server is gone, on every rank."""
+    given = read_json_file(folder / CONFIG_FILE)
+    config = RuntimeConfig.from_dict(given["config"])
+    channel = Channel(folder) if coordinator.is_first else None
+    try:
+        from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+        from diffusion_runtime.serving.served_model import ServedModel
+
+        tune_cpu_allocator()
+        loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
+        model = ServedModel(config, loras, coordinator.world)
+        model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
+        engine = None if channel is None else Engine(channel, model, given["names"])
+        if engine is not None:
+            engine.announce()
+    except DiffusionRuntimeError as error:
+        if channel is not None:
+            channel.send("load_failed", exit_code=Failure.of(error).exit_code, **described(error))
+        raise
+    while True:
+        if channel is None or engine is None:
+            _follow(model, coordinator)
+        elif coordinator.world is None:
+            engine.run(channel.runs.get(), lambda message, watch: _make_batch(model, message, watch, watch.preview))
+        else:
+            engine.run(channel.runs.get(), _sharing(model, coordinator))
+
+
+def _sharing(
+    model: ServedModel, coordinator: Coordinator
+) -> Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]:
+    """Return the function with which rank 0 makes a batch together with the other ranks."""
+    from diffusion_runtime.session.following import agreed_progress
+
+    world = coordinator.world
+    assert world is not None
+
+    def make(message: Mapping[str, Any], watch: BatchProgress) -> list[GeneratedMedia]:
+        world.from_first(lambda: json.dumps(message))
+        try:
+            media = _make_batch(model, message, agreed_progress(world, watch), None)
+        except Exception as error:
+            world.agree(world.failure_of(error))
+            raise
+        world.agree(None)
+        return media
+
+    return make
+
+
+def _follow(model: ServedModel, coordinator: Coordinator) -> None:
+    """Make the next batch that rank 0 hands out."""
+    from diffusion_runtime.session.following import agreed_progress
+
+    world = coordinator.world
+    assert world is not None
+    with world.idle():
+        message = parse_json(world.from_first(lambda: ""))
+    try:
+        _make_batch(model, message, agreed_progress(world, None), None)
+    except Exception as error:
+        # Rank 0, which met it too, reports it.
+        world.agree(world.failure_of(error))
+    else:
+        world.agree(None)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one engine process; with `num_gpus` above 1 start the ranks and wait for them."""
+    from diffusion_runtime.session.coordinator import SingleProcessCoordinator
+
+    folder = Path(arguments[0])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    process_info = read_process_info()
+    num_processes = 1
+    if process_info is None:
+        config = RuntimeConfig.from_dict(read_json_file(folder / CONFIG_FILE)["config"])
+        num_processes = config.parallel.num_processes
+    if process_info is not None:
+        from diffusion_runtime.session.rank_runner import RankRunner
+
+        def work(coordinator: MultiProcessCoordinator) -> int:
+            return _serve(folder, coordinator)
+
+        RankRunner(process_info, lambda failure: _logger.error("%s", failure.message)).run(work)
+    if num_processes > 1:
+        return _launch(arguments, config, num_processes)
+    try:
+        return _serve(folder, SingleProcessCoordinator())
+    except DiffusionRuntimeError as error:
+        return error.exit_code
+
+
+def _launch(arguments: Sequence[str], config: RuntimeConfig, num_processes: int) -> int:
+    from diffusion_runtime.core.hardware import device_of_process
+    from diffusion_runtime.parallel.launch import Interrupted, launch
+
+    on_cpu = device_of_process(config.device, 0, num_processes) == "cpu"
+    program = ("-m", "diffusion_runtime.serving.engine", *arguments)
+    try:
+        failure = launch(
+            program,
+            num_processes,
+            on_cpu=on_cpu,
+            verbose=False,
+            end_at_once=lambda _: os._exit(1),
+            check=lambda: None,
+        )
+    except Interrupted:
+        return 1
+    return 0 if failure is None else failure.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

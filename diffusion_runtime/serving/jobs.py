@@ -1,0 +1,235 @@
+"""Job table: every accepted job as a row of SQLite (WAL), written before the client hears of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.untrusted.json_text import parse_json
+
+QUEUED, IN_PROGRESS, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
+VIDEO, IMAGE = "video", "image"
+# Seconds that an idempotency key is remembered.
+KEY_SECONDS = 24 * 3600.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    kind TEXT NOT NULL,
+    status TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    created REAL NOT NULL,
+    started REAL,
+    ended REAL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    losses INTEGER NOT NULL DEFAULT 0,
+    num_bytes INTEGER NOT NULL DEFAULT 0,
+    work TEXT NOT NULL,
+    result TEXT,
+    error TEXT
+);
+CREATE INDEX IF NOT EXISTS jobs_by_status ON jobs (status, number);
+CREATE TABLE IF NOT EXISTS idempotency (
+    key TEXT PRIMARY KEY,
+    digest TEXT NOT NULL,
+    job TEXT NOT NULL,
+    created REAL NOT NULL
+);
+"""
+_COLUMNS = "number, id, kind, status, owner, created, started, ended, attempts, losses, num_bytes, work, result, error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One row. number: its place in the order of acceptance. work: what is to be made, as the engine takes it, and what
+    answers repeat of the request. attempts: how often it was begun; losses: how often its engine died meanwhile.
+    result, error: what came of it."""
+
+    number: int = 0
+    id: str
+    kind: str
+    status: str = QUEUED
+    owner: str = ""
+    created: float
+    started: float | None = None
+    ended: float | None = None
+    attempts: int = 0
+    losses: int = 0
+    num_bytes: int = 0
+    work: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in (COMPLETED, FAILED)
+
+
+def new_id(kind: str) -> str:
+    """Return an identifier that nobody can guess."""
+    return f"{'video' if kind == VIDEO else 'img'}_{secrets.token_hex(16)}"
+
+
+class Jobs:
+    """The table in the file `path`. One process has it open. An added job is on the disk when `add` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        # A second server on the same folder would run every job a second time.
+        self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self._database.executescript(_SCHEMA)
+        self._database.execute("BEGIN IMMEDIATE")
+        self._database.execute("COMMIT")
+
+    def close(self) -> None:
+        self._database.close()
+
+    def add(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
+        """Add a job and return it with its number. idempotency: key and digest of the request that it is for."""
+        with _Transaction(self._database, is_durable=True):
+            cursor = self._database.execute(
+                "INSERT INTO jobs (id, kind, status, owner, created, work) VALUES (?, ?, ?, ?, ?, ?)",
+                (job.id, job.kind, QUEUED, job.owner, job.created, json.dumps(job.work)),
+            )
+            if idempotency is not None:
+                values = (*idempotency, job.id, job.created)
+                self._database.execute("INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)", values)
+        return dataclasses.replace(job, number=int(cursor.lastrowid or 0))
+
+    def get(self, job_id: str) -> Job | None:
+        return self._one("SELECT * FROM jobs WHERE id = ?", job_id)
+
+    def ids(self) -> set[str]:
+        """Return the identifiers of all jobs."""
+        return {row[0] for row in self._database.execute("SELECT id FROM jobs")}
+
+    def idempotent(self, key: str) -> tuple[str, Job] | None:
+        """Return the digest and the job of an idempotency key, None for one that is not remembered."""
+        row = self._database.execute(
+            "SELECT digest, job FROM idempotency WHERE key = ? AND created > ?", (key, time.time() - KEY_SECONDS)
+        ).fetchone()
+        job = None if row is None else self.get(row[1])
+        return None if job is None else (row[0], job)
+
+    def in_status(self, *statuses: str) -> list[Job]:
+        """Return the jobs of these states in the order of acceptance."""
+        marks = ", ".join("?" * len(statuses))
+        return self._several(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", *statuses)
+
+    def num_queued(self, up_to: int | None = None) -> int:
+        """Return how many jobs wait; up_to: of those with this number or a lower one."""
+        query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND number <= ?"
+        most = 2**62 if up_to is None else up_to
+        return int(self._database.execute(query, (QUEUED, most)).fetchone()[0])
+
+    def page(
+        self, kind: str, *, limit: int, is_descending: bool, after: int | None, status: str | None
+    ) -> tuple[list[Job], bool]:
+        """Return one page of a list and whether there are more. after: the number of the job that it begins behind. The
+        order is that of acceptance, in which no two are equal."""
+        conditions, values = ["kind = ?"], [kind, *([] if after is None else [after]), *([status] if status else [])]
+        conditions += [] if after is None else ["number < ?" if is_descending else "number > ?"]
+        conditions += ["status = ?"] if status else []
+        order = "DESC" if is_descending else "ASC"
+        query = f"SELECT * FROM jobs WHERE {' AND '.join(conditions)} ORDER BY number {order} LIMIT ?"
+        found = self._several(query, *values, limit + 1)
+        return found[:limit], len(found) > limit
+
+    def begin(self, job_ids: Iterable[str]) -> None:
+        with _Transaction(self._database):
+            for job_id in job_ids:
+                self._database.execute(
+                    "UPDATE jobs SET status = ?, started = ?, attempts = attempts + 1 WHERE id = ? AND status = ?",
+                    (IN_PROGRESS, time.time(), job_id, QUEUED),
+                )
+
+    def requeue(self, job_id: str, *, is_loss: bool) -> None:
+        """Let a job that was begun wait again, in its old place. is_loss: its engine died."""
+        with _Transaction(self._database):
+            self._database.execute(
+                "UPDATE jobs SET status = ?, started = NULL, losses = losses + ? WHERE id = ? AND status = ?",
+                (QUEUED, int(is_loss), job_id, IN_PROGRESS),
+            )
+
+    def complete(self, job_id: str, result: Mapping[str, Any], num_bytes: int) -> bool:
+        """Note what came of a running job; False where it has ended meanwhile."""
+        return self._end(job_id, COMPLETED, result=result, num_bytes=num_bytes)
+
+    def fail(self, job_id: str, error: Mapping[str, Any]) -> bool:
+        """Note why a job came to nothing; False where it has ended already."""
+        return self._end(job_id, FAILED, error=error)
+
+    def delete(self, job_id: str) -> None:
+        with _Transaction(self._database):
+            self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            self._database.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+
+    def expired(self, before: float) -> list[Job]:
+        """Return the jobs that ended before a time."""
+        return self._several("SELECT * FROM jobs WHERE ended IS NOT NULL AND ended < ? ORDER BY number", before)
+
+    def oldest_ended(self) -> Job | None:
+        """Return the job that ended first of those that hold files."""
+        return self._one("SELECT * FROM jobs WHERE ended IS NOT NULL AND num_bytes > ? ORDER BY ended LIMIT 1", 0)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all results."""
+        return int(self._database.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM jobs").fetchone()[0])
+
+    def _end(
+        self,
+        job_id: str,
+        status: str,
+        *,
+        result: Mapping[str, Any] | None = None,
+        error: Mapping[str, Any] | None = None,
+        num_bytes: int = 0,
+    ) -> bool:
+        texts = [None if value is None else json.dumps(value) for value in (result, error)]
+        with _Transaction(self._database):
+            cursor = self._database.execute(
+                "UPDATE jobs SET status = ?, ended = ?, result = ?, error = ?, num_bytes = ? "
+                "WHERE id = ? AND status IN (?, ?)",
+                (status, time.time(), *texts, num_bytes, job_id, QUEUED, IN_PROGRESS),
+            )
+        return cursor.rowcount > 0
+
+    def _one(self, query: str, *values: object) -> Job | None:
+        return next(iter(self._several(query, *values)), None)
+
+    def _several(self, query: str, *values: object) -> list[Job]:
+        rows = self._database.execute(query.replace("*", _COLUMNS, 1), values).fetchall()
+        return [_job(row) for row in rows]
+
+
+class _Transaction:
+    """Context manager: the changes inside are in the table together, or none is, whenever this process is killed.
+    is_durable: they outlive the power, too, which is 2.5 ms of waiting and 20 in the worst of a hundred; a change that
+    is lost without it makes a job again."""
+
+    def __init__(self, database: sqlite3.Connection, *, is_durable: bool = False) -> None:
+        self._database = database
+        self._synchronous = "FULL" if is_durable else "NORMAL"
+
+    def __enter__(self) -> None:
+        self._database.execute(f"PRAGMA synchronous={self._synchronous}")
+        self._database.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _job(row: tuple[Any, ...]) -> Job:
+    *plain, work, result, error = row
+    names = [item.name for item in dataclasses.fields(Job)]
+    texts = [None if text is None else parse_json(text) for text in (work, result, error)]
+    return Job(**dict(zip(names, (*plain, *texts), strict=True)))

@@ -1,0 +1,304 @@
+"""Served model: one loaded pipeline, asked for checks of requests, explanations and batches, each with an attention and
+LoRA files of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.catalogue import list_backends
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.core.progress import OnProgress
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.generation.frame_decoding import decode_frames, without_first
+from diffusion_runtime.generation.interface import GenerationPipeline
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.interface import OnStage, Prepared
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.models.sampling_presets import shipped_lora_of
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import attention_choices, wrapped_predictions
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.json_text import parse_json
+
+# Combinations of attention and LoRA files whose decisions are kept.
+_MAX_VARIANTS = 16
+# Options that name a file of this machine, in the configs of attention backends.
+_FILE_OPTIONS = ("file", "path")
+_FILE_ENDINGS = (".json", ".yaml", ".yml")
+# Part of the steps, from the first, whose estimates are mostly noise: no partial image is made of them.
+_NOISY_STEPS = 0.3
+
+# Called with the index of a step, their number and the pixels of each request's estimate, [height, width, 3], uint8.
+OnPreview = Callable[[int, int, list[Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The part of a request that is chosen when a model is loaded. attention: in any form that AttentionConfig.parse
+    takes, as JSON; loras: name and scale of each."""
+
+    attention: str | None = None
+    loras: tuple[tuple[str, float], ...] = ()
+    preset: str | None = None
+
+    @classmethod
+    def of(cls, work: Mapping[str, Any]) -> Choice:
+        attention = work.get("attention")
+        loras = tuple((str(each["name"]), float(each["scale"])) for each in work.get("loras") or ())
+        return cls(None if attention is None else json.dumps(attention, sort_keys=True), loras, work.get("preset"))
+
+
+class ServedModel:
+    """A model as a server uses it. config: what it is loaded with. loras: the files that requests may name. world: the
+    processes that run it together, each of which calls `load` and `generate` alike; the other methods are of rank 0."""
+
+    def __init__(self, config: RuntimeConfig, loras: Mapping[str, LoraConfig], world: World | None = None) -> None:
+        self._config = config
+        self._loras = dict(loras)
+        self._world = world
+        self._prepared = functools.lru_cache(maxsize=_MAX_VARIANTS)(self._prepare)
+        self._pipeline: GenerationPipeline | None = None
+        self._merged = config.lora
+        self._recipe: Mapping[str, Any] = {}
+
+    def load(self, on_stage: OnStage | None = None) -> None:
+        """Read the weights. Raises what `load_pipeline` raises."""
+        self._pipeline = prepare(self._config, self._world).load(on_stage)
+        self._recipe = self._pipeline.recipe
+
+    @property
+    def pipeline(self) -> GenerationPipeline:
+        assert self._pipeline is not None, "load comes first"
+        return self._pipeline
+
+    def check(self, work: Mapping[str, Any]) -> dict[str, Any]:
+        """Resolve the requests of a job, and decide its attention and its memory without running anything.
+
+        Raises RequestError, ConfigError, BackendUnavailableError and DeviceMemoryError for what cannot run.
+        """
+        prepared = self.prepared(Choice.of(work))
+        requests = self._resolved(prepared, work)
+        prepared.planned_for(requests)
+        keys = [prepared.rules.batch_key(request) for request in requests]
+        choice = Choice.of(work)
+        key = repr((keys[0], choice.attention, choice.loras, self._shipped(choice)))
+        remarks = prepared.rules.unused(requests[0]) if isinstance(prepared.rules, RequestRules) else ()
+        return {"requests": [request.to_dict() for request in requests], "key": key, "remarks": list(remarks)}
+
+    def explain(self, work: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a request would run and cost. Raises what `check` raises."""
+        prepared = self.prepared(Choice.of(work))
+        requests = self._resolved(prepared, work)
+        return explain(prepared.planned_for(requests), requests[0]).to_dict()
+
+    def card(self) -> dict[str, Any]:
+        """Return what a form for requests needs: sizes, defaults, presets, attention."""
+        prepared = self.prepared(Choice())
+        description, rules = prepared.description, prepared.rules
+        card = {
+            "family": description.family,
+            "device": description.device,
+            "dtype": description.dtype,
+            "num_gpus": description.degrees.num_processes,
+            "defaults": dict(rules.defaults),
+            "presets": {name: dict(values) for name, values in rules.presets.items()},
+            "makes_sound": rules.makes_sound,
+            "loras": sorted(self._loras),
+            "attention_roles": sorted({layer.layer.role for layer in prepared.layers}),
+            "backends": [
+                {"name": each.name, "usable": each.usable, "reason": each.reason}
+                for each in list_backends(description.device)
+            ],
+        }
+        if isinstance(rules, RequestRules):
+            geometry, images = rules.sampling.geometry, rules.inputs.images
+            frames = geometry.temporal_factor * geometry.patch[0]
+            is_video = geometry.temporal_factor > 1
+            takes = bool(images) or rules.inputs.references is not None
+            card |= {
+                "size_multiple": geometry.token_multiple * geometry.spatial_factor * geometry.patch[1],
+                "frames_rule": f"1+{frames}k" if is_video else "1",
+                "takes_image": takes,
+                "needs_image": bool(rules.inputs.needed),
+                "image_fields": sorted(images) or (["image_path"] if takes else []),
+                "task_types": [f"T2{'V' if is_video else 'I'}"] * (not rules.inputs.needed)
+                + [f"TI2{'V' if is_video else 'I'}"] * takes,
+            }
+        return card
+
+    def prepared(self, choice: Choice) -> Prepared:
+        """Return the model under a choice, decided and without weights. Raises what `prepare` raises."""
+        return self._prepared(dataclasses.replace(choice, preset=self._shipped(choice)))
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        choice: Choice,
+        on_progress: OnProgress,
+        on_preview: OnPreview | None = None,
+        num_previews: int = 0,
+    ) -> list[GeneratedMedia]:
+        """Make one batch of resolved requests. on_preview: called at `num_previews` steps. Raises what
+        GenerationPipeline.generate raises."""
+        with self._chosen(choice), self._previewing(requests, on_preview, num_previews):
+            return self.pipeline.generate(requests, on_progress=on_progress)
+
+    def _resolved(self, prepared: Prepared, work: Mapping[str, Any]) -> list[GenerationRequest]:
+        preset = work.get("preset")
+        if preset is not None and preset not in prepared.rules.presets:
+            raise RequestError(f"preset: unknown name {shown(preset)}.{nearest(preset, prepared.rules.presets)}")
+        requests = [GenerationRequest.from_dict(values) for values in work["requests"]]
+        return [prepared.rules.resolve(request, preset) for request in requests]
+
+    def _shipped(self, choice: Choice) -> str | None:
+        """Return the shipped LoRA that a preset brings along, as on the command line."""
+        return None if choice.preset is None else shipped_lora_of(choice.preset, self._config.model_path)
+
+    def _prepare(self, choice: Choice) -> Prepared:
+        """choice: its preset is a shipped LoRA."""
+        return prepare(self._config_of(choice))
+
+    def _config_of(self, choice: Choice) -> RuntimeConfig:
+        """Return the config with which a pipeline of this choice alone would be loaded."""
+        loras = list(self._config.lora)
+        for name, scale in choice.loras:
+            if name not in self._loras:
+                raise RequestError(f"lora: unknown name {shown(name)}.{nearest(name, self._loras)}")
+            loras.append(dataclasses.replace(self._loras[name], scale=self._loras[name].scale * scale))
+        if choice.preset is not None:
+            loras.append(LoraConfig(choice.preset))
+        changes: dict[str, Any] = {"lora": tuple(loras)}
+        if choice.attention is not None:
+            self._refuse_attention_of_requests()
+            changes |= {"attention_override": parse_attention(parse_json(choice.attention)), "attention": self._below()}
+        return dataclasses.replace(self._config, **changes)
+
+    def _below(self) -> AttentionConfig | None:
+        """Return the server's own choices, below those of a request: its flags, and where there are none its config."""
+        given = self._config.attention if self._config.attention_override is None else self._config.attention_override
+        return None if given is None else AttentionConfig.parse(given)
+
+    def _refuse_attention_of_requests(self) -> None:
+        if self._pipeline is None:
+            return
+        if not isinstance(self._pipeline, Pipeline):
+            raise RequestError(
+                "attention: diffusers' own pipeline runs this model, whose attention is chosen when the server starts"
+            )
+        if self._pipeline.parts.graphs is not None:
+            raise RequestError(
+                "attention: this server replays CUDA graphs, which hold the kernels of one choice; start it with "
+                "--cuda-graphs off"
+            )
+
+    @contextlib.contextmanager
+    def _chosen(self, choice: Choice) -> Iterator[None]:
+        """Context manager: the pipeline runs and records as one that was loaded with this choice."""
+        decided = dataclasses.replace(choice, preset=self._shipped(choice))
+        config = self._config_of(decided)
+        if config.lora != self._merged:
+            self.pipeline.set_loras(config.lora)
+            self._merged = config.lora
+        if decided.attention is None:
+            self.pipeline.recipe = self._recipe_of(decided)
+            yield
+            return
+        assert isinstance(self._pipeline, Pipeline)
+        override, below = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
+        with attention_choices(self._pipeline, override, below):
+            self._pipeline.recipe = self._recipe_of(decided)
+            yield
+
+    def _recipe_of(self, decided: Choice) -> Mapping[str, Any]:
+        """Return the recipe of a pipeline that is loaded with a choice: the bytes of a file are those of `generate`, to
+        the order of the keys."""
+        is_own = decided == Choice()
+        return self._recipe if is_own else self._prepared(decided).description.to_dict()
+
+    @contextlib.contextmanager
+    def _previewing(
+        self, requests: Sequence[GenerationRequest], on_preview: OnPreview | None, num_previews: int
+    ) -> Iterator[None]:
+        """Context manager: the clean estimate of some steps is decoded and handed over."""
+        pipeline = self._pipeline
+        if on_preview is None or not num_previews or not isinstance(pipeline, Pipeline) or pipeline.mesh.size > 1:
+            yield
+            return
+        settings = pipeline.rules.settings(*requests)
+        geometry, wanted = settings.sampling.geometry, preview_steps(settings.num_steps, num_previews)
+
+        def wrap(predict: Predict) -> Predict:
+            def watched(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+                velocity = predict(latents, step)
+                if step.index in wanted and step.sigma is not None:
+                    wanted.discard(step.index)
+                    estimate = latents - step.sigma * velocity.to(latents.dtype)
+                    decoder = pipeline.decoder.for_request(requests[0])
+                    pictures = []
+                    for sample in (estimate[at : at + 1] for at in range(len(estimate))):
+                        stream = decoder.stream(geometry.parts(sample, settings.size).video)
+                        stream = without_first(stream, geometry.num_frames_before)
+                        pictures.append(decode_frames(stream, settings.size.fps, {})[0].numpy())
+                    on_preview(step.index + 1, step.num_steps, pictures)
+                return velocity
+
+            return watched
+
+        with wrapped_predictions(pipeline, wrap):
+            yield
+
+
+def preview_steps(num_steps: int, num_previews: int) -> set[int]:
+    """Return the indices of the steps of which previews are made: spread evenly behind the noisiest, without the last,
+    whose estimate is the result."""
+    first = min(int(num_steps * _NOISY_STEPS), max(0, num_steps - 2))
+    steps = range(first, max(first + 1, num_steps - 1))
+    count = min(num_previews, len(steps))
+    return {steps[int((index + 0.5) * len(steps) / count)] for index in range(count)}
+
+
+def parse_attention(value: Any) -> AttentionConfig:
+    """Return the attention that a request of a stranger chooses: names, a mapping or a JSON text, and no file.
+
+    Raises RequestError for what would read a file of this machine, and ConfigError.
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    if not text.startswith("{") and ("/" in text or "\\" in text or text.lower().endswith(_FILE_ENDINGS)):
+        raise RequestError("attention: expected names or a mapping; a request names no file of the server")
+    # Before it is parsed: options that name a file are checked by looking at it.
+    written = value
+    if text.startswith("{"):
+        with contextlib.suppress(DocumentError):
+            written = parse_json(text)
+    elif "=" in text:
+        written = dict.fromkeys(re.split(r"[=,]", text))
+    if (name := next(_file_options(written), None)) is not None:
+        raise RequestError(f"attention: {name} names a file of the server, which a request cannot; leave it out")
+    return AttentionConfig.parse(value)
+
+
+def _file_options(value: Any) -> Iterator[str]:
+    """Yield the keys that name a file, at any depth."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if re.split(r"[._-]", str(key).strip())[-1].lower() in _FILE_OPTIONS:
+                yield shown(key)
+            yield from _file_options(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _file_options(inner)

@@ -1,0 +1,120 @@
+"""Settings of a server: where it listens, who may use it, and the limits of what it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.errors import ConfigError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on requests, the queue and the storage.
+
+    max_pixels: width x height of a frame. max_overtakes: how often a waiting job may be overtaken by jobs that join a
+    batch. request_timeout: seconds that a job may run; queue_timeout: seconds that it may wait, 0 for any. max_body,
+    max_storage: bytes. max_upload_pixels: of an image that is sent. keep: seconds that a finished job is kept. drain:
+    seconds that running jobs have to finish after SIGTERM. read_timeout: seconds between two parts of a request.
+    """
+
+    max_queue: int = 64
+    max_queue_per_key: int = 16
+    max_batch_size: int = 4
+    max_overtakes: int = 8
+    request_timeout: float = 3600.0
+    queue_timeout: float = 0.0
+    max_pixels: int = 4096 * 4096
+    max_frames: int = 1025
+    max_steps: int = 200
+    max_body: int = 64 * MIB
+    max_upload_pixels: int = 40_000_000
+    keep: float = 24 * 3600.0
+    max_storage: int = 20 * GIB
+    drain: float = 30.0
+    read_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_queue_per_key", "max_batch_size", "max_pixels", "max_frames", "max_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        for name in ("max_overtakes", "queue_timeout", "drain"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in ("request_timeout", "keep", "read_timeout", "max_body", "max_storage", "max_upload_pixels"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Access rules. api_keys: one of them is needed where there are any. hosts: names by which the server may be called
+    beside localhost and addresses. url_hosts: from which images may be fetched, exact names or `*.suffix`."""
+
+    api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    url_hosts: tuple[str, ...] = ()
+
+    def accepts(self, key: str) -> bool:
+        """Return whether a key is one of the server's, in a time that does not depend on where they differ."""
+        given = hashlib.sha256(key.encode()).digest()
+        matches = [hmac.compare_digest(given, hashlib.sha256(each.encode()).digest()) for each in self.api_keys]
+        return any(matches)
+
+    def allows_host(self, header: str) -> bool:
+        """Return whether a Host header names this server. A page of another site that resolves its own name to this
+        machine (DNS rebinding) sends that name."""
+        name = host_name(header)
+        return name == "localhost" or is_address(name) or name in {host.lower() for host in self.hosts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Everything that a server is started with. name: of the model in requests and answers. loras: files that requests
+    may name."""
+
+    storage: Path
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    limits: Limits = field(default_factory=Limits)
+    access: Access = field(default_factory=Access)
+    loras: Mapping[str, LoraConfig] = field(default_factory=dict)
+    insecure: bool = False
+    has_metrics: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        if not is_loopback(self.host) and not self.access.api_keys and not self.insecure:
+            raise ConfigError(
+                f"host: {self.host} is reached from other machines, and there is no key; give --api-key-file FILE or "
+                "the variable DIFFUSION_RUNTIME_API_KEY, or --insecure"
+            )
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, without its port, in lower case."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)

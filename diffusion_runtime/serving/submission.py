@@ -1,0 +1,145 @@
+"""Submission: from the body of a request to an accepted job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+
+from diffusion_runtime.serving.api_errors import ApiError, invalid
+from diffusion_runtime.serving.bodies import Body, read_body
+from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.input_images import check_image, data_of_url, fetch_image
+from diffusion_runtime.serving.jobs import Job, new_id
+from diffusion_runtime.serving.request_fields import Draft, check_limits, read_draft
+
+_MAX_KEY = 255
+
+
+class Submission:
+    """Accepts jobs. One client's request that comes twice at once, with one idempotency key, is one job."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def accept(self, kind: str, request: Request) -> tuple[Job, Draft]:
+        """Read, check and accept a request for videos or images. Raises ApiError, Unavailable and Refused."""
+        owner = owner_of(request)
+        body = await read_body(request)
+        draft = read_draft(kind, body, self._dispatcher.settings.name, self._dispatcher.settings.limits)
+        key = request.headers.get("idempotency-key")
+        if key is not None and not 1 <= len(key) <= _MAX_KEY:
+            raise invalid(None, f"Idempotency-Key: expected 1 to {_MAX_KEY} characters")
+        async with self._alone(None if key is None else f"{owner}/{key}") as name:
+            digest = _digest(kind, body)
+            if name is not None and (known := self._dispatcher.jobs.idempotent(name)) is not None:
+                if known[0] != digest:
+                    message = "Idempotency-Key: was used for another request"
+                    raise ApiError(409, "idempotency_key_reused", message)
+                return known[1], draft
+            idempotency = None if name is None else (name, digest)
+            return await self.accept_draft(draft, owner, idempotency), draft
+
+    async def accept_draft(
+        self,
+        draft: Draft,
+        owner: str,
+        idempotency: tuple[str, str] | None = None,
+        *,
+        remixed_from: str | None = None,
+    ) -> Job:
+        """Check a draft against the model, and accept it. Raises what `accept` raises."""
+        dispatcher = self._dispatcher
+        dispatcher.refuse_new(owner)
+        job_id = new_id(draft.kind)
+        try:
+            work = await self._checked(job_id, draft)
+            # Others may have come while the engine looked at this one.
+            dispatcher.refuse_new(owner)
+        except BaseException:
+            dispatcher.files.remove(job_id)
+            raise
+        work["remixed_from"] = remixed_from
+        job = Job(id=job_id, kind=draft.kind, owner=owner, created=time.time(), work=work)
+        return dispatcher.submit(job, idempotency)
+
+    async def explained(self, request: Request) -> Any:
+        """Return what a request for a video would run, which is not made."""
+        body = await read_body(request)
+        settings = self._dispatcher.settings
+        values = {"prompt": "a prompt", **body.values}
+        draft = read_draft("video", Body(values, {}, body.is_form), settings.name, settings.limits)
+        if draft.images or body.files:
+            raise invalid("input_reference", "input_reference: an explanation is of requests without images")
+        return await self._dispatcher.engine.ask("explain", draft.work())
+
+    async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
+        """Return the work of a job: its requests as the model has filled them in."""
+        dispatcher, settings = self._dispatcher, self._dispatcher.settings
+        names = []
+        paths: dict[str, list[str]] = {}
+        for field, contents in draft.images.items():
+            for index, content in enumerate(contents):
+                image = await self._image(field, content)
+                extension = await asyncio.to_thread(check_image, field, image, settings.limits.max_upload_pixels)
+                names.append(f"{field}-{index}.{extension}")
+                path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)
+                paths.setdefault(field, []).append(str(path))
+        inputs = {field: each[0] if len(each) == 1 else each for field, each in paths.items()}
+        draft.requests = [{**request, **inputs} for request in draft.requests]
+        checked = await dispatcher.engine.ask("check", draft.work())
+        for resolved in checked["requests"]:
+            check_limits(resolved, settings.limits)
+        remarks = [dispatcher.files.scrub(remark) for remark in checked["remarks"]]
+        return {
+            "requests": checked["requests"],
+            "key": checked["key"],
+            "attention": draft.attention,
+            "loras": draft.loras,
+            "preset": draft.preset,
+            "previews": draft.options.get("partial_images", 0),
+            "inputs": names,
+            "options": draft.options,
+            "warnings": [*draft.warnings, *remarks],
+            "model": settings.name,
+        }
+
+    async def _image(self, field: str, content: bytes | str) -> bytes:
+        if isinstance(content, bytes):
+            return content
+        if content.startswith("data:"):
+            return data_of_url(field, content)
+        return await asyncio.to_thread(fetch_image, field, content, self._dispatcher.settings.access.url_hosts)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, name: str | None) -> AsyncIterator[str | None]:
+        """Asynchronous context manager: nobody else is in it with this idempotency key."""
+        if name is None:
+            yield None
+            return
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        try:
+            async with lock:
+                yield name
+        finally:
+            if not lock.locked():
+                self._locks.pop(name, None)
+
+
+def owner_of(request: Request) -> str:
+    """Return what stands for the key of a request; keys themselves are not kept."""
+    key = request.headers.get("authorization", "")
+    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
+
+
+def _digest(kind: str, body: Body) -> str:
+    files = {name: [hashlib.sha256(each).hexdigest() for each in contents] for name, contents in body.files.items()}
+    text = json.dumps([kind, body.values, files], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,173 @@
+"""Routes of videos: create, get, list, delete, content, remix, cancel, events, and the synchronous one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+
+from diffusion_runtime.errors import shown
+from diffusion_runtime.serving.api_errors import ApiError, invalid, not_found
+from diffusion_runtime.serving.bodies import read_body
+from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.event_stream import event, with_pings
+from diffusion_runtime.serving.files import ID, VARIANTS
+from diffusion_runtime.serving.job_objects import poll_milliseconds, video_object
+from diffusion_runtime.serving.jobs import COMPLETED, FAILED, IN_PROGRESS, QUEUED, VIDEO, Job
+from diffusion_runtime.serving.openapi import request_body
+from diffusion_runtime.serving.request_fields import MAX_PROMPT, Draft
+from diffusion_runtime.serving.submission import Submission, owner_of
+from diffusion_runtime.serving.waiting import until_over
+
+_MEDIA_TYPES = {
+    "video": "video/mp4",
+    "thumbnail": "image/webp",
+    "spritesheet": "image/webp",
+    "sidecar": "application/json",
+    "sound": "audio/wav",
+}
+
+
+def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
+    router = APIRouter(tags=["videos"])
+
+    def found(video_id: str) -> Job:
+        job = dispatcher.jobs.get(video_id) if ID.fullmatch(video_id) else None
+        if job is None or job.kind != VIDEO:
+            raise not_found(f"video {shown(video_id[:64])}")
+        return job
+
+    def answer(job: Job) -> JSONResponse:
+        headers = {} if job.is_over else {"openai-poll-after-ms": str(poll_milliseconds(dispatcher))}
+        return JSONResponse(video_object(job, dispatcher), headers=headers)
+
+    @router.post("/v1/videos", openapi_extra=request_body(VIDEO))
+    async def create_video(request: Request) -> Response:
+        """Accept a video to be made; it is made when its turn comes."""
+        job, _ = await submission.accept(VIDEO, request)
+        return answer(job)
+
+    @router.post("/v1/videos/sync", openapi_extra=request_body(VIDEO))
+    async def make_video(request: Request) -> Response:
+        """Make a video and answer with its file; it is cancelled when the client leaves."""
+        job, _ = await submission.accept(VIDEO, request)
+        job = await until_over(request, dispatcher, job)
+        part = (job.result or {})["parts"][0]
+        headers = {
+            "x-video-id": job.id,
+            "x-model": json.dumps(job.work["model"]),
+            "x-inference-time-s": str(video_object(job, dispatcher)["inference_time_s"]),
+            "x-stage-durations": json.dumps(part["timings"]),
+            "x-peak-memory-mb": str(video_object(job, dispatcher)["peak_memory_mb"]),
+        }
+        return content(job, "video", headers)
+
+    @router.get("/v1/videos")
+    async def list_videos(
+        limit: str = "20", order: str = "desc", after: str | None = None, status: str | None = None
+    ) -> Response:
+        """List videos by acceptance, the newest first."""
+        if not limit.isdecimal() or not 1 <= int(limit[:6]) <= 100:
+            raise invalid("limit", f"limit: expected 1 to 100, got {shown(limit)}")
+        if order not in ("asc", "desc"):
+            raise invalid("order", f"order: expected asc or desc, got {shown(order)}")
+        if status not in (None, QUEUED, IN_PROGRESS, COMPLETED, FAILED):
+            raise invalid("status", f"status: expected queued, in_progress, completed or failed, got {shown(status)}")
+        number = None if after is None else found(after).number
+        jobs, has_more = dispatcher.jobs.page(
+            VIDEO, limit=int(limit), is_descending=order == "desc", after=number, status=status
+        )
+        data = [video_object(job, dispatcher) for job in jobs]
+        ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return JSONResponse({"object": "list", "data": data, **ids, "has_more": has_more})
+
+    @router.get("/v1/videos/{video_id}")
+    async def get_video(video_id: str) -> Response:
+        """Return a video's state; 200 for one that failed, too."""
+        return answer(found(video_id))
+
+    @router.delete("/v1/videos/{video_id}")
+    async def delete_video(video_id: str) -> Response:
+        """Stop a video if it is being made, and remove it."""
+        job = found(video_id)
+        await dispatcher.delete(job.id)
+        return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+
+    @router.post("/v1/videos/{video_id}/cancel")
+    async def cancel_video(video_id: str) -> Response:
+        """Stop a video; it is then `failed` with the code `cancelled`."""
+        job = found(video_id)
+        dispatcher.cancel(job.id, "client")
+        return answer(found(video_id))
+
+    @router.post("/v1/videos/{video_id}/remix")
+    async def remix_video(video_id: str, request: Request) -> Response:
+        """Make a video again with its seed and settings, and another prompt."""
+        job = found(video_id)
+        values = (await read_body(request)).values
+        for name in values:
+            if name not in ("prompt", "model"):
+                message = f"{name[:80]}: a remix has the settings of its video, and another prompt"
+                raise invalid(name[:80], message, "unknown_parameter")
+        prompt = values.get("prompt")
+        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_PROMPT:
+            raise invalid("prompt", f"prompt: expected a text of 1 to {MAX_PROMPT} characters")
+        if job.work["inputs"]:
+            message = "the images that this video began with are not kept; create a video with them again"
+            raise ApiError(400, "unsupported_for_model", message)
+        draft = Draft(
+            kind=VIDEO,
+            requests=[{**each, "prompt": prompt} for each in job.work["requests"]],
+            preset=job.work["preset"],
+            attention=job.work["attention"],
+            loras=job.work["loras"],
+            options=job.work["options"],
+        )
+        return answer(await submission.accept_draft(draft, owner_of(request), remixed_from=job.id))
+
+    @router.get("/v1/videos/{video_id}/content")
+    async def video_content(video_id: str, variant: str = "video") -> Response:
+        """Return a file of a finished video; a Range of it where one is asked for."""
+        if variant not in _MEDIA_TYPES:
+            raise invalid("variant", f"variant: expected one of {', '.join(_MEDIA_TYPES)}, got {shown(variant)}")
+        job = found(video_id)
+        if job.status == FAILED:
+            error = dict(job.error or {})
+            raise ApiError(422, error["code"], error["message"], kind=error["type"])
+        if job.status != COMPLETED:
+            raise ApiError(409, "video_not_ready", f"the video is {job.status}", seconds=1)
+        return content(job, variant, {})
+
+    def content(job: Job, variant: str, headers: dict[str, str]) -> Response:
+        path = dispatcher.files.variant(job.id, variant)
+        if path is None and variant == "sound":
+            raise not_found("sound beside this video; models that make sound put it into the video")
+        if path is None:
+            raise ApiError(410, "expired", "the file is no longer kept")
+        if variant == "video" and job.result is not None:
+            headers = {**headers, "etag": f'"{job.result["parts"][0]["file"]["sha256"]}"'}
+        suffix = ".mp4" if variant == "video" else VARIANTS[variant]
+        return FileResponse(path, media_type=_MEDIA_TYPES[variant], filename=f"{job.id}{suffix}", headers=headers)
+
+    @router.get("/v1/videos/{video_id}/events")
+    async def video_events(video_id: str, request: Request) -> Response:
+        """Stream the video's state now and after every change, as server-sent events."""
+        job = found(video_id)
+        last = request.headers.get("last-event-id", "")
+
+        async def events() -> AsyncIterator[bytes]:
+            async for each in dispatcher.follow(job.id):
+                name = each.status if each.is_over else "progress"
+                number = str(dispatcher.live(job.id).version) if not each.is_over else "end"
+                if number != last:
+                    yield event(name, video_object(each, dispatcher), number)
+
+        return StreamingResponse(with_pings(events()), media_type="text/event-stream", headers=_UNCACHED)
+
+    return router
+
+
+_UNCACHED: dict[str, Any] = {"cache-control": "no-store"}

@@ -1,0 +1,255 @@
+"""Attacks on a running server: none reads, writes or connects outside, none is a 500, and it answers afterwards."""
+
+from __future__ import annotations
+
+import io
+import socket
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from running_server import SMALL, RunningServer, finished, running_server
+from tables import table
+
+from diffusion_runtime.serving.api_errors import ApiError
+from diffusion_runtime.serving.input_images import checked_address, is_public
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    arguments = ("--max-body", str(2**20), "--allow-url", "allowed.example")
+    with running_server(tmp_path_factory.mktemp("storage"), *arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[socket.socket]:
+    """Where a server that follows a URL would be seen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        yield listener
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG that claims a size, and has no pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def gif() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(content, "GIF")
+    return content.getvalue()
+
+
+SECRET = "/etc/passwd"
+GET = [
+    "/v1/videos/..%2f..%2f..%2fetc%2fpasswd/content",
+    "/v1/videos/%2e%2e/%2e%2e/etc/passwd",
+    "/v1/videos/..%5c..%5cetc/content",
+    "/v1/videos/%2fetc%2fpasswd/content",
+    "/v1/videos/video_%00/content",
+    "/v1/videos/video_00000000000000000000000000000000%2f..%2f/content",
+    "/v1/videos/~root/content",
+    "/v1/videos/jobs.sqlite3/content",
+    "/v1/videos/" + "a" * 8000,
+    "/v1/images/..%2f..%2fetc%2fpasswd/content",
+    "/v1/images/img_0/content?variant=../../etc/passwd",
+    "/v1/videos?limit=1e9",
+    "/v1/videos?limit=-1",
+    "/v1/videos?after=%27%3B%20DROP%20TABLE%20jobs%3B--",
+    "/v1/videos?status=%27%20OR%201=1",
+    "/v1/videos?order=DESC;",
+    "/v1/models/../../etc/passwd",
+    "//etc/passwd",
+    "/docs",
+    "/.git/config",
+]
+BODIES: list[dict[str, Any]] = [
+    {"json": {"prompt": "x", "image_path": SECRET}},
+    {"json": {"prompt": "x", "last_image_path": SECRET}},
+    {"json": {"prompt": "x", "mask_path": SECRET}},
+    {"json": {"prompt": "x", "audio_path": SECRET}},
+    {"json": {"prompt": "x", "frame_conditions": f"0:{SECRET}"}},
+    {"json": {"prompt": "x", "attention": SECRET}},
+    {"json": {"prompt": "x", "attention": "/tmp/config.json"}},
+    {"json": {"prompt": "x", "attention": "config.yaml"}},
+    {"json": {"prompt": "x", "attention": f"mask_strategy_file_path={SECRET}"}},
+    {
+        "json": {
+            "prompt": "x",
+            "attention": {"default": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": SECRET}}},
+        }
+    },
+    {
+        "json": {
+            "prompt": "x",
+            "attention": {"default.extra.mask_strategy_file_path": SECRET, "default.backend": "sliding_tile_attn"},
+        }
+    },
+    {"json": {"prompt": "x", "step_cache": f"teacache:file={SECRET}"}},
+    {"json": {"prompt": "x", "step_cache": f"magcache:threshold=0.1,file={SECRET}"}},
+    {"json": {"prompt": "x", "lora": SECRET}},
+    {"json": {"prompt": "x", "lora": [{"name": "../x.safetensors"}]}},
+    {"json": {"prompt": "x", "preset": SECRET}},
+    {"json": {"prompt": "x", "model": SECRET}},
+    {"json": {"prompt": "x", "sampler": "os.system"}},
+    {"json": {"prompt": "x", "attention": {"default": {"backend": "__import__('os')"}}}},
+    {"json": {"prompt": "x", "output_path": "/tmp/out.mp4"}},
+    {"content": b'{"prompt": "x\\ud800"}', "headers": {"content-type": "application/json"}},
+    {"content": b'{"prompt": "x", "x\\ud800": 1}', "headers": {"content-type": "application/json"}},
+    {"json": {"prompt": "\x00", "size": "\x00"}},
+    {"json": {"prompt": "x", "height": 10**30}},
+    {"content": b'{"prompt": "x", "width": 1e400}', "headers": {"content-type": "application/json"}},
+    {"json": {"prompt": "x", "seconds": 1e18}},
+    {"json": {"prompt": "x", "sigmas": [0.5] * 5000}},
+    {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}},
+    {"content": b'{"prompt": "x", "prompt": "y"}', "headers": {"content-type": "application/json"}},
+    {"content": b"\xff\xfe{", "headers": {"content-type": "application/json"}},
+    {"content": b"1" * 5000, "headers": {"content-type": "application/json"}},
+    {"content": b"a" * (2**20 + 1), "headers": {"content-type": "application/json"}},
+    {"content": (b"a" * 2**18 for _ in range(8)), "headers": {"content-type": "application/json"}},
+    {"content": b"x", "headers": {"content-type": "text/plain"}},
+    {"content": b"x", "headers": {"content-type": "multipart/form-data"}},
+    {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=y"}},
+    {"data": {f"field{number}": "x" for number in range(10_000)}},
+    {"data": {"prompt": "x", "attention" + "[a]" * 200: "x"}},
+    {"data": {"prompt": "x", "lora[999999999]": "x"}},
+    {"data": {"__class__": "x", "prompt": "x"}},
+    {"data": {"prompt": "x"}, "files": {"input_reference": ("../../etc/cron.d/x", png(8, 8), "image/png")}},
+    {"data": {"prompt": "x"}, "files": {"input_reference": ("x\r\nset-cookie: a=b.png", b"no image", "image/png")}},
+    {"data": {"prompt": "x"}, "files": {"input_reference": ("x.png", png(60_000, 60_000), "image/png")}},
+    {"data": {"prompt": "x"}, "files": {"input_reference": ("x.png", gif(), "image/png")}},
+    {"data": {"prompt": "x"}, "files": {"input_reference": ("x.png", b"<svg/>", "image/png")}},
+    {"data": {"prompt": "x"}, "files": [("input_reference", ("x.png", png(8, 8), "image/png"))] * 40},
+    {"data": {"prompt": "x"}, "files": {"other": ("x.png", png(8, 8), "image/png")}},
+    {"json": {"prompt": "x", "input_reference": {"image_url": "file:///etc/passwd"}}},
+    {"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png;base64,!!!"}}},
+    {"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png"}}},
+    {"json": {"prompt": "x", "input_reference": {"image_url": "gopher://127.0.0.1/"}}},
+]
+
+
+def test_no_attack_is_a_500_or_leaves_a_trace_and_the_server_answers_afterwards(
+    server: RunningServer, listener: socket.socket
+) -> None:
+    port = listener.getsockname()[1]
+    urls = [
+        f"http://127.0.0.1:{port}/",
+        f"https://127.0.0.1:{port}/",
+        f"https://localhost:{port}/",
+        f"https://[::1]:{port}/",
+        f"https://[::ffff:127.0.0.1]:{port}/",
+        f"https://2130706433:{port}/",
+        f"https://0x7f000001:{port}/",
+        f"https://0177.0.0.1:{port}/",
+        f"https://127.1:{port}/",
+        f"https://0:{port}/",
+        f"https://allowed.example@127.0.0.1:{port}/",
+        f"https://127.0.0.1:{port}/#allowed.example",
+        f"https://allowed.example.127.0.0.1.nip.io:{port}/",
+        "https://169.254.169.254/latest/meta-data/",
+        "https://[fe80::1]/",
+    ]
+    bodies = [*BODIES, *({"json": {"prompt": "x", "input_reference": {"image_url": url}}} for url in urls)]
+    wrong = []
+    with server.client() as http:
+        for path in GET:
+            # As it stands: a client would take the dots out.
+            request = http.build_request("GET", "/")
+            request.url = httpx.URL(server.address).copy_with(raw_path=path.encode())
+            answer = http.send(request)
+            if not 400 <= answer.status_code < 500 and answer.json().get("object") != "list":
+                wrong.append((path, answer.status_code))
+            if "root:" in answer.text:
+                wrong.append((path, "read"))
+        for body in bodies:
+            answer = http.post("/v1/videos", **body)
+            error = answer.json().get("error", {})
+            if not 400 <= answer.status_code < 500 or not error.get("code"):
+                wrong.append((str(body)[:100], answer.status_code, answer.text[:200]))
+            if "root:" in answer.text or str(server.storage) in answer.text or "set-cookie" in answer.headers:
+                wrong.append((str(body)[:100], answer.text[:200]))
+        for method in ("PUT", "PATCH", "TRACE"):
+            if http.request(method, "/v1/videos").status_code != 405:
+                wrong.append((method,))
+        rebound = http.get("/v1/videos", headers={"host": "evil.example"})
+        if rebound.json()["error"]["code"] != "host_not_allowed" or "access-control-allow-origin" in rebound.headers:
+            wrong.append(("host", rebound.text))
+        forged = http.get("/liveness", headers={"x-request-id": "a b\tc"})
+        if not forged.headers["x-request-id"].startswith("req_"):
+            wrong.append(("request id", forged.headers))
+        assert wrong == []
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        left = sorted(path.name for folder in ("inputs", "results") for path in (server.storage / folder).iterdir())
+        assert left == []
+        video = finished(http, http.post("/v1/videos", json={"prompt": "a ring", **SMALL}).json()["id"])
+        assert video["status"] == "completed"
+
+
+RAW = {
+    "half a request": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
+    "two lengths": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+    "a huge length": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2147483648\r\n\r\n",
+    "no host": b"GET /v1/videos HTTP/1.1\r\n\r\n",
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "a websocket": b"GET /v1/videos HTTP/1.0\r\nhost: evil\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+    "endless headers": b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 20_000,
+}
+
+
+@table("name", RAW)
+def test_broken_http_is_an_answer_or_a_closed_connection(name: str, server: RunningServer) -> None:
+    url = httpx.URL(server.address)
+    with socket.create_connection((url.host, url.port or 80), timeout=5) as connection:
+        try:
+            connection.sendall(RAW[name])
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(4096)
+        except (ConnectionError, BrokenPipeError):
+            answer = b""
+    assert not answer or answer.split()[1][:1] == b"4", answer
+    with server.client() as http:
+        assert http.get("/liveness").status_code == 200
+
+
+PRIVATE = [
+    *("127.0.0.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1"),
+    *("255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1"),
+    *("2002:7f00:1::", "64:ff9b::7f00:1", "fe80::1%eth0", "198.18.0.1", "240.0.0.1"),
+]
+
+
+@table("address", PRIVATE)
+def test_addresses_of_this_network_are_none_of_the_internet(address: str) -> None:
+    assert not is_public(address)
+
+
+def test_addresses_are_checked_where_a_name_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        found = {"allowed.example": "93.184.216.34", "inside.example": "10.0.0.1"}[host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (found, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    hosts = ("allowed.example", "inside.example")
+    assert checked_address("image", "https://allowed.example/x.png", hosts) == ("allowed.example", "93.184.216.34")
+    for url in (
+        "https://inside.example/",
+        "https://other.example/",
+        "http://allowed.example/",
+        "https://a@allowed.example/",
+    ):
+        with pytest.raises(ApiError):
+            checked_address("image", url, hosts)
+    assert is_public("93.184.216.34")
+    assert Path(SECRET).exists()

@@ -1,0 +1,97 @@
+"""An engine alone: a batch that fails is made one by one, files name nothing of the machine, previews are spread."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_media import make_media
+from tables import table
+
+from diffusion_runtime.errors import DeviceMemoryError, RequestError
+from diffusion_runtime.serving.engine import Engine, public_values
+from diffusion_runtime.serving.engine_channel import BatchProgress
+from diffusion_runtime.serving.served_model import parse_attention, preview_steps
+
+
+class RecordedChannel:
+    """The server's side, as a list. Stands for a socket alone."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.cancelled: set[str] = set()
+        self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def send(self, kind: str, /, **values: Any) -> None:
+        self.sent.append({"type": kind, **values})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.sent if message["type"] == kind]
+
+
+def works(folder: Path, *jobs: str) -> list[dict[str, Any]]:
+    return [{"job": job, "index": 0, "request": {"prompt": job}, "target": str(folder / f"{job}.png")} for job in jobs]
+
+
+def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_path: Path) -> None:
+    channel: Any = RecordedChannel()
+    engine = Engine(channel, None, {})  # type: ignore[arg-type]
+    sizes = []
+
+    def make(message: Mapping[str, Any], _: BatchProgress) -> list[Any]:
+        sizes.append(len(message["works"]))
+        if any(work["job"] == "large" for work in message["works"]):
+            raise DeviceMemoryError("out of memory: try a smaller size")
+        return [make_media(1, 8, 8) for _ in message["works"]]
+
+    channel.cancelled.add("gone")
+    engine.run({"works": works(tmp_path, "a", "large", "gone", "b")}, make)
+    assert sizes == [3, 1, 1, 1]
+    assert [message["job"] for message in channel.of("finished")] == ["a", "b"]
+    (failed,) = channel.of("failed")
+    assert (failed["job"], failed["kind"]) == ("large", "DeviceMemoryError")
+    assert {message["job"] for message in channel.of("cancelled")} == {"gone"}
+    assert channel.sent[-1]["type"] == "done"
+    assert channel.cancelled == set()
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a.png", "b.png"]
+
+
+def test_paths_of_the_machine_become_public_names() -> None:
+    recipe = {
+        "runtime": {"model_path": "/models/wan", "lora": [{"path": "/l/a.safetensors"}]},
+        "prompt": "/models/wan x",
+    }
+    names = {"/models/wan": "wan", "/l/a.safetensors": "a"}
+    assert public_values(recipe, names) == {
+        "runtime": {"model_path": "wan", "lora": [{"path": "a"}]},
+        "prompt": "/models/wan x",
+    }
+
+
+@table("steps, count", [(4, 2), (12, 3), (1, 3), (2, 1), (50, 3)])
+def test_previews_are_of_late_steps_and_none_is_the_last(steps: int, count: int) -> None:
+    chosen = sorted(preview_steps(steps, count))
+    assert 1 <= len(chosen) <= count
+    assert steps < 3 or chosen[-1] < steps - 1
+    assert chosen[0] >= int(steps * 0.3) or steps < 3
+
+
+@table(
+    "value",
+    [
+        "/etc/passwd",
+        "a.yaml",
+        "x/y.json",
+        "mask_strategy_file_path=x",
+        "default.backend=sliding_tile_attn,default.extra.mask_strategy_file_path=x",
+        {"default.extra.mask-strategy-file-path ": "x"},
+        '{"default": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": "x"}}}',
+        {"per_role": {"self": {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": "x"}}}},
+    ],
+)
+def test_the_attention_of_a_request_names_no_file(value: Any) -> None:
+    with pytest.raises(RequestError, match="file"):
+        parse_attention(value)

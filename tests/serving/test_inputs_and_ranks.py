@@ -1,0 +1,72 @@
+"""Servers of other kinds: a model that takes images, and an engine of two processes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from running_server import SMALL, finished, is_running, running_server, wait_for
+from tiny_flux2 import write_tiny_flux2_klein
+
+
+def png(colour: str) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (64, 64), colour).save(content, "PNG")
+    return content.getvalue()
+
+
+def test_images_of_a_request_are_used_named_and_removed_without_a_path(tmp_path: Path) -> None:
+    folder = write_tiny_flux2_klein(tmp_path / "tiny")
+    form = {"prompt": "a cat", "size": "64x64", "seed": "3", "num_inference_steps": "2"}
+    inputs = tmp_path / "storage" / "inputs"
+    with (
+        running_server(tmp_path / "storage", "--model-path", str(folder)) as server,
+        server.client() as http,
+    ):
+        made = []
+        for files in (
+            [("image", ("../../a.png", png("red"), "text/plain"))],
+            [("image[]", ("a.png", png("red"), "image/png")), ("image[]", ("b.png", png("blue"), "image/png"))],
+        ):
+            answer = http.post("/v1/images/edits", data=form, files=files)
+            assert answer.status_code == 200, answer.text
+            assert str(tmp_path) not in answer.text
+            made.append(base64.b64decode(answer.json()["data"][0]["b64_json"]))
+        url = {"image_url": f"data:image/png;base64,{base64.b64encode(png('red')).decode()}"}
+        again = http.post("/v1/images/edits", json={**form, "seed": 3, "image": url}).json()
+        # What a file says is what its data: URL says.
+        assert base64.b64decode(again["data"][0]["b64_json"]) == made[0] != made[1]
+        recipe = json.loads(Image.open(io.BytesIO(made[1])).text["diffusion_runtime"])
+        assert recipe["request"]["image_path"] == ["image_path-0.png", "image_path-1.png"]
+        assert (recipe["model"]["path"], str(tmp_path) in json.dumps(recipe)) == ("tiny", False)
+        damaged = http.post("/v1/images/edits", data=form, files={"image": ("a.png", png("red")[:60], "image/png")})
+        assert (damaged.status_code, damaged.json()["error"]["param"]) == (400, "image_path")
+        assert str(tmp_path) not in damaged.text
+        assert list(inputs.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_processes_serves_and_ends_with_its_server(tmp_path: Path) -> None:
+    with running_server(tmp_path / "storage", "--num-gpus", "2", "--device", "cpu") as server:
+        with server.client() as http:
+            body = {"prompt": "a ring", "seed": 1, **SMALL}
+            first = finished(http, http.post("/v1/videos", json=body).json()["id"])
+            assert first["status"] == "completed", first
+            launcher = server.engine_pid()
+            ranks = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+            assert len(ranks) == 2
+            # A rank that dies takes the others along, and the job is made by the next engine.
+            waiting = http.post("/v1/videos", json={**body, "num_inference_steps": 30}).json()["id"]
+            wait_for(lambda: http.get(f"/v1/videos/{waiting}").json()["step"])
+            os.kill(ranks[1], signal.SIGKILL)
+            assert finished(http, waiting)["attempts"] == 2
+            launcher = server.engine_pid()
+            ranks = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        server.kill()
+        wait_for(lambda: not any(is_running(pid) for pid in (launcher, *ranks)))

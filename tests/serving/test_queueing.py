@@ -1,0 +1,54 @@
+"""Queue rules alone: order, batches, bounded overtaking, admission."""
+
+from __future__ import annotations
+
+import random
+
+from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
+from diffusion_runtime.serving.settings import Limits
+
+
+def test_every_job_runs_once_in_batches_of_one_key_and_none_is_overtaken_too_often() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        limits = Limits(max_batch_size=draw.randint(1, 5), max_overtakes=draw.randint(0, 3))
+        sizes = [draw.randint(1, 3) for _ in range(draw.randint(1, 12))]
+        jobs = [WaitingJob(str(number), draw.choice("abc"), size=size) for number, size in enumerate(sizes)]
+        waiting, ran = list(jobs), []
+        overtaken = dict.fromkeys((job.id for job in jobs), 0)
+        while waiting:
+            batch = next_batch([WaitingJob(j.id, j.key, "", j.size, overtaken[j.id]) for j in waiting], limits)
+            chosen = [job for job in waiting if job.id in batch.ids]
+            assert batch.ids[0] == waiting[0].id
+            assert [job.id for job in chosen] == list(batch.ids)
+            assert len({job.key for job in chosen}) == 1
+            assert len(chosen) == 1 or sum(job.size for job in chosen) <= limits.max_batch_size
+            last = waiting.index(chosen[-1])
+            assert set(batch.overtaken) == {job.id for job in waiting[:last]} - set(batch.ids)
+            for job_id in batch.overtaken:
+                overtaken[job_id] += 1
+            ran += batch.ids
+            waiting = [job for job in waiting if job.id not in batch.ids]
+        assert sorted(ran) == sorted(job.id for job in jobs)
+        assert max(overtaken.values()) <= limits.max_overtakes
+    assert next_batch([], Limits()).ids == ()
+
+
+def test_a_job_joins_past_others_and_stops_before_one_that_waited_enough() -> None:
+    limits = Limits(max_batch_size=3, max_overtakes=2)
+    waiting = [WaitingJob("1", "a"), WaitingJob("2", "b", overtaken=1), WaitingJob("3", "a"), WaitingJob("4", "a")]
+    assert next_batch(waiting, limits).ids == ("1", "3", "4")
+    assert next_batch(waiting, limits).overtaken == ("2",)
+    waiting[1] = WaitingJob("2", "b", overtaken=2)
+    assert next_batch(waiting, limits).ids == ("1",)
+
+
+def test_admission_is_bounded_in_all_and_per_key_and_says_when_to_come_again() -> None:
+    limits = Limits(max_queue=3, max_queue_per_key=2)
+    waiting = [WaitingJob("1", "k", "alice"), WaitingJob("2", "k", "alice")]
+    assert "of this key" in (refuse(waiting, "alice", limits) or "")
+    assert refuse(waiting, "bob", limits) is None
+    waiting.append(WaitingJob("3", "k", "bob"))
+    assert "at most 3" in (refuse(waiting, "carol", limits) or "")
+    assert seconds_until_place(3, 12.0, 3) == 12
+    assert seconds_until_place(2, 0.1, 3) == 1
