@@ -8,7 +8,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from diffusion_runtime.core.memory_size import parse_size
@@ -17,12 +17,28 @@ from diffusion_runtime.core.runtime_options import (
     MACHINE,
     MODEL,
     OUTPUT,
+    PARTS,
+    QUANTIZATION,
     SPEED,
+    TENSOR,
     WEIGHTS,
+    WHAT,
+    Count,
+    Flag,
+    Names,
+    Number,
+    OneOf,
+    Other,
+    Refusal,
     RuntimeOption,
+    Size,
+    Switch,
+    Text,
+    check_options,
+    option,
     options_of,
 )
-from diffusion_runtime.core.spellings import own_name, resolve, unknown_value
+from diffusion_runtime.core.spellings import own_name, resolve
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -74,6 +90,9 @@ class Degrees:
         return f"guidance branches {self.branches} x ulysses {self.ulysses} x ring {self.ring}{tensor}"
 
 
+_PROCESSES = Count(MAX_PROCESSES, "processes")
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism of one generation; the product of the degrees is the number of processes.
@@ -86,28 +105,32 @@ class ParallelConfig:
     timeout: seconds that processes wait for one that does not move before the watchdog ends the run.
     """
 
-    num_gpus: int | None = None
-    ulysses_degree: int | None = None
-    ring_degree: int | None = None
-    cfg_parallel: bool | None = None
-    tensor_parallel_size: int | None = None
-    order: str = "ulysses_inside_ring"
-    timeout: float = 40.0
+    num_gpus: int | None = option(
+        MACHINE,
+        None,
+        _PROCESSES,
+        Flag("Number of GPUs (one process each); parallel degrees are chosen automatically.", "N"),
+    )
+    ulysses_degree: int | None = option(
+        MACHINE, None, _PROCESSES, Flag("Sequence parallel: processes that share the heads.", "N")
+    )
+    ring_degree: int | None = option(
+        MACHINE, None, _PROCESSES, Flag("Ring attention: processes that share the keys.", "N")
+    )
+    cfg_parallel: bool | None = option(
+        MACHINE, None, Switch(is_optional=True), Flag("The two guidance branches on two groups of processes.")
+    )
+    tensor_parallel_size: int | None = option(
+        MACHINE,
+        None,
+        _PROCESSES,
+        Flag("Processes that share each weight and the heads, for models that one device cannot hold.", "N", TENSOR),
+    )
+    order: str = option(MACHINE, "ulysses_inside_ring", OneOf(ORDERS))
+    timeout: float = option(MACHINE, 40.0, Number("seconds,", 1, MAX_TIMEOUT))
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "ulysses_degree", "ring_degree", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {shown(value)}")
-            if value is not None and value > MAX_PROCESSES:
-                raise ConfigError(f"parallel.{name}: expected at most {MAX_PROCESSES} processes, got {shown(value)}")
-        if self.cfg_parallel is not None and not isinstance(self.cfg_parallel, bool):
-            raise ConfigError(f"parallel.cfg_parallel: expected true or false, got {shown(self.cfg_parallel)}")
-        if self.order not in ORDERS:
-            raise ConfigError(f"parallel.order: unknown value {shown(self.order)}.{nearest(self.order, ORDERS)}")
-        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not is_number or not 1 <= self.timeout <= MAX_TIMEOUT:
-            raise ConfigError(f"parallel.timeout: expected seconds, from 1 to {MAX_TIMEOUT}, got {shown(self.timeout)}")
+        check_options(self, "parallel.")
         self._check_product(self.num_gpus)
 
     @property
@@ -278,6 +301,51 @@ def split_revision(model_path: str) -> tuple[str, str | None]:
     return (model_path, None) if match is None or os.path.exists(model_path) else (match[1], match[2])
 
 
+VARIANT = r"^[A-Za-z0-9_-]{1,32}$"
+
+_DECODES = Refusal(
+    "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out --vae-decode, "
+    "--vae-decoder and --vae-tiling",
+    "another decoder",
+)
+_OFFLOADS = Refusal(
+    "offload, memory_limit: diffusers' own pipeline has its own, by pipeline.pipeline.enable_model_cpu_offload() in "
+    "Python; leave out --offload and --memory-limit",
+    "offloading",
+    takes=("none",),
+)
+_READS_ITS_FOLDER = Refusal(
+    "{name}: diffusers' own pipeline reads the weights of its folder; leave out {flag}, or --backend diffusers",
+    "weights from elsewhere",
+)
+
+
+def _weights(help: str) -> Any:
+    """Return the option of one part's weights from elsewhere."""
+    check = Text("the path of a file or a folder", is_optional=True, none_word=True)
+    return option(WEIGHTS, None, check, Flag(help, "PATH", PARTS), _READS_ITS_FOLDER)
+
+
+def _own_dtype(name: str, value: Any) -> Any:
+    dtype = own_name("dtype", Text()(name, value), DTYPES)
+    # Any other name is for the device to refuse (core/hardware.py).
+    if dtype not in DTYPES and (row := resolve("dtype", dtype)) is not None:
+        raise ConfigError(f"{name}: {row.refusal}")
+    return dtype
+
+
+def _checked_parallel(name: str, value: Any) -> Any:
+    if not isinstance(value, ParallelConfig):
+        raise ConfigError(f"{name}: expected a ParallelConfig or a mapping, got {shown(value)}")
+    return value
+
+
+def _parsed_loras(name: str, value: Any) -> Any:
+    if isinstance(value, str | Mapping | LoraConfig) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name}: expected a list of files, got {shown(value)}")
+    return tuple(LoraConfig.parse(each) for each in value)
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
@@ -295,13 +363,13 @@ class RuntimeConfig:
     parallel: how the work is spread over processes.
     self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
         before the weights are read, once per version.
-    transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
-        transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
+    transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's.
+        None or `none` for the folder's. transformer_2_path: weights of the second transformer, in models with two.
     controlnet_path: the folder of a ControlNet, with its config.json, for models that take one; None or `none` for the
         model folder's own, or none.
-    vae_path, text_encoder_path, text_encoder_2_path: the same for the autoencoder and the text encoders: a safetensors
+    vae_path, text_encoder_path, text_encoder_2_path: weights of the autoencoder and the text encoders: a safetensors
         file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
-        vocoder_path: for the sound's, in models that make any.
+        vocoder_path: weights of the audio autoencoder and the vocoder, in models that make sound.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
@@ -326,108 +394,173 @@ class RuntimeConfig:
     memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
     """
 
-    model_path: str = field(default="shapes", metadata=MODEL)
-    backend: str = field(default="auto", metadata=MODEL)
-    device: str = field(default="auto", metadata=MACHINE)
-    dtype: str = field(default="auto", metadata=MODEL)
-    attention: Any = field(default=None, metadata=ATTENTION)
-    attention_override: Any = field(default=None, metadata=ATTENTION)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=MACHINE)
-    transformer_path: str | None = field(default=None, metadata=WEIGHTS)
-    transformer_2_path: str | None = field(default=None, metadata=WEIGHTS)
-    controlnet_path: str | None = field(default=None, metadata=WEIGHTS)
-    vae_path: str | None = field(default=None, metadata=WEIGHTS)
-    audio_vae_path: str | None = field(default=None, metadata=WEIGHTS)
-    vocoder_path: str | None = field(default=None, metadata=WEIGHTS)
-    text_encoder_path: str | None = field(default=None, metadata=WEIGHTS)
-    text_encoder_2_path: str | None = field(default=None, metadata=WEIGHTS)
-    variant: str | None = field(default=None, metadata=OUTPUT)
-    upsampler_path: str | None = field(default=None, metadata=OUTPUT)
-    lora: Any = field(default=(), metadata=OUTPUT)
-    self_check: bool = field(default=True, metadata=MACHINE)
-    vae_decode: str = field(default="exact", metadata=OUTPUT)
-    vae_tiling: str = field(default="auto", metadata=OUTPUT)
-    vae_decoder: str | None = field(default=None, metadata=OUTPUT)
-    quantization: str = field(default="none", metadata=OUTPUT)
-    quantization_ignored_layers: Any = field(default=(), metadata=OUTPUT)
-    compile: str = field(default="off", metadata=OUTPUT)
-    cuda_graphs: str = field(default="auto", metadata=SPEED)
-    offload: str = field(default="auto", metadata=MACHINE)
-    memory_limit: str | None = field(default=None, metadata=MACHINE)
-    revision: str | None = field(default=None, metadata=MODEL)
-    offline: bool = field(default=False, metadata=SPEED)
+    model_path: str = option(
+        MODEL,
+        "shapes",
+        Text(),
+        Flag("shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "MODEL", WHAT),
+    )
+    backend: str = option(
+        MODEL,
+        "auto",
+        OneOf(RUNTIME_BACKENDS),
+        Flag("Implementation: native, diffusers (its own pipeline) or auto.", "NAME"),
+    )
+    device: str = option(MACHINE, "auto", Text(), Flag("auto, cpu, cuda, cuda:1, mps, ...", "NAME", order=-1))
+    dtype: str = option(MODEL, "auto", Other(_own_dtype), Flag("auto, float32, bfloat16 or float16.", "NAME", order=-1))
+    attention: Any = option(ATTENTION, None, None)
+    attention_override: Any = option(ATTENTION, None, None)
+    parallel: ParallelConfig = option(MACHINE, ParallelConfig, Other(_checked_parallel))
+    transformer_path: str | None = _weights("Transformer weights: a file or a folder; none: the model's own.")
+    transformer_2_path: str | None = _weights("Weights of the second transformer, in models with two.")
+    controlnet_path: str | None = _weights("Folder of a ControlNet, for models that take one.")
+    vae_path: str | None = _weights("Autoencoder weights: Wan2.1_VAE, ae.safetensors, ...")
+    audio_vae_path: str | None = _weights("Weights of the audio autoencoder.")
+    vocoder_path: str | None = _weights("Vocoder weights; may be the file of --audio-vae-path.")
+    text_encoder_path: str | None = _weights("Text encoder weights: umt5_xxl_fp16, ...")
+    text_encoder_2_path: str | None = _weights("Weights of the second text encoder, in models with two.")
+    variant: str | None = option(
+        OUTPUT,
+        None,
+        Text("a name such as fp16 or bf16", VARIANT, is_optional=True, none_word=True),
+        Flag("Which of a folder's weights: fp16 for model.fp16.safetensors.", "NAME", PARTS),
+    )
+    upsampler_path: str | None = option(
+        OUTPUT,
+        None,
+        Text("the path of a folder", is_optional=True, none_word=True),
+        Flag("Folder of a latent upsampler: half the size first, then refined at full size.", "PATH"),
+        Refusal(
+            "{name}: diffusers' own pipelines have no second stage in one call; leave out {flag}, or --backend "
+            "diffusers"
+        ),
+    )
+    lora: Any = option(OUTPUT, (), Other(_parsed_loras))
+    self_check: bool = option(
+        MACHINE,
+        True,
+        Switch(),
+        Flag(
+            "On an accelerator, compare third-party kernels with the definition before loading, once per version.",
+            order=1,
+        ),
+    )
+    vae_decode: str = option(
+        OUTPUT,
+        "exact",
+        OneOf(VAE_DECODE_MODES),
+        Flag("exact: diffusers' bits; fast: differs by rounding.", "MODE", bench_help="Of ours: exact, fast."),
+        _DECODES,
+    )
+    vae_tiling: str = option(
+        OUTPUT,
+        "auto",
+        OneOf(VAE_TILING_CHOICES, ("off", "on")),
+        Flag("Decode in blended tiles: auto, on (less memory), off.", "CHOICE"),
+        _DECODES,
+    )
+    vae_decoder: str | None = option(
+        OUTPUT,
+        None,
+        Text("tiny or the path of a safetensors file", is_optional=True, none_word=True),
+        Flag("For previews: tiny, or a TAEHV file in safetensors; none: the model's own.", "tiny|FILE"),
+        _DECODES,
+    )
+    quantization: str = option(
+        OUTPUT,
+        "none",
+        OneOf(QUANTIZATION_MODES, ("none",), "quantization"),
+        Flag(
+            "none, fp8, fp8-all or int8. See docs/quantization.md.",
+            "MODE",
+            QUANTIZATION,
+            bench_help="Of ours: none, fp8, fp8-all, int8.",
+        ),
+        Refusal(
+            "{name}: {value}: diffusers' own pipeline has its own way to quantise, a quantization_config in the "
+            "folder; leave out {flag}"
+        ),
+    )
+    quantization_ignored_layers: Any = option(
+        OUTPUT,
+        (),
+        Names("names or patterns of layers", MAX_IGNORED_LAYERS),
+        Flag(
+            "Layers that stay as they are, by name or pattern (blocks.0.*); again for several.",
+            "NAME",
+            panel=QUANTIZATION,
+        ),
+    )
+    compile: str = option(
+        OUTPUT,
+        "off",
+        OneOf(COMPILE_MODES, ("off",)),
+        Flag(
+            "Compile each kind of block once (torch.compile): off, regional.",
+            "MODE",
+            bench_help="Of ours: off, regional.",
+        ),
+    )
+    cuda_graphs: str = option(
+        SPEED,
+        "auto",
+        OneOf(CUDA_GRAPH_MODES, ("off", "on")),
+        Flag(
+            "Replay launch-bound forward passes (CUDA graphs): auto, off, on.",
+            "MODE",
+            bench_help="Of ours: auto, off, on.",
+        ),
+        Refusal(
+            "{name}: {value}: diffusers' own pipeline runs its model as it is; leave out {flag}, or use --backend "
+            "native where the model has a family here",
+            "CUDA graphs",
+            takes=("off",),
+        ),
+    )
+    offload: str = option(
+        MACHINE,
+        "auto",
+        OneOf(OFFLOAD_MODES),
+        Flag(
+            "Which weights wait in the machine's memory: auto, none, model, layers. See docs/memory.md.",
+            "MODE",
+            bench_help="Of a folder's weights: auto, none, model, layers.",
+        ),
+        _OFFLOADS,
+    )
+    memory_limit: str | None = option(
+        MACHINE,
+        None,
+        Size(),
+        Flag("Device memory limit, e.g. 12GB.", "SIZE", bench_help="Of ours, as in generate."),
+        _OFFLOADS,
+    )
+    revision: str | None = option(
+        MODEL,
+        None,
+        Text("a branch, a tag or a commit", REVISION, is_optional=True),
+        Flag("Branch, tag or commit of a hub model; also --model-path ORG/NAME@REV.", "REV", WHAT),
+    )
+    offline: bool = option(
+        SPEED,
+        False,
+        Switch(),
+        Flag("Offline: use local folders and the hub cache only.", panel=WHAT),
+    )
 
     def __post_init__(self) -> None:
         self._split_model_path()
-        if self.backend not in RUNTIME_BACKENDS:
-            raise ConfigError(f"backend: unknown value {shown(self.backend)}.{nearest(self.backend, RUNTIME_BACKENDS)}")
-        if not isinstance(self.parallel, ParallelConfig):
-            raise ConfigError(f"parallel: expected a ParallelConfig or a mapping, got {shown(self.parallel)}")
-        if isinstance(self.lora, str | Mapping | LoraConfig) or not isinstance(self.lora, Sequence):
-            raise ConfigError(f"lora: expected a list of files, got {shown(self.lora)}")
-        object.__setattr__(self, "lora", tuple(LoraConfig.parse(value) for value in self.lora))
-        if self.vae_decode not in VAE_DECODE_MODES:
-            raise ConfigError(
-                f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
-            )
-        # What YAML makes of a bare on and off.
-        words_of = {"vae_tiling": ("off", "on"), "cuda_graphs": ("off", "on"), "quantization": ("none",)}
-        for name, words in {**words_of, "compile": ("off",)}.items():
-            if isinstance(getattr(self, name), bool) and getattr(self, name) < len(words):
-                object.__setattr__(self, name, words[getattr(self, name)])
-        if self.vae_tiling not in VAE_TILING_CHOICES:
-            raise ConfigError(
-                f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
-            )
-        for name in ("vae_decoder", "variant", "upsampler_path", *weight_paths()):
-            if getattr(self, name) == "none":
-                # As a flag beside a recipe that names one.
-                object.__setattr__(self, name, None)
-        for name in weight_paths():
-            path = getattr(self, name)
-            if path is not None and (not isinstance(path, str) or not path):
-                raise ConfigError(f"{name}: expected the path of a file or a folder, got {shown(path)}")
-        if self.variant is not None and (
-            not isinstance(self.variant, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", self.variant)
-        ):
-            raise ConfigError(f"variant: expected a name such as fp16 or bf16, got {shown(self.variant)}")
-        if self.upsampler_path is not None and (not isinstance(self.upsampler_path, str) or not self.upsampler_path):
-            raise ConfigError(f"upsampler_path: expected the path of a folder, got {shown(self.upsampler_path)}")
-        if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
-            raise ConfigError(
-                f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"
-            )
+        check_options(self)
         if self.vae_decoder is not None and self.vae_decode != "exact":
             raise ConfigError(
                 "vae_decode: fast is a mode of the model's own decoder, and vae_decoder names another one"
             )
         if self.vae_decoder is not None and self.vae_tiling == "on":
             raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
-        self._check_quantization()
-        if self.compile not in COMPILE_MODES:
+        if self.quantization_ignored_layers and self.quantization == "none":
             raise ConfigError(
-                f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"
+                "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"
             )
-        if self.cuda_graphs not in CUDA_GRAPH_MODES:
-            raise ConfigError(
-                f"cuda_graphs: unknown value {shown(self.cuda_graphs)}."
-                f"{nearest(str(self.cuda_graphs), CUDA_GRAPH_MODES)}"
-            )
-        if self.offload not in OFFLOAD_MODES:
-            raise ConfigError(
-                f"offload: unknown value {shown(self.offload)}.{nearest(str(self.offload), OFFLOAD_MODES)}"
-            )
-        if self.memory_limit is not None:
-            parse_size(self.memory_limit, "memory_limit")
-        if not isinstance(self.self_check, bool):
-            raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
-        for name in ("model_path", "device", "dtype"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
-        object.__setattr__(self, "dtype", own_name("dtype", self.dtype, DTYPES))
-        # Any other name is for the device to refuse (core/hardware.py).
-        if self.dtype not in DTYPES and (row := resolve("dtype", self.dtype)) is not None:
-            raise ConfigError(f"dtype: {row.refusal}")
 
     def _split_model_path(self) -> None:
         if isinstance(self.model_path, str):
@@ -438,30 +571,11 @@ class RuntimeConfig:
                 )
             object.__setattr__(self, "model_path", path)
             object.__setattr__(self, "revision", revision if revision is not None else self.revision)
-        if self.revision is not None and (
-            not isinstance(self.revision, str) or not re.fullmatch(REVISION, self.revision)
-        ):
-            raise ConfigError(f"revision: expected a branch, a tag or a commit, got {shown(self.revision)}")
-        if not isinstance(self.offline, bool):
-            raise ConfigError(f"offline: expected true or false, got {shown(self.offline)}")
 
-    def _check_quantization(self) -> None:
-        object.__setattr__(self, "quantization", own_name("quantization", self.quantization, QUANTIZATION_MODES))
-        if self.quantization not in QUANTIZATION_MODES:
-            raise ConfigError(unknown_value("quantization", self.quantization, QUANTIZATION_MODES))
-        ignored = self.quantization_ignored_layers
-        ignored = (ignored,) if isinstance(ignored, str) else ignored
-        is_list = isinstance(ignored, Sequence) and all(isinstance(name, str) and name for name in ignored)
-        if not is_list or len(ignored) > MAX_IGNORED_LAYERS:
-            raise ConfigError(
-                f"quantization_ignored_layers: expected up to {MAX_IGNORED_LAYERS} names or patterns of layers, got "
-                f"{shown(self.quantization_ignored_layers)}"
-            )
-        if ignored and self.quantization == "none":
-            raise ConfigError(
-                "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"
-            )
-        object.__setattr__(self, "quantization_ignored_layers", tuple(ignored))
+    @property
+    def asks_to_offload(self) -> bool:
+        """True where weights are to wait in the machine's memory, or the device's is limited."""
+        return self.offload in ("model", "layers") or self.memory_limit is not None
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -481,9 +595,16 @@ class RuntimeConfig:
         return cls(**plain)
 
 
+@functools.cache
 def runtime_options() -> dict[str, RuntimeOption]:
     """The declaration of every option of RuntimeConfig, by name."""
     return options_of(RuntimeConfig)
+
+
+def benchmark_options() -> list[str]:
+    """The options that `bench generate` takes and records: of the transformer, then of the decoder."""
+    names = [name for name, each in runtime_options().items() if each.flag is not None and each.flag.bench_help]
+    return sorted(names, key=lambda name: name.startswith("vae_"))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from diffusion_runtime.benchmark.generation_result import STAGES, GenerationBenc
 from diffusion_runtime.benchmark.random_pipeline import random_pipeline
 from diffusion_runtime.benchmark.sample_images import sample_images
 from diffusion_runtime.benchmark.step_model import is_published
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, benchmark_options
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
 from diffusion_runtime.generation.interface import GenerationPipeline
@@ -35,16 +35,7 @@ _RANDOM = (
     "encoder is left out"
 )
 # Of RuntimeConfig: how ours is computed.
-_SETTINGS = (
-    "lora",
-    "attention_override",
-    "quantization",
-    "compile",
-    "cuda_graphs",
-    "offload",
-    "memory_limit",
-    "vae_decode",
-)
+_SETTINGS = ("lora", "attention_override", *benchmark_options())
 _NO_FFMPEG = f"write is of npy, not of mp4: there is no ffmpeg here ({INSTALL})"
 _GENERATED = "{}: generated, of the size of what is made; reading and encoding it is in denoise"
 

@@ -61,7 +61,7 @@ def random_pipeline(
     Raises ConfigError for a name of nothing and for weights that are to be offloaded, and what `prepare` raises for
     choices that cannot run here.
     """
-    if config.offload not in ("auto", "none") or config.memory_limit is not None:
+    if config.asks_to_offload:
         flag = "--memory-limit" if config.offload in ("auto", "none") else f"--offload {config.offload}"
         raise ConfigError(
             f"{flag}: the random weights of {name} stay on the device; leave it out, or give a folder with weights"

@@ -38,8 +38,8 @@ class PhaseFlags:
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """As they were typed. entries: `per_role.cross.backend=fa` and the like, in order, the last wins. prefill, decode:
-    of commits and of denoising."""
+    """Attention flags as they were typed. entries: `per_role.cross.backend=fa` and the like, in order, the last wins.
+    prefill, decode: backends of commits and of denoising."""
 
     backend: str | None = None
     backend_config: str | None = None

@@ -173,7 +173,7 @@ def _options() -> dict[str, Schema]:
 
 
 def _value(hint: Any) -> Schema:
-    """What options.py makes into a value of this type."""
+    """Return the schema of what options.py makes into a value of this type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return {"anyOf": [{"type": "null"} if each is type(None) else _value(each) for each in arguments]}

@@ -39,7 +39,7 @@ _NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class Listing:
-    """What there is to show. default: None with the reason why nothing can be the default."""
+    """Listing of backends on this machine. default: None with the reason why nothing can be the default."""
 
     hardware: Hardware
     backends: Sequence[BackendInfo]
@@ -51,7 +51,7 @@ class Listing:
 
 def backends(
     import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
-    device: options.Device = None,
+    device: Annotated[str | None, options.runtime_flag("device")] = None,
     show_all: Annotated[
         bool,
         typer.Option(

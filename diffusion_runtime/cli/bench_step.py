@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from diffusion_runtime.cli import options
-from diffusion_runtime.cli.bench import check_result_place, progress_line, write_results
+from diffusion_runtime.cli.bench import HOW, WHAT, RunFlags, SizeFlags, model_parameter, report
 from diffusion_runtime.cli.consoles import console_on_stdout
+from diffusion_runtime.cli.options import option
 from diffusion_runtime.cli.tables import figures, figures_table
-from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
     from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
@@ -28,116 +28,102 @@ diffusion-runtime bench step qwen-image --batch 2 --mode eager,fp8 --no-diffuser
 
 diffusion-runtime bench step flux.2-dev --num-images 2
 """
-_WHAT, _HOW = "What to measure", "How it is computed"
 # Within 80 columns with times below a minute.
 _COLUMNS = ("one step", "ms", "attention", "linear", "rest", "idle", "host", "of\nmatmul", "GB", "differs")
 
 
-def _option(panel: str, text: str, name: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
+@dataclass(frozen=True)
+class StepFlags(SizeFlags):
+    """Flags of `bench step`: the part of the model, and the ways of computing it."""
 
-
-def step(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A name of `models`, or a folder. Its weights are not read."),
-    ] = "shapes",
-    height: Annotated[int | None, _option(_WHAT, "Pixels. Default: the model's.", "--height", "N", min=1)] = None,
-    width: Annotated[int | None, _option(_WHAT, "Pixels. Default: the model's.", "--width", "N", min=1)] = None,
-    num_frames: Annotated[
-        int | None, _option(_WHAT, "Frames. Default: the model's.", "--num-frames", "N", min=1)
-    ] = None,
     batch: Annotated[
-        int, _option(_WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch", "N", min=1)
-    ] = 1,
+        int,
+        option(WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch", metavar="N", min=1),
+    ] = 1
     num_images: Annotated[
-        int | None, _option(_WHAT, "Images to edit. Default: 1 for models that edit.", "--num-images", "N", min=0)
-    ] = None,
+        int | None,
+        option(WHAT, "Images to edit. Default: 1 for models that edit.", "--num-images", metavar="N", min=0),
+    ] = None
     layers: Annotated[
         int | None,
-        _option(_WHAT, "Build N blocks of the kind with most; the figures are of this part.", "--layers", "N", min=1),
-    ] = None,
+        option(
+            WHAT,
+            "Build N blocks of the kind with most; the figures are of this part.",
+            "--layers",
+            metavar="N",
+            min=1,
+        ),
+    ] = None
     mode: Annotated[
         str | None,
-        _option(
-            _HOW,
+        option(
+            HOW,
             "Of ours: eager, graphs, compile, compile+graphs, fp8, fp8+graphs, fp8-all, fp8-all+graphs, int8, "
             "int8+graphs, by commas. Default: all, on a CPU eager.",
             "--mode",
-            "NAMES",
+            metavar="NAMES",
         ),
-    ] = None,
-    no_diffusers: Annotated[bool, _option(_HOW, "Leave out diffusers' model.", "--no-diffusers")] = False,
+    ] = None
+    no_diffusers: Annotated[bool, option(HOW, "Leave out diffusers' model.", "--no-diffusers")] = False
     attention_backend: Annotated[
-        str | None, _option(_HOW, "Of ours, as in generate.", "--attention-backend", "NAME")
-    ] = None,
+        str | None, option(HOW, "Of ours, as in generate.", "--attention-backend", metavar="NAME")
+    ] = None
     repeats: Annotated[
-        int | None, _option(_HOW, "Samples per row. Default: 7, on a CPU 3.", "--repeats", "N", min=1)
-    ] = None,
-    import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    output_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-path",
-            "-o",
-            help="Write the results as JSON.",
-            metavar="FILE.json",
-            show_default=False,
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
-    plot: Annotated[Path | None, _option(options.OUTPUT, "Plot where the time goes.", "--plot", "FILE.png")] = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    log_format: options.LogFormat = None,
-) -> None:
+        int | None, option(HOW, "Samples per row. Default: 7, on a CPU 3.", "--repeats", metavar="N", min=1)
+    ] = None
+
+
+def step(model: str, **given: Any) -> None:
     """One denoising step at a model's real size, with random weights: nothing is downloaded.
 
     Milliseconds of one forward, in attention, linear layers and the rest; time of the host; share of a matrix product's
     rate; memory; difference of the velocities. A step in the middle of a generation. Exit code 1 when a row is wrong or
     fails.
     """
-    terminal = Terminal(quiet=quiet, log_format=log_format)
-    with terminal.log():
-        from diffusion_runtime.benchmark.plot import check_plotting, plot_step
-        from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
-        from diffusion_runtime.benchmark.step_model import open_step_model, with_size
-        from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
+    flags, run = options.taken(StepFlags, given), options.taken(RunFlags, given)
 
-        if plot is not None:
-            check_plotting(plot)
-        for path in (output_path, plot):
-            check_result_place(path)
-        torch_device = resolve_device(device or "auto")
-        on_cpu = torch_device.type == "cpu"
-        modes = None if mode is None else tuple(name.strip() for name in mode.split(","))
-        choice = StepChoice(modes, not no_diffusers, attention_backend)
-        effort = StepEffort(repeats or (3 if on_cpu else 7), 1024 if on_cpu else 8192)
-        opened = open_step_model(model, layers)
-        with progress_line(terminal) as on_progress:
-            sized = with_size(
-                opened, height=height, width=width, num_frames=num_frames, batch=batch, num_images=num_images
-            )
-            result = benchmark_step(
-                sized,
-                choice,
-                torch_device,
-                resolve_dtype(dtype or "auto", torch_device),
-                effort,
-                on_progress=on_progress,
-            )
-        write_results(result, output_path, plot, lambda path: plot_step(result, path), terminal)
-    if as_json:
-        put_on_stdout(json_text(result.to_dict()))
-    else:
-        show(result)
-    raise typer.Exit(result.exit_code)
+    def draw(result: StepBenchmark, path: Path) -> None:
+        from diffusion_runtime.benchmark.plot import plot_step
+
+        plot_step(result, path)
+
+    report(run, lambda _, on_progress: _measure(model, flags, run, on_progress), draw, show)
+
+
+def _measure(model: str, flags: StepFlags, run: RunFlags, on_progress: Callable[[str], None]) -> StepBenchmark:
+    from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
+    from diffusion_runtime.benchmark.step_model import open_step_model, with_size
+    from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
+
+    device = resolve_device(run.device or "auto")
+    on_cpu = device.type == "cpu"
+    modes = None if flags.mode is None else tuple(name.strip() for name in flags.mode.split(","))
+    choice = StepChoice(modes, not flags.no_diffusers, flags.attention_backend)
+    effort = StepEffort(flags.repeats or (3 if on_cpu else 7), 1024 if on_cpu else 8192)
+    sized = with_size(
+        open_step_model(model, flags.layers),
+        height=flags.height,
+        width=flags.width,
+        num_frames=flags.num_frames,
+        batch=flags.batch,
+        num_images=flags.num_images,
+    )
+    dtype = resolve_dtype(run.dtype or "auto", device)
+    return benchmark_step(sized, choice, device, dtype, effort, on_progress=on_progress)
+
+
+options.set_parameters(
+    step,
+    [
+        model_parameter("A name of `models`, or a folder. Its weights are not read."),
+        *options.parameters_of(StepFlags),
+        *options.parameters_of(RunFlags, plot="Plot where the time goes."),
+    ],
+)
 
 
 def show(result: StepBenchmark) -> None:
-    """One row per way of computing the step, and what the figures are of."""
+    """Print one row per way of computing the step, and what the figures are of."""
     from rich.text import Text
 
     console = console_on_stdout()
@@ -192,7 +178,7 @@ def _difference(row: StepRow) -> str:
 
 
 def _remarks(result: StepBenchmark) -> list[str]:
-    """What computed which rows, and what is wrong with some."""
+    """Return the lines that say by what each row was computed, and what is wrong with some."""
     by: dict[str, list[str]] = {}
     for row in result.rows:
         if row.state == "measured" and row.detail:

@@ -35,7 +35,7 @@ def _size(text: str) -> object:
 
 def calibrate(
     prompts: options.Prompts = None,
-    model_path: options.ModelPath = None,
+    model_path: Annotated[str | None, options.runtime_flag("model_path")] = None,
     output_path: Annotated[
         str | None, typer.Option("--output-path", "-o", metavar="FILE", help="The .json to write.", show_default=False)
     ] = None,
@@ -48,10 +48,12 @@ def calibrate(
     ] = None,
     lora: options.Lora = None,
     import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    quantization: options.Quantization = None,
-    quantization_ignored_layers: options.QuantizationIgnoredLayers = None,
+    device: Annotated[str | None, options.runtime_flag("device")] = None,
+    dtype: Annotated[str | None, options.runtime_flag("dtype")] = None,
+    quantization: Annotated[str | None, options.runtime_flag("quantization")] = None,
+    quantization_ignored_layers: Annotated[
+        list[str] | None, options.runtime_flag("quantization_ignored_layers")
+    ] = None,
     as_json: options.Json = False,
     log_format: options.LogFormat = None,
 ) -> None:
@@ -151,7 +153,7 @@ def spectrum_text(spectrum: Mapping[str, float]) -> str:
 
 
 def _check_target(path: Path) -> None:
-    """Whether the file can be written, before anything is generated. Raises OutputError."""
+    """Check that the file can be written, before anything is generated. Raises OutputError."""
     from diffusion_runtime.session.outputs import prepare_result
 
     if path.exists():

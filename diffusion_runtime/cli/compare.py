@@ -252,7 +252,7 @@ def _option(text: str, name: str, metavar: str, panel: str = _COMPARE) -> Any:
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-def _signature() -> inspect.Signature:
+def _parameters() -> list[inspect.Parameter]:
     """--setting and its like, then the flags of `generate` without those of one file."""
 
     def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
@@ -332,8 +332,7 @@ def _signature() -> inspect.Signature:
         ),
         parameter("file_format", None, options.Format),
     ]
-    return inspect.Signature([context, prompts, *own, *others, *output])
+    return [context, prompts, *own, *others, *output]
 
 
-compare.__signature__ = _signature()  # type: ignore[attr-defined]
-compare.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}
+options.set_parameters(compare, _parameters())

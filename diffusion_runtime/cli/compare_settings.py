@@ -80,7 +80,7 @@ def _checked_name(name: str) -> str:
 
 
 class _named:
-    """What is wrong inside is wrong in this setting."""
+    """Context manager: errors inside get the name of this setting."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,8 +109,7 @@ def _parser(signature: inspect.Signature) -> Callable[[Sequence[str]], Flags]:
         del context
         return flags_of({**dict.fromkeys(_NOT_IN_A_SETTING), "as_json": False, **_booleans(), **given})
 
-    take.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    take.__annotations__ = {each.name: each.annotation for each in kept}
+    options.set_parameters(take, kept)
     # --help would print and end.
     parser = typer.Typer(add_completion=False, context_settings={"help_option_names": []}, rich_markup_mode=None)
     parser.command("setting", cls=CheckedCommand)(take)

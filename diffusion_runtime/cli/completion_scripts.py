@@ -151,7 +151,7 @@ def _tables(commands: Sequence[CompletedCommand]) -> str:
 
 
 def _kind(flag: CompletedFlag) -> str:
-    """What a flag's value is, a tabulator, and its values; never empty, as for a word that is no flag."""
+    """Return the kind of a flag's value, a tabulator, and the values; never empty, as a word that is no flag is."""
     kind = "list" if flag.takes_list else "values" if flag.values or flag.takes_path else "any"
     return f"{kind}\t{_listed(flag.values, flag.takes_path)}"
 

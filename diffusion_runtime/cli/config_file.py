@@ -127,9 +127,9 @@ def _in_sections(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _unknown_key(typed: str, key: str, known: Iterable[str]) -> str:
     """Say why a key at the top of a file is none: it is a flag that is typed alone, or unknown."""
-    from diffusion_runtime.cli.options import RunFlags, SourceFlags
+    from diffusion_runtime.cli.options import run_parameters, source_parameters
 
-    if any(key == item.name for flags in (RunFlags, SourceFlags) for item in dataclasses.fields(flags)):
+    if any(key == flag.name for flag in (*source_parameters(), *run_parameters())):
         return f"unknown section or flag {shown(typed)}: it is typed alone; write --{key.replace('_', '-')}"
     return f"unknown section or flag {shown(typed)}.{nearest(key, [*SECTIONS, *known])}"
 

@@ -11,12 +11,12 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from diffusion_runtime import config
 from diffusion_runtime.cli.attention_schema import NUMBER, Schema, attention_definitions
 from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig, ParallelConfig, RuntimeConfig
 from diffusion_runtime.core.options import NONE, MethodText
+from diffusion_runtime.core.runtime_options import options_of
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.request.fields import (
@@ -42,18 +42,7 @@ from diffusion_runtime.request.prompt_switches import MAX_SWITCHES, TIME, Prompt
 
 _SEEDS = r"^\s*[0-9]{1,19}(-[0-9]{1,19})?\s*(,\s*[0-9]{1,19}(-[0-9]{1,19})?\s*)*$"
 _NUMBERS = rf"^\s*{NUMBER}\s*(,\s*{NUMBER}\s*)*$"
-_SIZE = r"^\s*[0-9]{1,12}(\.[0-9]{1,6})?\s*[kKmMgGtT][iI]?[bB]\s*$"
 _NAME = {"type": "string", "minLength": 1}
-# Values of RuntimeConfig that are one of several names; booleans where YAML has another word for the first of them.
-_CHOICES: dict[str, tuple[Sequence[str], Sequence[bool]]] = {
-    "backend": (config.RUNTIME_BACKENDS, ()),
-    "vae_decode": (config.VAE_DECODE_MODES, ()),
-    "vae_tiling": (config.VAE_TILING_CHOICES, (False, True)),
-    "quantization": (config.QUANTIZATION_MODES, (False,)),
-    "compile": (config.COMPILE_MODES, (False,)),
-    "cuda_graphs": (config.CUDA_GRAPH_MODES, (False, True)),
-    "offload": (config.OFFLOAD_MODES, ()),
-}
 
 
 def schema_text() -> str:
@@ -122,9 +111,6 @@ def _runtime(name: str) -> Schema:
 
 
 def _runtime_value(name: str) -> Schema:
-    if name in _CHOICES:
-        names, words = _CHOICES[name]
-        return {"enum": [*names, *words]}
     if name == "attention":
         return {"anyOf": [{"$ref": "#/definitions/attention"}]}
     if name == "model_path":
@@ -133,27 +119,19 @@ def _runtime_value(name: str) -> Schema:
         return _parallel()
     if name == "lora":
         return {"type": "array", "items": _lora()}
-    if name == "quantization_ignored_layers":
-        return {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": config.MAX_IGNORED_LAYERS}]}
-    if name == "revision":
-        return {"type": "string", "pattern": config.REVISION}
-    if name == "variant":
-        return {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,32}$"}
-    if name == "memory_limit":
-        return {"type": "string", "pattern": _SIZE}
-    fields = {item.name: item for item in dataclasses.fields(RuntimeConfig)}
-    return {"type": "boolean"} if isinstance(fields[name].default, bool) else _NAME
+    return _declared(RuntimeConfig, name)
+
+
+def _declared(declared: type, name: str) -> Schema:
+    """Return the schema of an option by its check."""
+    check = options_of(declared)[name].check
+    assert check is not None, f"no schema is known for {name}"
+    return check.schema()
 
 
 def _parallel() -> Schema:
-    count = {"type": ["integer", "null"], "minimum": 1, "maximum": config.MAX_PROCESSES}
-    values: dict[str, Schema] = {
-        **{item.name: count for item in dataclasses.fields(ParallelConfig)},
-        "cfg_parallel": {"type": ["boolean", "null"]},
-        "order": {"enum": list(config.ORDERS)},
-        "timeout": {"type": "number", "minimum": 1, "maximum": config.MAX_TIMEOUT},
-    }
-    described = {name: {**value, "description": _documented(ParallelConfig)[name]} for name, value in values.items()}
+    documented = _documented(ParallelConfig)
+    described = {name: {**_declared(ParallelConfig, name), "description": documented[name]} for name in documented}
     return {"type": "object", "properties": described, "additionalProperties": False}
 
 
@@ -233,8 +211,8 @@ def _checked(check: object) -> Schema:
 
 
 def _documented(declared: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of each field: `name: text`, or `name, name: text`, at the start of a
-    line or of a sentence."""
+    """Return the text about each field in the docstring of a dataclass: `name: text`, or `name, name: text`, at the
+    start of a line or of a sentence."""
     names = [item.name for item in dataclasses.fields(declared)]
     text = " ".join(inspect.cleandoc(declared.__doc__ or "").split())
     one = "|".join(sorted(names, key=len, reverse=True))

@@ -62,7 +62,7 @@ def doctor(
         ),
     ] = False,
     import_files: options.ImportFiles = None,  # noqa: ARG001 - run by the parser
-    device: options.Device = None,
+    device: Annotated[str | None, options.runtime_flag("device")] = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=options.OUTPUT)] = False,
     verbose: Annotated[

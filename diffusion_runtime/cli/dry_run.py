@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
-from diffusion_runtime.config import weight_paths
+from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
-_PARTS = (*weight_paths(), "variant", "upsampler_path", "vae_decode", "vae_tiling", "vae_decoder")
+# Options that change the output and have rows of their own.
+_OWN_ROWS = ("lora", "quantization", "quantization_ignored_layers", "compile")
 SCHEMA = "diffusion_runtime.dry_run/1"
 
 
@@ -56,8 +57,9 @@ def show_plan(
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     facts += [
         (name, value)
-        for name in _PARTS
-        if (value := getattr(description.config, name)) != getattr(type(description.config), name)
+        for name, option in runtime_options().items()
+        if option.changes_output and option.recorded_as is None and name not in _OWN_ROWS
+        if (value := getattr(description.config, name)) != option.default
     ]
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)
@@ -123,7 +125,7 @@ def _shown(value: Any) -> Any:
 
 
 def _lora_row(lora: LoraConfig) -> str:
-    """As `--lora` takes it."""
+    """Return a LoRA as `--lora` takes it."""
     component = "" if lora.component == "auto" else f"{lora.component}="
     return f"{component}{lora.path}@{lora.scale:g}"
 

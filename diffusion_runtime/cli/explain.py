@@ -69,7 +69,7 @@ def explain(context: typer.Context, **given: Any) -> None:
 
 
 def _explain(flags: Any, terminal: Terminal, plan_for: str | None) -> tuple[Explanation, int]:
-    """Of the first request; and how many others there are. plan_for: as of prepare."""
+    """Explain the first request; return also how many others there are. plan_for: as of prepare."""
     import dataclasses
 
     from diffusion_runtime.cli.settings import resolve_settings
@@ -175,7 +175,7 @@ def _wrapped(letters: str, width: int = 60) -> list[str]:
     return [letters[start : start + width] for start in range(0, len(letters), width)]
 
 
-def _signature() -> inspect.Signature:
+def _parameters() -> list[inspect.Parameter]:
     """The flags of `generate`, without those of files that are written, and --html."""
     kept = [
         parameter
@@ -188,8 +188,7 @@ def _signature() -> inspect.Signature:
         default=None,
         annotation=options.html_option("Write it as a page too."),
     )
-    return inspect.Signature([*kept, html])
+    return [*kept, html]
 
 
-explain.__signature__ = _signature()  # type: ignore[attr-defined]
-explain.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}
+options.set_parameters(explain, _parameters())

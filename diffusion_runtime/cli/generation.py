@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.attention_plot_flag import check_plot_place, counting_density, write_plot
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
-from diffusion_runtime.cli.output_flags import OutputFlags
+from diffusion_runtime.cli.options import OutputFlags
 from diffusion_runtime.cli.prepared_items import import_libraries, prepare_items, warn_of_changed_files
 from diffusion_runtime.cli.profile_flag import check_profile_place, profiled
 from diffusion_runtime.cli.report_remarks import remarks_of

@@ -23,7 +23,7 @@ PROMPT_FILE_FLAG = "--prompt-file"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed. piped_prompts: those that were read from standard input, which cannot be read again."""
+    """A command line as it was typed. piped_prompts: prompts from standard input, which cannot be read again."""
 
     arguments: tuple[str, ...]
     piped_prompts: tuple[str, ...] = ()
@@ -119,6 +119,6 @@ def _cleared(folder: Path) -> Iterator[None]:
 
 
 def piped_prompts(prompt_file: str | None, prompts: Sequence[str | PromptRow], num_others: int) -> tuple[str, ...]:
-    """Those of `prompts` that came from standard input: all but the first `num_others`."""
+    """Return the prompts that came from standard input: all but the first `num_others`."""
     # Standard input is lines of text, never rows.
     return tuple(text for text in prompts[num_others:] if isinstance(text, str)) if prompt_file == "-" else ()

@@ -21,14 +21,14 @@ _NUM_SHOWN = 20
 
 
 def is_lora_path(path: str) -> bool:
-    """Whether a path names a LoRA rather than a generated file."""
+    """Return whether a path names a LoRA rather than a generated file."""
     if path in SHIPPED_LORAS:
         return True
     return path.endswith((".safetensors", ".sft")) or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
 
 
 def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
-    """What is known of a LoRA file, on standard output. model_path: None for the file alone.
+    """Print the facts of a LoRA file on standard output. model_path: None for the file alone.
 
     Raises ModelLoadError for a file that cannot be used, and for one that does not fit the model.
     """

@@ -31,8 +31,8 @@ def download(
     model: Annotated[
         str, typer.Argument(metavar="MODEL[@REV]", help="A name of `models`, or a hub id.", show_default=False)
     ],
-    revision: options.Revision = None,
-    variant: options.Variant = None,
+    revision: Annotated[str | None, options.runtime_flag("revision")] = None,
+    variant: Annotated[str | None, options.runtime_flag("variant")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show files and sizes; download nothing.", rich_help_panel=options.OUTPUT)
     ] = False,

@@ -44,7 +44,7 @@ def prepare_items(
 
 
 def are_guided(rules: RequestRules, settings: Settings) -> bool:
-    """Whether all requests that can be made run two branches of guidance, which processes could share then."""
+    """Return whether all requests that can be made run two branches of guidance, which processes could share then."""
     resolved = []
     for request in settings.requests:
         # Errors are reported with the items.

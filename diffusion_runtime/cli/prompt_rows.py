@@ -36,7 +36,7 @@ class PromptRow:
 
 
 def has_rows(file: str) -> bool:
-    """Whether a prompt file of this name holds a row of fields per prompt, by its ending."""
+    """Return whether a prompt file of this name holds a row of fields per prompt, by its ending."""
     return PurePath(file).suffix.lower() in (*JSONL_ENDINGS, CSV_ENDING)
 
 

@@ -30,7 +30,8 @@ def without_prompts(flags: Flags, prompt_set: str | None) -> Flags:
 
 
 def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | None) -> tuple[GenerationRequest, ...]:
-    """What `without_prompts` led to, once per prompt of the set, with its seed; unchanged without a set."""
+    """Return the requests that `without_prompts` led to, once per prompt of the set, with its seed; unchanged without a
+    set."""
     if prompt_set is None:
         return tuple(requests)
     if [(request.prompt, request.seed) for request in requests] != [(_ANY, 0)]:

@@ -1,5 +1,5 @@
-"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, quantised linear
-layers, CUDA graphs, the key-value cache, skip-softmax, the libraries' own attention, notes.
+"""Remarks of an attention report in addition to its rows, as lines for the terminal: steps of a step cache, quantised
+linear layers, CUDA graphs, the key-value cache, skip-softmax, the libraries' own attention, notes.
 
 A report may come from a stranger's file and hold anything, so every value is read with its type checked.
 """

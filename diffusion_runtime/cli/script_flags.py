@@ -14,6 +14,7 @@ import typer
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
+from diffusion_runtime.cli.options import set_parameters
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.untrusted.printable import printable
 
@@ -32,7 +33,7 @@ _NOT_HERE = ("file_format", "as_json", "dry_run", "resume", "profile", "attentio
 
 @dataclass(frozen=True)
 class ScriptFlags:
-    """What the flags say. runtime: for load_pipeline. output_path: of --output-path, None without it."""
+    """The values of the flags. runtime: for load_pipeline. output_path: of --output-path, None without it."""
 
     runtime: RuntimeConfig
     output_path: str | None
@@ -90,8 +91,7 @@ def _parse(arguments: Sequence[str], program: str) -> Any:
         for name, parameter in inspect.signature(generate_verb).parameters.items()
         if name not in ("context", *_NOT_HERE)
     ]
-    flags.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    flags.__annotations__ = {parameter.name: parameter.annotation for parameter in kept}
+    set_parameters(flags, kept)
     app.command(cls=CheckedCommand, context_settings={"help_option_names": ["-h", "--help"]})(flags)
     return app(args=rewrite_dotted_flags(arguments), prog_name=program, standalone_mode=False)
 

@@ -197,17 +197,16 @@ _OWN = ("model", *(flag.name for flag in _SERVER_FLAGS), *_LIMIT_FLAGS)
 _LEFT_OUT = ("from_file", "preset", "as_json", "quiet", "verbose", *options.OUTPUT_FLAGS)
 
 
-def _signature() -> inspect.Signature:
-    """The flags of `generate` about the model, and the server's."""
+def _parameters() -> list[inspect.Parameter]:
+    """Return the flags of `generate` about the model, and the server's."""
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     argument = typer.Argument(metavar="MODEL", help="As --model-path of generate.", show_default=False)
     model = inspect.Parameter(
         "model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
     )
-    flags = [*options.parameters_of(options.SourceFlags), *options.parameters_of(options.RunFlags)]
+    flags = [*options.source_parameters(), *options.run_parameters()]
     kept = [flag for flag in flags if flag.name not in _LEFT_OUT]
-    return inspect.Signature([context, model, *_SERVER_FLAGS, *_limit_flags(), *kept])
+    return [context, model, *_SERVER_FLAGS, *_limit_flags(), *kept]
 
 
-serve.__signature__ = _signature()  # type: ignore[attr-defined]
-serve.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}
+options.set_parameters(serve, _parameters())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.output_flags import OutputFlags
+from diffusion_runtime.cli.options import OutputFlags
 from diffusion_runtime.cli.prepared_items import import_libraries, prepare_items, warn_of_changed_files
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.settings import Settings

@@ -57,7 +57,7 @@ class Terminal:
 
     @property
     def is_live(self) -> bool:
-        """Whether lines can be redrawn."""
+        """True where lines can be redrawn."""
         if self.quiet or self._lines is not None:
             return False
         return self.console.is_terminal and not self.console.is_dumb_terminal

@@ -217,7 +217,7 @@ def _checked_target(path: str | None, folders: ExitStack) -> Path:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """What a method remarks on its options would be said of every clip."""
+    """Context manager: a method's remarks on its options are logged once, not for every clip."""
     seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -241,7 +241,7 @@ def _option(text: str, name: str, metavar: str, panel: str = _TUNE) -> Any:
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-def _signature() -> inspect.Signature:
+def _parameters() -> list[inspect.Parameter]:
     """The flags of `generate`, without those of clips that are written, and tune's own."""
 
     def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
@@ -292,8 +292,7 @@ def _signature() -> inspect.Signature:
             ),
         ],
     )
-    return inspect.Signature([context, prompts, *own, *others, output])
+    return [context, prompts, *own, *others, output]
 
 
-tune.__signature__ = _signature()  # type: ignore[attr-defined]
-tune.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}
+options.set_parameters(tune, _parameters())

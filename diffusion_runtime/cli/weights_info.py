@@ -22,8 +22,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf")
 
 
 def is_weights_path(path: str) -> bool:
-    """Whether a path names weights rather than a LoRA or a generated file. Raises ModelLoadError for a safetensors file
-    that cannot be read."""
+    """Return whether a path names weights rather than a LoRA or a generated file. Raises ModelLoadError for a
+    safetensors file that cannot be read."""
     if not path.endswith(WEIGHT_SUFFIXES) and not os.path.isfile(os.path.join(path, "config.json")):
         return False
     from diffusion_runtime.models.weight_summary import holds_weights
@@ -32,7 +32,7 @@ def is_weights_path(path: str) -> bool:
 
 
 def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int:
-    """What is known of a file of weights, on standard output. model_path: None for the file alone.
+    """Print the facts of a file of weights on standard output. model_path: None for the file alone.
 
     Raises ModelLoadError for a file that cannot be read, and for one that is not for the model's transformer.
     """

@@ -10,6 +10,7 @@ from typing import Any
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.options import build_options
+from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -20,7 +21,6 @@ from diffusion_runtime.errors import (
 )
 from diffusion_runtime.loading import Prepared, prepare
 from diffusion_runtime.loading.description import PipelineDescription
-from diffusion_runtime.request.fields import WHAT
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.session.failures import Failure
 

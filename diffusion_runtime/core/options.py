@@ -167,6 +167,10 @@ class MethodText:
     metavar: str = "METHOD"
     kind: ClassVar[type] = str
 
+    def read(self, value: object) -> object:
+        """Return the value unchanged."""
+        return value
+
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, str):
             raise RequestError(

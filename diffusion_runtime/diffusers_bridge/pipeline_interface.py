@@ -16,7 +16,7 @@ from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_F
 
 # Request field -> the parameters of `__call__` it may fill; the first one that a pipeline has counts.
 PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
-    name: declared.pipeline_parameters for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
+    name: declared.parameters(name) for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
 # Parameters for files, which a class may need although they have a default.

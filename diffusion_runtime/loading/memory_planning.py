@@ -67,7 +67,7 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
 
 def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
     """Return whether loading needs a plan: where weights could be offloaded, or a limit holds."""
-    if config.memory_limit is not None or config.offload in ("model", "layers"):
+    if config.asks_to_offload:
         return True
     return device.type not in ("cpu", "mps") and free_on_device(device) is not None
 
@@ -191,7 +191,7 @@ def plan_memory(
     """The plan for a demand, None where that is not known. planned_on: the device where it is not here. Raises
     DeviceMemoryError where nothing fits, and ConfigError where a choice needs a plan and there is none."""
     if planned is None:
-        if config.memory_limit is not None or config.offload in ("model", "layers"):
+        if config.asks_to_offload:
             raise ConfigError(
                 "offload, memory_limit: what this model takes cannot be computed; leave out --offload and "
                 "--memory-limit"

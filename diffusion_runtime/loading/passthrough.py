@@ -26,8 +26,7 @@ from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.models.model_sources import check_weights_are_there, fetch_weights
 from diffusion_runtime.models.part_files import with_parts
 from diffusion_runtime.request.generation_request import GenerationRequest
-from diffusion_runtime.rules.combinations import check_combinations
-from diffusion_runtime.rules.features import ChosenRuntime
+from diffusion_runtime.rules.combinations import check_pipeline_options
 from diffusion_runtime.weights.weight_files import check_components
 
 
@@ -92,7 +91,7 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
-    check_combinations("pipelines", ChosenRuntime(config))
+    check_pipeline_options(config)
     check_components(folder)
     if folder.download_gb is None:
         with_parts(folder, (), config.variant, ())

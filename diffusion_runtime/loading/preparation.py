@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
@@ -24,6 +25,7 @@ from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.kernels.implementation import fusion_is_on
 from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
+from diffusion_runtime.loading.load_options import LoadOptions
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.part_files import named_components
@@ -32,41 +34,16 @@ from diffusion_runtime.parallel.world import World
 from diffusion_runtime.rules.request_rules import RequestRules
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+# Of RuntimeConfig: load_pipeline has the model as its first argument, and starts no processes.
+NOT_KEYWORDS = ("model_path", "parallel")
 
 
 def load_pipeline(
     model: str | RuntimeConfig = "shapes",
     *,
-    attention: Any = None,
-    attention_override: Any = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    backend: str = "auto",
-    transformer_path: str | None = None,
-    transformer_2_path: str | None = None,
-    controlnet_path: str | None = None,
-    vae_path: str | None = None,
-    audio_vae_path: str | None = None,
-    vocoder_path: str | None = None,
-    text_encoder_path: str | None = None,
-    text_encoder_2_path: str | None = None,
-    variant: str | None = None,
-    upsampler_path: str | None = None,
-    lora: Sequence[Any] = (),
-    self_check: bool = True,
-    vae_decode: str = "exact",
-    vae_tiling: str = "auto",
-    vae_decoder: str | None = None,
-    quantization: str = "none",
-    quantization_ignored_layers: Sequence[str] = (),
-    compile: str = "off",
-    cuda_graphs: str = "auto",
-    offload: str = "auto",
-    memory_limit: str | None = None,
-    revision: str | None = None,
-    offline: bool = False,
     on_stage: OnStage | None = None,
     world: World | None = None,
+    **options: Unpack[LoadOptions],
 ) -> GenerationPipeline:
     """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
 
@@ -74,11 +51,8 @@ def load_pipeline(
     native one where there is one.
 
     attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
-    as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
-    whether third-party attention kernels are compared with the definition on this machine's accelerator before the
-    weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
-    compile, cuda_graphs, offload, memory_limit, revision, offline, transformer_path, transformer_2_path, vae_path,
-    audio_vae_path, vocoder_path, text_encoder_path, text_encoder_2_path, variant, upsampler_path: see RuntimeConfig.
+    as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. The other
+    options: see RuntimeConfig.
     on_stage: called with a phrase before each part is loaded, and with its bytes, rate and time left, from a thread of
     its own, where that takes long. world: the processes that run the model together, each of which must load it alike.
 
@@ -87,42 +61,27 @@ def load_pipeline(
     model needs, from being imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it
     does not fit.
     """
-    keywords = {
-        "attention": attention,
-        "attention_override": attention_override,
-        "device": device,
-        "dtype": dtype,
-        "backend": backend,
-        "transformer_path": transformer_path,
-        "transformer_2_path": transformer_2_path,
-        "controlnet_path": controlnet_path,
-        "vae_path": vae_path,
-        "audio_vae_path": audio_vae_path,
-        "vocoder_path": vocoder_path,
-        "text_encoder_path": text_encoder_path,
-        "text_encoder_2_path": text_encoder_2_path,
-        "variant": variant,
-        "upsampler_path": upsampler_path,
-        "lora": lora,
-        "self_check": self_check,
-        "vae_decode": vae_decode,
-        "vae_tiling": vae_tiling,
-        "vae_decoder": vae_decoder,
-        "quantization": quantization,
-        "quantization_ignored_layers": quantization_ignored_layers,
-        "compile": compile,
-        "cuda_graphs": cuda_graphs,
-        "offload": offload,
-        "memory_limit": memory_limit,
-        "revision": revision,
-        "offline": offline,
-    }
     started = time.perf_counter()
-    prepared = prepare(_runtime_config(model, keywords), world)
+    prepared = prepare(_runtime_config(model, options), world)
     prepare_seconds = time.perf_counter() - started
     pipeline = prepared.load(on_stage)
     pipeline.note_load({"prepare": prepare_seconds})
     return pipeline
+
+
+def _with_options(shown: inspect.Signature) -> inspect.Signature:
+    """Return the signature of load_pipeline with every option by name, for help() and documentation; type checkers and
+    editors read LoadOptions."""
+    model, *others = (each for each in shown.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    options = [
+        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+        for item in dataclasses.fields(RuntimeConfig)
+        if item.name not in NOT_KEYWORDS
+    ]
+    return shown.replace(parameters=[model, *options, *others])
+
+
+load_pipeline.__signature__ = _with_options(inspect.signature(load_pipeline))  # type: ignore[attr-defined]
 
 
 def inspect_pipeline(config: RuntimeConfig, *, plan_for: str | None = None) -> PipelineDescription:
@@ -211,11 +170,14 @@ def _planned_device(config: RuntimeConfig, plan_for: str | None) -> PlannedDevic
     return any_card()
 
 
-def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
+def _runtime_config(model: str | RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
+    declared = runtime_options()
+    for name in options:
+        if name not in declared or name in NOT_KEYWORDS:
+            raise TypeError(f"load_pipeline() got an unexpected keyword argument {name!r}")
     if not isinstance(model, RuntimeConfig):
-        return RuntimeConfig(model_path=model, **keywords)
-    defaults = {field.name: field.default for field in dataclasses.fields(RuntimeConfig)}
-    given = [name for name, value in keywords.items() if value != defaults[name]]
+        return RuntimeConfig(model_path=model, **options)
+    given = [name for name, value in options.items() if value != declared[name].default]
     if given:
         raise ConfigError(
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.given_images import as_image_paths
 
-# Panels of `generate --help`.
-WHAT = "What to make"
+# A panel of `generate --help`; the others are those of runtime options.
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any
@@ -38,12 +37,15 @@ NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 d
 NO_SOUND = "this model does not make pictures and sound together; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
 
+# RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.
+OWN_NAME = ("{name}",)
+
 _KEY = "diffusion_runtime.request_field"
 _P = ParamSpec("_P")
 
 
 class Check(Protocol):
-    """The values that a field may have. metavar: of its flag; kind: of its text on the command line."""
+    """The values that a field may have. metavar: of its flag; kind: the type of its text on the command line."""
 
     @property
     def metavar(self) -> str: ...
@@ -51,12 +53,23 @@ class Check(Protocol):
     @property
     def kind(self) -> type: ...
 
+    def read(self, value: object) -> object:
+        """Return what the request holds for the value of a flag or a file; one that cannot be read as it is."""
+
     def __call__(self, name: str, value: object) -> None:
         """Raises RequestError that names the field and says what was expected; value: anything but None."""
 
 
+class AsGiven:
+    """A check of values that a request holds as they are given."""
+
+    def read(self, value: object) -> object:
+        """Return the value unchanged."""
+        return value
+
+
 @dataclass(frozen=True)
-class Text:
+class Text(AsGiven):
     """A text that UTF-8 can encode. needs_words: whether at least one word must stand in it."""
 
     needs_words: bool = False
@@ -84,6 +97,13 @@ class ImageFile:
     metavar: ClassVar[str] = "FILE"
     kind: ClassVar[type] = str
 
+    def read(self, value: object) -> object:
+        """Return paths as texts, with images that are values as files; of several, a tuple of them or the one."""
+        value = as_image_paths(value)
+        if self.several and isinstance(value, list | tuple):
+            return value[0] if len(value) == 1 else tuple(value) or None
+        return value
+
     def __call__(self, name: str, value: object) -> None:
         paths = value if self.several and isinstance(value, tuple) else (value,)
         for path in paths:
@@ -97,7 +117,7 @@ class MaskFile(ImageFile):
 
 
 @dataclass(frozen=True)
-class InputFile:
+class InputFile(AsGiven):
     """The path of a file; whether it can be read is the model's rules to check. noun: for messages."""
 
     noun: ClassVar[str]
@@ -124,7 +144,7 @@ class SoundFile(InputFile):
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(AsGiven):
     """A whole number from `minimum` to `maximum`."""
 
     minimum: int = 1
@@ -142,7 +162,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class SeedNumber:
+class SeedNumber(AsGiven):
     """A seed of a generator: a whole number of 63 bits."""
 
     metavar: ClassVar[str] = "N"
@@ -154,7 +174,7 @@ class SeedNumber:
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(AsGiven):
     """A number from `minimum` to `maximum`, both allowed; no NaN, no infinity."""
 
     minimum: float = 0.0
@@ -177,6 +197,11 @@ class Scales:
     metavar: ClassVar[str] = "X,X,..."
     kind: ClassVar[type] = str
 
+    def read(self, value: object) -> object:
+        """Return numbers, or a text with commas between them, as a tuple; one of them as a number."""
+        numbers = parse_levels(value)
+        return numbers[0] if isinstance(numbers, tuple) and len(numbers) == 1 else numbers
+
     def __call__(self, name: str, value: object) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         if not numbers or not all(_is_number(number) and number >= 0 for number in numbers):
@@ -192,6 +217,10 @@ class Levels:
 
     metavar: ClassVar[str] = "X,X,..."
     kind: ClassVar[type] = str
+
+    def read(self, value: object) -> object:
+        """Return what `parse_levels` reads."""
+        return parse_levels(value)
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, tuple) or not value or not all(map(_is_number, value)):
@@ -224,6 +253,15 @@ class Blocks:
     metavar: ClassVar[str] = "N,N,..."
     kind: ClassVar[type] = str
 
+    def read(self, value: object) -> object:
+        """Return a list of indices, one of them, or a text with commas between them, as a tuple."""
+        if isinstance(value, str):
+            try:
+                return tuple(int(part) for part in value.split(","))
+            except ValueError:
+                return value
+        return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+
     def __call__(self, name: str, value: object) -> None:
         numbers = value if isinstance(value, tuple) else ()
         if not numbers or any(type(each) is not int or not 0 <= each < MAX_COUNT for each in numbers):
@@ -235,19 +273,9 @@ class Blocks:
             raise RequestError(f"{name}: expected each block once, got {shown(value)}")
 
 
-def parse_blocks(value: object) -> object:
-    """A list of indices, one of them, or a text with commas between them, as a tuple; anything else as it is."""
-    if isinstance(value, str):
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            return value
-    return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
-
-
 def parse_levels(value: object) -> object:
-    """A list of noise levels, or a text with commas between them, as a tuple; anything else as it is, for Levels to
-    refuse."""
+    """Return a list of noise levels, or a text with commas between them, as a tuple; anything else as it is, for Levels
+    to refuse."""
     if isinstance(value, str):
         try:
             return tuple(float(part) for part in value.split(","))
@@ -258,28 +286,13 @@ def parse_levels(value: object) -> object:
     return value
 
 
-def parse_scales(value: object) -> object:
-    """Return what `parse_levels` reads; one of them as a number."""
-    numbers = parse_levels(value)
-    return numbers[0] if isinstance(numbers, tuple) and len(numbers) == 1 else numbers
-
-
-def parse_paths(value: object) -> object:
-    """Several paths as a tuple, and one of them as a text, with images that are values as files; anything else as it
-    is."""
-    value = as_image_paths(value)
-    if isinstance(value, list | tuple):
-        return value[0] if len(value) == 1 else tuple(value) or None
-    return value
-
-
 def _is_number(value: object) -> bool:
     # A larger integer than a float holds is none of the numbers that are asked for here.
     return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_SCALE <= value <= MAX_SCALE
 
 
 @dataclass(frozen=True)
-class OneOf:
+class OneOf(AsGiven):
     """One of several names."""
 
     names: Collection[str]
@@ -298,7 +311,8 @@ class RequestField:
     help: of its flag. check: of its values. default: of the request, dataclasses.MISSING where it must be given; None
     is filled from what the model says. is_filled: whether every model has to fill it; None may stay otherwise.
     flag: its name, None for `--name` with hyphens. panel: of its help.
-    pipeline_parameters: what diffusers' pipelines call it, the first one they have counts; empty for none.
+    pipeline_parameters: what diffusers' pipelines call it, the first one they have counts; empty for none, OWN_NAME for
+    the field's name.
     differs_in_batch: whether the requests of one batch may differ in it. repeatable: whether its flag may be given
     several times, once per prompt or to make each prompt with each.
     is_of_chunks: whether models that make videos chunk by chunk (Sampling.is_causal) use it, all of them.
@@ -306,8 +320,7 @@ class RequestField:
     do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
     value of such a field that asks for nothing, which every model takes.
     used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
-    generation without it says that it was not used. convert: makes the value that the request holds out of what a flag
-    or a file says; None: the same.
+    generation without it says that it was not used.
     """
 
     help: str
@@ -323,7 +336,6 @@ class RequestField:
     refusal: str | None = None
     off: object = None
     used_with: str | None = None
-    convert: Callable[[object], object] | None = None
 
     def __post_init__(self) -> None:
         if self.is_of_chunks and self.refusal is None:
@@ -333,6 +345,10 @@ class RequestField:
     def may_stay_none(self) -> bool:
         """True where a request may leave it open although no model fills it."""
         return self.default is None and not self.is_filled
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """Return what diffusers' pipelines call the field of this name."""
+        return tuple(each.format(name=name) for each in self.pipeline_parameters)
 
     @staticmethod
     def of(metadata: Any) -> RequestField:

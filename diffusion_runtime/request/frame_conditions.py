@@ -29,8 +29,18 @@ class FrameConditions(ImageFile):
     # Of the flag, which may be given again.
     kind: ClassVar[Any] = list[str]
 
+    def read(self, value: object) -> object:
+        """Return texts as `48:middle.png@0.8`, or lists [48, middle.png, 0.8], in a list, as tuples of (48,
+        "middle.png", 0.8); a strength that is left out is 1. What is behind the last `@` and is no number belongs to
+        the path. None for an empty list."""
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(_parsed(item) for item in value) or None
+
     def __call__(self, name: str, value: object) -> None:
-        """See Check."""
+        """Raises RequestError for a frame, a path or a strength that cannot be, and for a frame that is given twice."""
         name = f"{name} (--condition-at)"
         if not isinstance(value, tuple) or not value:
             raise RequestError(f"{name}: expected {_FORM}, once for each image, got {shown(value)}")
@@ -52,17 +62,6 @@ class FrameConditions(ImageFile):
         twice = next((frame for frame in frames if frames.count(frame) > 1), None)
         if twice is not None:
             raise RequestError(f"{name}: expected each frame once, got frame {twice} twice; leave one of them out")
-
-
-def parse_conditions(value: object) -> object:
-    """Texts as `48:middle.png@0.8`, or lists [48, middle.png, 0.8], in a list, as tuples of (48, "middle.png", 0.8); a
-    strength that is left out is 1. What stands behind the last `@` and is no number belongs to the path. Anything else
-    as it is, for FrameConditions to refuse. None for an empty list."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return value
-    return tuple(_parsed(item) for item in value) or None
 
 
 def _parsed(item: object) -> object:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.core.options import MethodText
+from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
@@ -19,9 +21,9 @@ from diffusion_runtime.request.fields import (
     NO_SOUND,
     NO_SPATIO_TEMPORAL,
     NO_UPSAMPLER,
+    OWN_NAME,
     SHIFT,
     VIDEO,
-    WHAT,
     Blocks,
     Count,
     ImageFile,
@@ -36,15 +38,10 @@ from diffusion_runtime.request.fields import (
     SoundFile,
     Text,
     VideoFile,
-    parse_blocks,
-    parse_levels,
-    parse_paths,
-    parse_scales,
     request_field,
 )
-from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, parse_conditions
-from diffusion_runtime.request.given_images import as_image_paths
-from diffusion_runtime.request.layers import layered, own_sampler
+from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions
+from diffusion_runtime.request.layers import SamplerName, layered
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
     SWITCH_MODES,
@@ -52,8 +49,6 @@ from diffusion_runtime.request.prompt_switches import (
     PromptSwitches,
     SeedSwitch,
     SeedSwitches,
-    parse_seed_switches,
-    parse_switches,
 )
 from diffusion_runtime.request.samplers import SAMPLERS as REGISTERED_SAMPLERS
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
@@ -65,6 +60,20 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 
+# Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
+# pictures with sound; of a second stage; of a file or how it counts; of a ControlNet; of causal models; at a time of
+# the video.
+_prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
+_same_field = partial(request_field, pipeline_parameters=OWN_NAME)
+_rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
+_stg_field = partial(_same_field, refusal=NO_SPATIO_TEMPORAL, off=0.0)
+_sound_field = partial(_same_field, refusal=NO_SOUND, off=1.0)
+_second_stage_field = partial(request_field, refusal=NO_UPSAMPLER, off=0.0)
+_input_field = partial(request_field, panel=WHAT)
+_controlnet_field = partial(_same_field, refusal=NO_CONTROLNET)
+_chunk_field = partial(request_field, is_of_chunks=True)
+_switch_field = partial(_chunk_field, panel=WHAT)
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -74,413 +83,282 @@ class GenerationRequest:
     given follow from its RequestField. Raises RequestError that names a field with a value it cannot have.
     """
 
-    prompt: str = request_field(
+    prompt: str = _prompt_field(
+        "The prompt as a flag; give it again for several.",
+        Text(needs_words=True),
+        pipeline_parameters=OWN_NAME,
         default=MISSING,
-        help="The prompt as a flag; give it again for several.",
-        check=Text(needs_words=True),
-        panel=WHAT,
-        pipeline_parameters=("prompt",),
-        differs_in_batch=True,
-        repeatable=True,
     )
-    negative_prompt: str | None = request_field(
-        help="What to steer away from: once for all prompts, or once per prompt.",
-        check=Text(),
-        panel=WHAT,
-        pipeline_parameters=("negative_prompt",),
-        differs_in_batch=True,
-        repeatable=True,
+    negative_prompt: str | None = _prompt_field(
+        "What to steer away from: once for all prompts, or once per prompt.",
+        Text(),
+        pipeline_parameters=OWN_NAME,
         used_with=GUIDANCE,
         is_filled=True,
     )
     # Pixels; the model says which multiples it needs.
-    height: int | None = request_field(help="Pixels.", check=Count(), pipeline_parameters=("height",), is_filled=True)
-    width: int | None = request_field(help="Pixels.", check=Count(), pipeline_parameters=("width",), is_filled=True)
+    height: int | None = _same_field("Pixels.", Count(), is_filled=True)
+    width: int | None = _same_field("Pixels.", Count(), is_filled=True)
     # 1 is an image; video models need 1 plus a multiple of their temporal factor.
     num_frames: int | None = request_field(
-        help="1 makes an image.",
-        check=Count(),
-        pipeline_parameters=("num_frames", "video_length", "frames"),
-        is_filled=True,
+        "1 makes an image.", Count(), pipeline_parameters=("num_frames", "video_length", "frames"), is_filled=True
     )
     # The length of the video, which becomes num_frames when the request is resolved.
     seconds: float | None = request_field(
-        help="The length of the video in seconds, in place of --num-frames.", check=Number(minimum=0.01)
+        "The length of the video in seconds, in place of --num-frames.", Number(minimum=0.01)
     )
     fps: int | None = request_field(
-        help="Frames per second of the file.",
-        check=Count(),
+        "Frames per second of the file.",
+        Count(),
         pipeline_parameters=("frame_rate", "fps"),
         used_with=VIDEO,
         is_filled=True,
     )
-    num_inference_steps: int | None = request_field(
-        help="Denoising steps.", check=Count(), pipeline_parameters=("num_inference_steps",), is_filled=True
-    )
+    num_inference_steps: int | None = _same_field("Denoising steps.", Count(), is_filled=True)
     # Classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from guidance takes it as
     # an input instead, and runs one branch.
-    guidance_scale: float | None = request_field(
-        help="How strongly to follow the prompt; 1 turns it off.",
-        check=Number(),
-        pipeline_parameters=("guidance_scale",),
-        is_filled=True,
+    guidance_scale: float | None = _same_field(
+        "How strongly to follow the prompt; 1 turns it off.", Number(), is_filled=True
     )
     # Classifier-free guidance of such a model, on top; 1 or less runs no negative branch.
-    true_cfg_scale: float | None = request_field(
-        help="Guidance by a second branch, for models that take --guidance-scale as an input.",
-        check=Number(),
-        pipeline_parameters=("true_cfg_scale",),
+    true_cfg_scale: float | None = _same_field(
+        "Guidance by a second branch, for models that take --guidance-scale as an input.",
+        Number(),
         refusal="this model's classifier-free guidance is guidance_scale; write --guidance-scale {value}",
     )
     # guidance_scale of the second expert, at low noise; None is the same.
-    guidance_scale_2: float | None = request_field(
-        help="Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
-        check=Number(),
-        pipeline_parameters=("guidance_scale_2",),
+    guidance_scale_2: float | None = _same_field(
+        "Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
+        Number(),
         refusal="this model has one expert, and guidance_scale is its scale; leave it out",
     )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
-    guidance_rescale: float | None = request_field(
-        help="Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
-        check=Number(maximum=1.0),
-        pipeline_parameters=("guidance_rescale",),
-        used_with=ANY_GUIDANCE,
+    guidance_rescale: float | None = _rescale_field(
+        "Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
+        Number(maximum=1.0),
         refusal="this model's guidance is not rescaled; leave it out",
-        off=0.0,
     )
     # Spatio-temporal guidance, away from a prediction without self-attention in some blocks; None and 0 are none. The
     # blocks are counted from 0.
-    stg_scale: float | None = request_field(
-        help="Spatio-temporal guidance, away from a prediction without self-attention in --stg-blocks; 0 is none.",
-        check=Number(),
-        pipeline_parameters=("stg_scale",),
-        refusal=NO_SPATIO_TEMPORAL,
-        off=0.0,
+    stg_scale: float | None = _stg_field(
+        "Spatio-temporal guidance, away from a prediction without self-attention in --stg-blocks; 0 is none.", Number()
     )
-    stg_blocks: tuple[int, ...] | None = request_field(
-        help="Blocks of --stg-scale, counted from 0: 28.",
-        check=Blocks(),
-        pipeline_parameters=("spatio_temporal_guidance_blocks",),
-        convert=parse_blocks,
-        refusal=NO_SPATIO_TEMPORAL,
+    stg_blocks: tuple[int, ...] | None = _stg_field(
+        "Blocks of --stg-scale, counted from 0: 28.", Blocks(), pipeline_parameters=("spatio_temporal_guidance_blocks",)
     )
     # Modality guidance, away from a prediction whose pictures and sound do not attend to each other; None and 1 are
     # none.
-    modality_scale: float | None = request_field(
-        help="Guidance towards pictures and sound that belong together; 1 is none.",
-        check=Number(),
-        pipeline_parameters=("modality_scale",),
-        refusal=NO_SOUND,
-        off=1.0,
+    modality_scale: float | None = _sound_field(
+        "Guidance towards pictures and sound that belong together; 1 is none.", Number()
     )
     # Guidance of the sound, where it is another than that of the pictures; None is the same.
-    audio_guidance_scale: float | None = request_field(
-        help="--guidance-scale of the sound; left out, the same.",
-        check=Number(),
-        pipeline_parameters=("audio_guidance_scale",),
-        refusal=NO_SOUND,
-        off=1.0,
-    )
-    audio_stg_scale: float | None = request_field(
-        help="--stg-scale of the sound; left out, the same.",
-        check=Number(),
-        pipeline_parameters=("audio_stg_scale",),
-        refusal=NO_SPATIO_TEMPORAL,
-        off=0.0,
-    )
-    audio_modality_scale: float | None = request_field(
-        help="--modality-scale of the sound; left out, the same.",
-        check=Number(),
-        pipeline_parameters=("audio_modality_scale",),
-        refusal=NO_SOUND,
-        off=1.0,
-    )
-    audio_guidance_rescale: float | None = request_field(
-        help="--guidance-rescale of the sound; left out, the same.",
-        check=Number(maximum=1.0),
-        pipeline_parameters=("audio_guidance_rescale",),
-        used_with=ANY_GUIDANCE,
-        refusal=NO_SOUND,
-        off=0.0,
+    audio_guidance_scale: float | None = _sound_field("--guidance-scale of the sound; left out, the same.", Number())
+    audio_stg_scale: float | None = _stg_field("--stg-scale of the sound; left out, the same.", Number())
+    audio_modality_scale: float | None = _sound_field("--modality-scale of the sound; left out, the same.", Number())
+    audio_guidance_rescale: float | None = _rescale_field(
+        "--guidance-rescale of the sound; left out, the same.", Number(maximum=1.0), refusal=NO_SOUND
     )
     flow_shift: float | None = request_field(
-        help="Shift of the noise schedule towards high noise.",
-        check=Number(minimum=1e-3),
-        used_with=SHIFT,
-        is_filled=True,
+        "Shift of the noise schedule towards high noise.", Number(minimum=1e-3), used_with=SHIFT, is_filled=True
     )
     # Noise levels of the steps as they run, for models distilled to some of their own: from 1 or less down, without the
     # 0 behind the last step. They say the number of steps, and no flow shift is applied.
     sigmas: tuple[float, ...] | None = request_field(
-        help="Noise level of every step, as it runs: 1,0.757,0.522. No flow shift is applied.",
-        check=Levels(),
-        convert=parse_levels,
+        "Noise level of every step, as it runs: 1,0.757,0.522. No flow shift is applied.", Levels()
     )
     # The same before the flow shift: sigma = s * t / (1 + (s - 1) * t).
     sigmas_before_shift: tuple[float, ...] | None = request_field(
-        help="The same before the flow shift, which is applied to them: 1,0.75,0.5,0.25.",
-        check=Levels(),
-        convert=parse_levels,
+        "The same before the flow shift, which is applied to them: 1,0.75,0.5,0.25.", Levels()
     )
     # The noise level of the last step, to which some models stretch the schedule; None is as the folder says, 0 off.
     shift_terminal: float | None = request_field(
-        help="Noise level of the last step, to which the schedule is stretched; 0 turns it off.",
-        check=Number(maximum=0.999),
+        "Noise level of the last step, to which the schedule is stretched; 0 turns it off.",
+        Number(maximum=0.999),
         used_with=SHIFT,
     )
     # Noise levels of a second stage at full size, after latents of half the height and width were upsampled. The first
     # is what they are noised to.
-    second_stage_sigmas: tuple[float, ...] | None = request_field(
-        help="Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.",
-        check=Levels(),
-        convert=parse_levels,
-        refusal=NO_UPSAMPLER,
+    second_stage_sigmas: tuple[float, ...] | None = _second_stage_field(
+        "Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.", Levels()
     )
     # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
     # (AdaIN), and large values made smaller.
-    adain_factor: float | None = request_field(
-        help="How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
-        check=Number(maximum=1.0),
-        refusal=NO_UPSAMPLER,
-        off=0.0,
+    adain_factor: float | None = _second_stage_field(
+        "How far each channel of upsampled latents gets the mean and deviation it had before, 0 to 1.",
+        Number(maximum=1.0),
     )
-    tone_map_compression_ratio: float | None = request_field(
-        help="How much large values of upsampled latents are compressed, 0 to 1.",
-        check=Number(maximum=1.0),
-        refusal=NO_UPSAMPLER,
-        off=0.0,
+    tone_map_compression_ratio: float | None = _second_stage_field(
+        "How much large values of upsampled latents are compressed, 0 to 1.", Number(maximum=1.0)
     )
     sampler: str | None = request_field(
-        help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.",
-        check=OneOf(REGISTERED_SAMPLERS),
-        convert=own_sampler,
-        is_filled=True,
+        f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", SamplerName(REGISTERED_SAMPLERS), is_filled=True
     )
     guidance_mode: str | None = request_field(
-        help="batched, or two_pass: half the memory, same result.",
-        check=OneOf(GUIDANCE_MODES),
-        used_with=GUIDANCE,
-        is_filled=True,
+        "batched, or two_pass: half the memory, same result.", OneOf(GUIDANCE_MODES), used_with=GUIDANCE, is_filled=True
     )
     # Which steps may be left out (step_cache_options.py), with its options behind a colon; None computes every step.
     step_cache: str | None = request_field(
-        help=f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
+        f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
         "easycache:threshold=0.1. See docs/faster.md.",
-        check=MethodText(StepCacheSettings, metavar="CACHE"),
+        MethodText(StepCacheSettings, metavar="CACHE"),
     )
     # Early steps on smaller latents (progressive_options.py); None runs every step at full size.
     progressive_resolution: str | None = request_field(
-        help=f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
+        f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
         "behind a colon, dct:delta=0.05. See docs/faster.md.",
-        check=MethodText(ProgressiveSettings),
+        MethodText(ProgressiveSettings),
     )
     # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
-    chunk_frames: int | None = request_field(
-        help="Latent frames per chunk, in models that make a video chunk by chunk.", check=Count(), is_of_chunks=True
+    chunk_frames: int | None = _chunk_field(
+        "Latent frames per chunk, in models that make a video chunk by chunk.", Count()
     )
-    first_chunk_frames: int | None = request_field(
-        help="Latent frames of the first chunk, where it has another number.", check=Count(), is_of_chunks=True
+    first_chunk_frames: int | None = _chunk_field(
+        "Latent frames of the first chunk, where it has another number.", Count()
     )
-    first_chunk_steps: int | None = request_field(
-        help="Denoising steps of the first chunk, where it has another number.", check=Count(), is_of_chunks=True
+    first_chunk_steps: int | None = _chunk_field(
+        "Denoising steps of the first chunk, where it has another number.", Count()
     )
-    first_chunk_flow_shift: float | None = request_field(
-        help="Noise schedule shift of the first chunk, where it has another one.",
-        check=Number(minimum=1e-3),
-        used_with=SHIFT,
-        is_of_chunks=True,
+    first_chunk_flow_shift: float | None = _chunk_field(
+        "Noise schedule shift of the first chunk, where it has another one.", Number(minimum=1e-3), used_with=SHIFT
     )
-    first_chunk_sampler: str | None = request_field(
-        help="Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
-        check=OneOf(REGISTERED_SAMPLERS),
-        convert=own_sampler,
-        is_of_chunks=True,
+    first_chunk_sampler: str | None = _chunk_field(
+        "Sampler of the first chunk, where it has another one. Without it --sampler is of every chunk.",
+        SamplerName(REGISTERED_SAMPLERS),
     )
-    guided_chunks: int | None = request_field(
-        help="Chunks with guidance, from the first; later ones go on without it. Default: all.",
-        check=Count(),
-        used_with=GUIDANCE,
-        is_of_chunks=True,
+    guided_chunks: int | None = _chunk_field(
+        "Chunks with guidance, from the first; later ones go on without it. Default: all.", Count(), used_with=GUIDANCE
     )
-    guided_switch_chunks: int | None = request_field(
-        help="Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
-        check=Count(minimum=0),
+    guided_switch_chunks: int | None = _chunk_field(
+        "Chunks with guidance from every new prompt on, where --guided-chunks has ended; 0 is none.",
+        Count(minimum=0),
         used_with=GUIDED_CHUNKS,
         off=0,
-        is_of_chunks=True,
     )
-    chunk_schedule: str | None = request_field(
-        help="sequential: one chunk after the other; rolling: as many at once as there are steps, each a step "
+    chunk_schedule: str | None = _chunk_field(
+        "sequential: one chunk after the other; rolling: as many at once as there are steps, each a step "
         "behind the one before it (Rolling Forcing).",
-        check=OneOf(CHUNK_SCHEDULES),
-        is_of_chunks=True,
+        OneOf(CHUNK_SCHEDULES),
     )
-    kv_window: int | None = request_field(
-        help="Latent frames in sight, the chunk's own and the sink included (key-value cache); 0 is all.",
-        check=Count(minimum=0),
-        is_of_chunks=True,
+    kv_window: int | None = _chunk_field(
+        "Latent frames in sight, the chunk's own and the sink included (key-value cache); 0 is all.", Count(minimum=0)
     )
-    kv_sink: int | None = request_field(
-        help="First latent frames of the video that stay in sight (attention sink).",
-        check=Count(minimum=0),
-        is_of_chunks=True,
+    kv_sink: int | None = _chunk_field(
+        "First latent frames of the video that stay in sight (attention sink).", Count(minimum=0)
     )
-    commit_noise: float | None = request_field(
-        help="Noise level, 0 to 1, at which a finished chunk's keys are computed (context noise).",
-        check=Number(maximum=0.999),
-        is_of_chunks=True,
+    commit_noise: float | None = _chunk_field(
+        "Noise level, 0 to 1, at which a finished chunk's keys are computed (context noise).", Number(maximum=0.999)
     )
-    positions: str | None = request_field(
-        help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
-        check=OneOf(POSITIONS),
-        is_of_chunks=True,
+    positions: str | None = _chunk_field(
+        "Frame positions of cached keys: absolute (in the video) or window (among those in sight).", OneOf(POSITIONS)
     )
-    kv_cache_dtype: str | None = request_field(
-        help="Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See "
-        "docs/causal_video.md.",
-        check=OneOf(KV_CACHE_DTYPES),
-        is_of_chunks=True,
+    kv_cache_dtype: str | None = _chunk_field(
+        "Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See docs/causal_video.md.",
+        OneOf(KV_CACHE_DTYPES),
     )
     # Tokens of a page of cached keys; None keeps them in a row.
-    page_size: int | None = request_field(
-        help="Tokens of a page of cached keys; divides a latent frame. See docs/causal_video.md.",
-        check=Count(minimum=1),
-        is_of_chunks=True,
+    page_size: int | None = _chunk_field(
+        "Tokens of a page of cached keys; divides a latent frame. See docs/causal_video.md.", Count(minimum=1)
     )
     # Other prompts on the way, (frame, prompt) each; a time as "5s" becomes the first frame of a chunk when the request
     # is resolved.
-    prompt_switches: tuple[PromptSwitch, ...] | None = request_field(
-        help="Another prompt from a time of the video on: --at 5s 'a blue star'; again for further ones.",
-        check=PromptSwitches(),
-        panel=WHAT,
+    prompt_switches: tuple[PromptSwitch, ...] | None = _switch_field(
+        "Another prompt from a time of the video on: --at 5s 'a blue star'; again for further ones.",
+        PromptSwitches(),
         flag="--at",
-        convert=parse_switches,
         refusal="this model makes a clip at once, of one prompt; leave --at out or use --model-path shapes-causal",
-        is_of_chunks=True,
     )
     # The same of seeds: the noise of the chunks from there on, as in a fork of a stream.
-    seed_switches: tuple[SeedSwitch, ...] | None = request_field(
-        help="Another seed from a time of the video on: --seed-at 5s 7; again for further ones.",
-        check=SeedSwitches(),
-        panel=WHAT,
+    seed_switches: tuple[SeedSwitch, ...] | None = _switch_field(
+        "Another seed from a time of the video on: --seed-at 5s 7; again for further ones.",
+        SeedSwitches(),
         flag="--seed-at",
-        convert=parse_seed_switches,
         refusal="this model makes a clip at once, of one seed; leave --seed-at out or use --model-path shapes-causal",
-        is_of_chunks=True,
     )
-    switch_mode: str | None = request_field(
-        help="Cached keys at a new prompt: recache, recache_at_once (in one pass), or keep.",
-        check=OneOf(SWITCH_MODES),
-        is_of_chunks=True,
+    switch_mode: str | None = _chunk_field(
+        "Cached keys at a new prompt: recache, recache_at_once (in one pass), or keep.", OneOf(SWITCH_MODES)
     )
     # The share of the steps after which the second branch of guidance is no longer computed; None or 1 computes all.
     cfg_gate: float | None = request_field(
-        help="Share of the steps, 0 to 1, after which the last difference of the guidance branches is reused.",
-        check=Number(maximum=1.0),
+        "Share of the steps, 0 to 1, after which the last difference of the guidance branches is reused.",
+        Number(maximum=1.0),
         used_with=GUIDANCE,
     )
     # Of decoders that finish the denoising: the timestep in [0, 1] at which they decode, and how much noise is mixed
     # into the latents before; None is the same amount.
-    decode_timestep: float | None = request_field(
-        help="Noise level that the decoder is told of, 0 to 1, for decoders that take one.",
-        check=Number(maximum=1.0),
-        pipeline_parameters=("decode_timestep",),
+    decode_timestep: float | None = _same_field(
+        "Noise level that the decoder is told of, 0 to 1, for decoders that take one.",
+        Number(maximum=1.0),
         refusal="this model's decoder takes no noise level; leave it out",
     )
-    decode_noise_scale: float | None = request_field(
-        help="Share of noise that such a decoder's latents get, 0 to 1; left out, it is --decode-timestep.",
-        check=Number(maximum=1.0),
-        pipeline_parameters=("decode_noise_scale",),
+    decode_noise_scale: float | None = _same_field(
+        "Share of noise that such a decoder's latents get, 0 to 1; left out, it is --decode-timestep.",
+        Number(maximum=1.0),
         refusal="this model's decoder takes no noise; leave it out",
     )
     # The image that a video starts from, or those to edit; None is text alone.
-    image_path: str | tuple[str, ...] | None = request_field(
-        help="The image a video starts from, or to edit; again for each further one, where a model takes several.",
-        check=ImageFile(several=True),
-        panel=WHAT,
+    image_path: str | tuple[str, ...] | None = _input_field(
+        "The image a video starts from, or to edit; again for each further one, where a model takes several.",
+        ImageFile(several=True),
         pipeline_parameters=("image", "control_image", "reference_images"),
-        convert=parse_paths,
         refusal="this model makes {product} from text alone; leave it out",
     )
-    last_image_path: str | None = request_field(
-        help="The image a video ends with, for models that take one beside --image-path.",
-        check=ImageFile(),
-        panel=WHAT,
+    last_image_path: str | None = _input_field(
+        "The image a video ends with, for models that take one beside --image-path.",
+        ImageFile(),
         pipeline_parameters=("last_image",),
-        convert=as_image_paths,
         refusal="this model takes no image to end with; leave it out",
     )
-    frame_conditions: tuple[FrameCondition, ...] | None = request_field(
-        help="An image at a frame of the video, counted from 0, and how strongly it counts, 0 to 1: "
+    frame_conditions: tuple[FrameCondition, ...] | None = _input_field(
+        "An image at a frame of the video, counted from 0, and how strongly it counts, 0 to 1: "
         "48:middle.png@0.8; again for further ones.",
-        check=FrameConditions(),
-        panel=WHAT,
+        FrameConditions(),
         flag="--condition-at",
-        convert=parse_conditions,
         refusal="this model takes no images at frames of their own; leave --condition-at out",
     )
-    video_path: str | None = request_field(
-        help="A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
-        check=VideoFile(),
-        panel=WHAT,
+    video_path: str | None = _input_field(
+        "A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
+        VideoFile(),
         pipeline_parameters=("video", "control_video", "conditioning_frames"),
         refusal="this model takes no control video; leave it out",
     )
     # The sound that a video is made for; None is one of the model's own, where it makes any.
-    audio_path: str | None = request_field(
-        help="The sound a video is made for (speech, music), for models that make pictures and sound together.",
-        check=SoundFile(),
-        panel=WHAT,
+    audio_path: str | None = _input_field(
+        "The sound a video is made for (speech, music), for models that make pictures and sound together.",
+        SoundFile(),
         refusal="this model takes no sound; leave it out",
     )
     # The constant rate factor of H.264 that the images are compressed with before they are encoded, as the videos that
     # the model was trained on are; 0 leaves them as they are.
-    image_crf: int | None = request_field(
-        help="H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
-        check=Count(minimum=0, maximum=51),
-        pipeline_parameters=("image_crf",),
+    image_crf: int | None = _same_field(
+        "H.264 quality (CRF, 1 to 51) to which images are compressed before the model sees them; 0: not.",
+        Count(minimum=0, maximum=51),
         refusal="this model compresses no images; leave it out",
         used_with=IMAGES,
     )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.
-    mask_path: str | None = request_field(
-        help="The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
-        check=MaskFile(),
-        panel=WHAT,
+    mask_path: str | None = _input_field(
+        "The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
+        MaskFile(),
         pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
-        convert=as_image_paths,
         refusal="this model takes no mask; leave it out",
     )
     # How much the control blocks add, one number or one for each; None is 1.
-    conditioning_scale: float | tuple[float, ...] | None = request_field(
-        help="How strongly a control image or video counts; one number, or one for each control block.",
-        check=Scales(),
-        panel=WHAT,
+    conditioning_scale: float | tuple[float, ...] | None = _input_field(
+        "How strongly a control image or video counts; one number, or one for each control block.",
+        Scales(),
         pipeline_parameters=("conditioning_scale", "controlnet_conditioning_scale"),
-        convert=parse_scales,
         refusal="this model has no control blocks; leave it out",
     )
     # Where in the steps a ControlNet counts, from 0 to 1; None is all of them.
-    control_guidance_start: float | None = request_field(
-        help="Part of the steps, 0 to 1, after which a ControlNet begins to count.",
-        check=Number(0.0, 1.0),
-        pipeline_parameters=("control_guidance_start",),
-        refusal=NO_CONTROLNET,
+    control_guidance_start: float | None = _controlnet_field(
+        "Part of the steps, 0 to 1, after which a ControlNet begins to count.", Number(0.0, 1.0)
     )
-    control_guidance_end: float | None = request_field(
-        help="Part of the steps after which a ControlNet counts no more.",
-        check=Number(0.0, 1.0),
-        pipeline_parameters=("control_guidance_end",),
-        refusal=NO_CONTROLNET,
+    control_guidance_end: float | None = _controlnet_field(
+        "Part of the steps after which a ControlNet counts no more.", Number(0.0, 1.0)
     )
     # Of the CPU generator that draws the noise, so that every device starts alike.
-    seed: int = request_field(
-        default=0,
-        help="7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.",
-        check=SeedNumber(),
-        panel=WHAT,
-        differs_in_batch=True,
-        repeatable=True,
+    seed: int = _prompt_field(
+        "7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.", SeedNumber(), default=0
     )
 
     def __post_init__(self) -> None:
@@ -488,9 +366,8 @@ class GenerationRequest:
             value, declared = getattr(self, item.name), RequestField.of(item.metadata)
             if value is None and item.default is None:
                 continue
-            if declared.convert is not None:
-                value = declared.convert(value)
-                object.__setattr__(self, item.name, value)
+            value = declared.check.read(value)
+            object.__setattr__(self, item.name, value)
             if value is None and item.default is None:
                 continue
             declared.check(item.name, value)

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_runtime.core.spellings import own_name
-from diffusion_runtime.request.fields import parse_levels
+from diffusion_runtime.request.fields import OneOf, parse_levels
 from diffusion_runtime.request.samplers import SAMPLERS
 
 # The fields that say the noise level of every step.
 EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
 
 
-def own_sampler(name: Any) -> Any:
-    """The sampler that another project's name stands for (`euler`); any other value as it is."""
-    return own_name("sampler", name, SAMPLERS)
+class SamplerName(OneOf):
+    """The name of a sampler, in another project's spelling too (`euler`)."""
+
+    def read(self, value: object) -> object:
+        """Return our name of a sampler; any other value as it is."""
+        return own_name("sampler", value, SAMPLERS)
 
 
 def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +54,6 @@ def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
     levels = parse_levels(earlier)
     if not isinstance(levels, tuple):
         return False
-    sampler = SAMPLERS.get(own_sampler(level.get("sampler", "")))
+    sampler = SAMPLERS.get(own_name("sampler", level.get("sampler", ""), SAMPLERS))
     num_steps = level.get("num_inference_steps")
     return (sampler is not None and not sampler.takes_levels) or (num_steps is not None and num_steps != len(levels))

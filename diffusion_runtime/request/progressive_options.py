@@ -58,7 +58,7 @@ class DctOptions:
 
 @dataclass(frozen=True)
 class ProgressiveSettings(MethodSettings):
-    """How the size grows, with the method's options."""
+    """The way in which the size grows, with the method's options."""
 
     field = "progressive_resolution"
     methods = MappingProxyType({"dct": DctOptions})

@@ -35,6 +35,10 @@ class PromptSwitches:
     # Of the flag, which may be given again.
     kind: ClassVar[Any] = list[str]
 
+    def read(self, value: object) -> object:
+        """Return pairs, of texts as "5s a blue star" too."""
+        return _read_pairs(value)
+
     def __call__(self, name: str, value: object) -> None:
         name = f"{name} (--at)"
         for at, prompt in _checked_pairs(name, value, "a prompt, such as [5s, a red circle]", "prompts"):
@@ -49,6 +53,13 @@ class SeedSwitches:
     metavar: ClassVar[str] = "TIME SEED"
     # Of the flag, which may be given again.
     kind: ClassVar[Any] = list[str]
+
+    def read(self, value: object) -> object:
+        """Return pairs, of texts as "5s 7" too."""
+        pairs = _read_pairs(value)
+        if not isinstance(pairs, tuple):
+            return pairs
+        return tuple((item[0], _seed(item[1])) if _is_pair(item) else item for item in pairs)
 
     def __call__(self, name: str, value: object) -> None:
         name = f"{name} (--seed-at)"
@@ -74,21 +85,13 @@ def _check_time(name: str, at: object) -> None:
         raise RequestError(f"{name}: expected a frame from 1 to {MAX_COUNT}, or a time ({_FORMS}), got {shown(at)}")
 
 
-def parse_switches(value: object) -> object:
-    """Lists of pairs, or of texts as "5s a blue star", as tuples, `48f` as the frame 48; anything else as it is, for
-    PromptSwitches to refuse. None for an empty list."""
+def _read_pairs(value: object) -> object:
+    """Return lists of pairs, or of texts as "5s a blue star", as tuples, `48f` as the frame 48; anything else as it is.
+    None for an empty list."""
     if not isinstance(value, list | tuple):
         return value
     pairs = [item.strip().split(None, 1) if isinstance(item, str) else item for item in value]
     return tuple((_frame(item[0]), item[1]) if _is_pair(item) else item for item in pairs) or None
-
-
-def parse_seed_switches(value: object) -> object:
-    """As parse_switches, of texts as "5s 7", for SeedSwitches to refuse."""
-    pairs = parse_switches(value)
-    if not isinstance(pairs, tuple):
-        return pairs
-    return tuple((item[0], _seed(item[1])) if _is_pair(item) else item for item in pairs)
 
 
 def seconds_of(at: str, name: str) -> float:
@@ -100,7 +103,7 @@ def seconds_of(at: str, name: str) -> float:
 
 
 def _units(at: str) -> str:
-    """What to type in place of digits alone."""
+    """Return what to type in place of digits alone."""
     number = at.strip()
     if _NUMBER.fullmatch(number) is None:
         return ""

@@ -182,8 +182,8 @@ class TeaCachePolynomial:
 
 @dataclass(frozen=True)
 class TeaCachePolynomials:
-    """Of one model. of_ret_steps: of the variant `use_ret_steps`, None where the model has none. models, source: what
-    they are for, and who measured them."""
+    """The polynomials of one model. of_ret_steps: of the variant `use_ret_steps`, None where the model has none.
+    models, source: what they are for, and who measured them."""
 
     models: str
     source: str
@@ -217,5 +217,5 @@ class StepCacheSettings(MethodSettings):
 
     @property
     def decides_per_branch(self) -> bool:
-        """Whether each guidance branch has a decision of its own, and so a forward pass."""
+        """True where each guidance branch has a decision of its own, and so a forward pass."""
         return isinstance(self.options, DBCacheOptions | MagCacheOptions | TeaCacheOptions)

@@ -1,4 +1,5 @@
-"""Combinations: which two features do not go together, and what a refusal says, in one table (combinations.yaml)."""
+"""Combinations: which two features do not go together, and what a refusal says, in one table (combinations.yaml), to
+which the options of RuntimeConfig add what a pipeline of diffusers' own does not take."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion_runtime.config import RuntimeConfig, runtime_options
+from diffusion_runtime.core.runtime_options import Refusal, flag_name
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.rules.features import ChosenRequest, ChosenRuntime
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
@@ -43,6 +46,27 @@ def check_combinations(about: str, chosen: ChosenRequest | ChosenRuntime) -> Non
         if not row.at and row.is_chosen(chosen):
             error = RequestError if isinstance(chosen, ChosenRequest) else ConfigError
             raise error(row.says.format_map(chosen.values()))
+
+
+def pipeline_combinations() -> tuple[Combination, ...]:
+    """Return the rows of pipelines of diffusers' own, which the options declare."""
+    names: dict[Refusal, list[str]] = {}
+    for name, declared in runtime_options().items():
+        if declared.refusal is not None:
+            names.setdefault(declared.refusal, []).append(name)
+    rows = []
+    for each, (first, *others) in names.items():
+        says = each.says if others else each.says.replace("{name}", first).replace("{flag}", flag_name(first))
+        rows.append(Combination(("diffusers' own pipeline", each.feature or f"`{first}`"), says))
+    return tuple(rows)
+
+
+def check_pipeline_options(config: RuntimeConfig) -> None:
+    """Raises ConfigError for the first option whose value a pipeline of diffusers' own does not take."""
+    for name, declared in runtime_options().items():
+        value = getattr(config, name)
+        if declared.refusal is not None and declared.is_refused(value):
+            raise ConfigError(declared.refusal.says.format(name=name, flag=flag_name(name), value=value))
 
 
 def refusal(first: str, second: str, chosen: ChosenRuntime) -> ConfigError:

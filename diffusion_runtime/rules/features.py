@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from diffusion_runtime.config import RuntimeConfig, weight_paths
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.chunks import is_rolling
 from diffusion_runtime.request.generation_request import GenerationRequest, is_set
 from diffusion_runtime.request.layers import EXPLICIT_LEVELS
@@ -94,16 +94,11 @@ class ChosenRuntime:
     def features(self) -> Mapping[str, Callable[[], bool]]:
         """Features by name: functions that find whether each is chosen."""
         config = self.config
-        decoding = ("vae_decode", "vae_decoder", "vae_tiling")
         return {
             "offloaded layers": lambda: config.offload == "layers",
-            "offloading": lambda: config.offload not in ("auto", "none") or config.memory_limit is not None,
             "CUDA graphs": lambda: config.cuda_graphs == "on",
             "several processes": lambda: config.parallel.num_processes > 1,
-            "another decoder": lambda: any(map(self.is_set, decoding)),
-            "weights from elsewhere": lambda: any(map(self.is_set, weight_paths())),
-            # Asked for them alone.
-            "diffusers' own pipeline": lambda: True,
+            # Asked for it alone.
             "tune": lambda: True,
         }
 
@@ -113,8 +108,7 @@ class ChosenRuntime:
 
     def values(self) -> dict[str, Any]:
         """Return what the refusals name."""
-        weights = next(filter(self.is_set, weight_paths()), "")
-        return {"config": self.config, "weights": weights, "weights_flag": f"--{weights.replace('_', '-')}"}
+        return {"config": self.config}
 
 
 def _is_progressive(request: GenerationRequest) -> bool:

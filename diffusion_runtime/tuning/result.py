@@ -42,6 +42,16 @@ class Sensitivity:
         }
 
 
+def written_options(runtime: RuntimeConfig) -> dict[str, Any]:
+    """Return the options of a tuned config that are not the default's."""
+    defaults = RuntimeConfig()
+    return {
+        name: _plain(getattr(runtime, name))
+        for name, option in runtime_options().items()
+        if option.written_by_tune and getattr(runtime, name) != getattr(defaults, name)
+    }
+
+
 @dataclass(frozen=True)
 class TuneResult:
     """uniform: by method, the sparsest one choice for all layers and steps under the same budget. chosen: the name (see
@@ -133,16 +143,14 @@ class TuneResult:
 
     def config(self) -> dict[str, Any]:
         """`runtime` and `request` as `generate --config` takes them, and `tuning`, the record."""
-        defaults = RuntimeConfig()
-        runtime = {
-            name: _plain(getattr(self.runtime, name))
-            for name, option in runtime_options().items()
-            if option.written_by_tune and getattr(self.runtime, name) != getattr(defaults, name)
-        }
         own = ("prompt", "negative_prompt", "seed")
         request = {key: value for key, value in self.request.to_dict().items() if value is not None and key not in own}
         return {
-            "runtime": {"model_path": self.runtime.model_path, **runtime, "attention": self.attention},
+            "runtime": {
+                "model_path": self.runtime.model_path,
+                **written_options(self.runtime),
+                "attention": self.attention,
+            },
             "request": request,
             "tuning": self.record(),
         }
