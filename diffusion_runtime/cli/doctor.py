@@ -75,6 +75,8 @@ def doctor(
     Each backend computes small inputs and is compared with float64.
     Exit code 1 when a backend that was asked for, or any test, fails.
     """
+    # Importing torch is part of what one waits for: 7 s on a machine that has just started.
+    started = time.monotonic()
     terminal = Terminal(quiet=quiet, verbose=verbose, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.attention.config import AttentionSpec
@@ -83,7 +85,7 @@ def doctor(
 
         asked = () if attention_backend is None else AttentionSpec(attention_backend).candidates
         with _progress(terminal) as on_progress:
-            budget = TimeBudget(None if full else USUAL_SECONDS)
+            budget = TimeBudget(None if full else USUAL_SECONDS, started=started)
             diagnosis = examine(device or "auto", asked, Path(DEFAULT_FOLDER), on_progress, budget)
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, **diagnosis.to_dict()}))

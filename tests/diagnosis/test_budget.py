@@ -93,6 +93,15 @@ def test_in_limited_time_nothing_compiles_and_nothing_begins_after_it(tmp_path: 
     assert found.to_dict()["left_out"] == [{"what": what, "why": why} for what, why in said.items()]
 
 
+def test_the_time_begins_with_the_command() -> None:
+    """Before the imports, whose seconds are waited for too."""
+    now = CLOCK()
+    assert not TimeBudget(SECONDS, CLOCK, started=now - 17).is_spent
+    late = TimeBudget(SECONDS, CLOCK, started=now - 18)
+    assert late.is_spent
+    assert late.import_seconds == 0
+
+
 def test_all_of_it_and_what_was_asked_for_take_as_long_as_they_take(tmp_path: Path) -> None:
     full = examined(tmp_path, None)
     assert Compiling.calls == Slow.calls > 2
