@@ -109,6 +109,9 @@ def _folder_row(description: PipelineDescription) -> str:
         return str(folder)
     size = size_text(round(folder.download_gb * 10**9))
     what = f"a run downloads {f'{size} from the hub' if folder.download_gb else 'no weights'}"
+    if (variant := description.config.variant) is not None and folder.download_gb:
+        # A folder's json counts its default weights; only the hub's list of files has the others.
+        what += f"; that is the size of the default weights, not of the variant {variant}"
     where = "none yet: planned from the configs inside the package" if folder.is_packaged else str(folder)
     return f"{where}; {what}"
 

@@ -170,3 +170,16 @@ def test_the_folder_in_the_hubs_cache_comes_first(
     for component, stem in (("text_encoder", "model"), ("text_encoder_2", "model"), ("transformer", vae.stem)):
         (snapshot / component / f"{stem}.safetensors").touch()
     assert find_configs(hub_id).downloads_gb is None
+
+
+def test_the_size_of_a_variant_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's json counts its default weights alone."""
+    flags = ("generate", "a cat", "--model-path", "wan2.1-1.3b", "--dry-run")
+    said = []
+    for variant in ((), ("--variant", "fp16")):
+        assert run((*flags, *variant)) == 0
+        printed = capsys.readouterr()
+        said.append(" ".join((printed.out + printed.err).split()))
+    assert "28.90 GB from the hub" in said[0]
+    assert "the default weights" not in said[0]
+    assert "28.90 GB from the hub; that is the size of the default weights, not of the variant fp16" in said[1]
