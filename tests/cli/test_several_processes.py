@@ -106,7 +106,9 @@ def test_an_interrupted_run_keeps_what_is_finished(
     assert result.code == 130, result.err
     written = [first, *result.out.split()]
     assert result.err.count("error: ") == 1
-    assert f"error: interrupted: {len(written)} of 40 finished" in result.err
+    # A rank that does not end within the launcher's few seconds, on a busy machine, cannot count its files.
+    counted = f"error: interrupted: {len(written)} of 40 finished" in result.err
+    assert counted or "error: interrupted: files that were finished are in outputs" in result.err
     assert files_in(tmp_path / "outputs") == sorted(
         Path(name).name for path in written for name in (path, path.replace(".npy", ".json"))
     )

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from cli_support import process_environment
 
+from diffusion_runtime.startup.kept_kernels import ENABLED_VARIABLE, FOLDER_VARIABLE
+
 # A package as FlashAttention-4 stands on one (quack), and one of another name.
 DECORATED = """
 import torch
@@ -43,7 +45,8 @@ def run(packages: Path, script: str, **variables: str) -> subprocess.CompletedPr
     cache = {"DIFFUSION_RUNTIME_CACHE": str(packages.parent / "cache"), "PYTHONPATH": str(packages)}
     environment = process_environment() | variables | cache
     # Of a process that has imported the package itself, as the tests of one worker may have.
-    environment.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None)
+    for variable in (ENABLED_VARIABLE, FOLDER_VARIABLE):
+        environment.pop(variable, None)
     command = [sys.executable, "-c", script]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
