@@ -20,8 +20,8 @@ import torch.nn.functional as F
 import triton
 
 from benchmarks.machine import describe_machine
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse import flash4
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, prepare, tile_shape

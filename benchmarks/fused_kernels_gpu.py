@@ -33,11 +33,11 @@ from benchmarks.families import flux1, flux2, qwen_image, wan, z_image
 from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.families_gpu import write_folder
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, attention
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
 from diffusion_runtime.kernels.block_packing import TokenBlocks
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
 from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows
 from diffusion_runtime.kernels.implementation import VARIABLE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.core.block_geometry import BlockGeometry
 
 Options = dict[str, Any]
 

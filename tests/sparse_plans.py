@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths, tile_geometry
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.core.block_geometry import BlockGeometry
 
 Extent = tuple[int, int, int]
 

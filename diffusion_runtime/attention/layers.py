@@ -34,10 +34,11 @@ from diffusion_runtime.attention.layer_decisions import LayerDecisions, LayerSha
 from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention, refusal_of_recording
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
+from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks
+from diffusion_runtime.kernels.block_packing import TokenBlocks
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange

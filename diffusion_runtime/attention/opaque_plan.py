@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.recorded_values import CallValues, call_values
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.token_layout import TokenLayout
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 

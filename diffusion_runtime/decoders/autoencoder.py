@@ -17,7 +17,7 @@ from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.decoders.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.layers.waiting_weights import let_wait
+from diffusion_runtime.memory.waiting_weights import let_wait
 from diffusion_runtime.weights.autoencoder_names import by_diffusers_names
 from diffusion_runtime.weights.checkpoint import Checkpoint, WeightChange
 from diffusion_runtime.weights.weight_loading import check_names, load_weights, own_pieces
@@ -144,7 +144,7 @@ class DiffusersComponent:
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> Any:
         """Load the component with its weights, in eval mode and without gradients; on the meta device the weights wait
-        (layers/waiting_weights.py).
+        (memory/waiting_weights.py).
 
         left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
         parameters and buffers that are not converted to `dtype`.

@@ -6,8 +6,8 @@ import os
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def block_means(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:

@@ -3,7 +3,7 @@
 What modulates a block follows from the timestep, the guidance scale and the pooled text, and all of them are known
 before the first step. So the first forward pass computes the rows of every step, and the steps read theirs: the linear
 layers that make them, 6.46 of FLUX.1's 23.80 GB in bfloat16, are read once a request and not at every step, and wait in
-the machine's memory where blocks are streamed (layers/waiting_weights.py). Of a step that was not planned the rows are
+the machine's memory where blocks are streamed (memory/waiting_weights.py). Of a step that was not planned the rows are
 computed in its own pass.
 
 Shapes: N timesteps, B batch, D width, R rows of all modulations together.
@@ -23,7 +23,7 @@ from diffusion_runtime.core.block_stack import RunBlock, Streams
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.layers.modulation import ApartTokens, ModulatedBlock, Modulation
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 
 _PLAN, _ROWS = "planned_times", "modulation_rows"
 # Devices on which each timestep is a product of its own.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.layers.waiting_weights import set_hold
 from diffusion_runtime.memory.transfers import Transfers
+from diffusion_runtime.memory.waiting_weights import set_hold
 from diffusion_runtime.memory.weight_unit import Unit
 
 

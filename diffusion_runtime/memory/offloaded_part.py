@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from diffusion_runtime.layers.waiting_weights import set_hold
 from diffusion_runtime.memory.block_stream import BlockStream
 from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.plan import NUM_SLOTS, spread
 from diffusion_runtime.memory.transfers import Transfers
+from diffusion_runtime.memory.waiting_weights import set_hold
 from diffusion_runtime.memory.weight_unit import Unit, WeightHome, aligned, blocks_of, read_once, tensors_of
 
 

@@ -150,7 +150,7 @@ def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
 def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Modules of a block with tensors of theirs that its forward does not read: what `read_once` of the module names,
     such as the projections of a text to keys and values. Code that reads them enters `held_weights`
-    (layers/waiting_weights.py)."""
+    (memory/waiting_weights.py)."""
     found = []
     for module in block.modules():
         names: tuple[str, ...] = getattr(module, "read_once", ())

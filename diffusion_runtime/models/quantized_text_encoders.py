@@ -11,7 +11,7 @@ import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, part_prefix
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
-from diffusion_runtime.layers.waiting_weights import is_waiting
+from diffusion_runtime.memory.waiting_weights import is_waiting
 from diffusion_runtime.models.text_encoder_files import STEM, source_of, text_components
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of

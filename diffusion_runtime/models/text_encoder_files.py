@@ -20,7 +20,7 @@ from torch import nn
 from diffusion_runtime.core.model_folder import AnyFolder, part_prefix, read_index
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.layers.waiting_weights import is_waiting
+from diffusion_runtime.memory.waiting_weights import is_waiting
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of

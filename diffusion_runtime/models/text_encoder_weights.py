@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diffusion_runtime.layers.waiting_weights import let_wait
+from diffusion_runtime.memory.waiting_weights import let_wait
 from diffusion_runtime.models.text_encoder_files import STEM
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece
 from diffusion_runtime.weights.weight_loading import load_weights, own_pieces

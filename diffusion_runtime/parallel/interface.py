@@ -11,7 +11,7 @@ from diffusion_runtime.core.token_layout import TokenLayout
 if TYPE_CHECKING:
     import torch
 
-    from diffusion_runtime.kernels.block_packing import PackedTokens
+    from diffusion_runtime.core.packed_tokens import PackedTokens
 
 
 class AttentionInputs(NamedTuple):

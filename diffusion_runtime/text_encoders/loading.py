@@ -14,8 +14,8 @@ import torch
 
 from diffusion_runtime.core.model_folder import part_prefix
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
-from diffusion_runtime.layers.waiting_weights import nothing_like
 from diffusion_runtime.layers.weight_range import first_unusable
+from diffusion_runtime.memory.waiting_weights import nothing_like
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.json_text import read_json_file
 
@@ -77,7 +77,7 @@ def load_encoder(
     """Load an encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of
     either.
 
-    device: the meta device to leave the weights unread: they wait (layers/waiting_weights.py), and tensors that no file
+    device: the meta device to leave the weights unread: they wait (memory/waiting_weights.py), and tensors that no file
     holds are computed as usual. part: the part of the model that moves to the device; the rest is dropped. num_layers:
     how many layers of its language model are built and read, the first ones; None for all. renamed: patterns of names
     in files, in addition to those that transformers knows -> the model's. unread: beginnings of the names of parts that

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from diffusion_runtime.layers.eight_bit_linear import quantized_weights
-from diffusion_runtime.layers.waiting_weights import let_wait
 from diffusion_runtime.memory.transfers import Transfers
+from diffusion_runtime.memory.waiting_weights import let_wait
 from diffusion_runtime.memory.weight_unit import aligned
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
 from diffusion_runtime.weights.weight_loading import Arrange, MakeEmpty, read_weights
@@ -37,7 +37,7 @@ class Conversions:
 
 class StoredWeights:
     """The home of a module's weights (memory/weight_unit.py: WeightHome). Its parameters hold NaN while they wait, so
-    that a read of one that is not there gives NaN (layers/waiting_weights.py).
+    that a read of one that is not there gives NaN (memory/waiting_weights.py).
 
     module: with empty parameters of the shapes and dtypes of loaded ones, and checked names. changes: made to the
     tensors as they are read, such as a LoRA. Keeps the files open, so that a folder that is replaced meanwhile changes

@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
+from diffusion_runtime.core.packed_tokens import TAIL_ROWS
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
-from diffusion_runtime.kernels.block_packing import TAIL_ROWS, Averaged, TokenBlocks, row_width
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_packing import Averaged, TokenBlocks, row_width
 from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
 from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
 from diffusion_runtime.kernels.modulated_norm.api import (

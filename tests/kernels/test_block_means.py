@@ -9,10 +9,10 @@ import torch
 
 from diffusion_runtime.attention import TokenLayout
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels import block_means as reference
 from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def loop(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:

@@ -15,12 +15,11 @@ from sparse_plans import cluster_plan, tile_plan
 from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
+from diffusion_runtime.core.packed_tokens import TAIL_ROWS, PackedTokens
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means_triton
 from diffusion_runtime.kernels.block_packing import (
-    TAIL_ROWS,
     Averaged,
-    PackedTokens,
     pack_tokens,
     pack_tokens_reference,
     pack_tokens_triton,

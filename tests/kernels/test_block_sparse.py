@@ -12,10 +12,10 @@ from sparse_plans import cluster_plan, row_mask_plan, tile_plan
 from tables import table
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse import flash4, gathered, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
 

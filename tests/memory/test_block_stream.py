@@ -9,8 +9,8 @@ import torch
 from offloaded_pipelines import StrictTransfers
 from torch import nn
 
-from diffusion_runtime.layers.waiting_weights import held_weights
 from diffusion_runtime.memory.offloaded_part import OffloadedPart, into_arena
+from diffusion_runtime.memory.waiting_weights import held_weights
 
 DIM = 4
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.errors import DeviceMemoryError, ModelLoadError
-from diffusion_runtime.layers.waiting_weights import is_waiting, let_wait
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.plan import MACHINE, MemoryDemand, MemoryPlan, PartSize, make_plan
+from diffusion_runtime.memory.waiting_weights import is_waiting, let_wait
 from diffusion_runtime.memory.weight_unit import aligned
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.text_encoder_files import matched_tensors

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks
+    from diffusion_runtime.core.packed_tokens import PackedTokens
+    from diffusion_runtime.kernels.block_packing import TokenBlocks
     from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 

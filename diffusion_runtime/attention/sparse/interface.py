@@ -31,16 +31,17 @@ from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tile_counts, tiles_of
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import DTYPES, Hardware
+from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing import Averaged, PackedTokens, TokenBlocks
+from diffusion_runtime.kernels.block_packing import Averaged, TokenBlocks
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, takes_packed_rows
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.expected import expected_implementation as expected_kernel
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.startup.importing import import_failure
 

@@ -20,10 +20,10 @@ from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, 
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.tiles import sequence_order
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 

@@ -8,8 +8,8 @@ import math
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.token_layout import RASTER, Extent, TokenLayout
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def tile_counts(grid: Extent, tile: Extent) -> Extent:

@@ -25,13 +25,14 @@ from diffusion_runtime.attention.sparse.interface import (
     sparse_capability,
 )
 from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
+from diffusion_runtime.core.block_geometry import BlockGeometry
+from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_packing import Averaged, PackedTokens, pack_tokens
+from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.highest_blocks import highest
 

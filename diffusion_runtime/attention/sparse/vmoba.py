@@ -24,6 +24,7 @@ from diffusion_runtime.attention.sparse.tiles import (
     tile_order,
     without_lengths,
 )
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
@@ -31,7 +32,6 @@ from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing import pack_tokens
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
 from diffusion_runtime.kernels.block_sparse.triton import refusal_of_size

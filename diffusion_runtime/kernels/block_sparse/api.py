@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
+from diffusion_runtime.core.packed_tokens import TAIL_ROWS, PackedTokens
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing import TAIL_ROWS, PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing import row_width
 from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference, block_sparse_skipping_reference
 

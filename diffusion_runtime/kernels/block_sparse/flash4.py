@@ -11,9 +11,9 @@ import logging
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing import reorder_tokens
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.startup.importing import import_failure
 from diffusion_runtime.startup.remembered_imports import ImportCheck, forget, is_remembered, remember

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.kernels.block_packing import reorder_tokens
 from diffusion_runtime.kernels.block_sparse.flash4 import serves
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.startup.importing import import_failure
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_runtime.kernels.block_packing import PackedTokens, pack_tokens, row_width
+from diffusion_runtime.core.block_geometry import BlockGeometry
+from diffusion_runtime.core.packed_tokens import PackedTokens
+from diffusion_runtime.kernels.block_packing import pack_tokens, row_width
 from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.kernels.block_sparse.gathered_lists import gathered_lists
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS, count_rows, tile_of_bits
 from diffusion_runtime.kernels.block_sparse.triton import TileShape

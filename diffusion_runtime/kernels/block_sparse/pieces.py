@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 # Rows of a chunk; the kernels' CHUNK.

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.core.block_geometry import BlockGeometry
 
 
 class RowCounts(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse import triton
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import RowCounts
 
 # Bits that are counted in torch at a time.

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
-from diffusion_runtime.kernels.block_packing import PackedTokens, pack_tokens, row_width, rows_contiguous
-from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.core.packed_tokens import PackedTokens
+from diffusion_runtime.kernels.block_packing import pack_tokens, row_width, rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing import PackedTokens, TokenBlocks, pack_tokens, pack_tokens_reference
+from diffusion_runtime.kernels.block_packing import TokenBlocks, pack_tokens, pack_tokens_reference
 from diffusion_runtime.kernels.implementation import runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import block_order_triton as triton
 from diffusion_runtime.kernels.qk_norm_rope import reference

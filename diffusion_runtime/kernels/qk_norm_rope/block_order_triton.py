@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import torch
 
-from diffusion_runtime.kernels.block_packing import TAIL_ROWS, PackedTokens, TokenBlocks, row_width
+from diffusion_runtime.core.packed_tokens import TAIL_ROWS, PackedTokens
+from diffusion_runtime.kernels.block_packing import TokenBlocks, row_width
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.qk_norm_rope import triton
 from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall

@@ -31,7 +31,7 @@ from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer

@@ -33,7 +33,7 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.conditioned_latents import ConditionedLatents

@@ -41,7 +41,7 @@ from diffusion_runtime.layers.token_runs import (
     rows_by_run,
     token_runs,
 )
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx_video.config import LTXVideoConfig, LTXVideoGeometry
 

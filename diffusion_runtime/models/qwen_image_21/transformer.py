@@ -33,7 +33,7 @@ from diffusion_runtime.layers.modulation import Modulation, add_gated_, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import diagonal_rotations, norm_and_rotate, position_rotations
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions

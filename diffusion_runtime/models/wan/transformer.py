@@ -40,7 +40,7 @@ from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_
 from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate, with_positions
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import frame_runs
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import (

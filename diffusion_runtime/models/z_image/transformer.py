@@ -33,7 +33,7 @@ from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import position_rotations
 from diffusion_runtime.layers.rotated_attention import rotated_attention
-from diffusion_runtime.layers.waiting_weights import held_weights
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions

@@ -63,6 +63,6 @@ class Mxfp8(StoredFormat):
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         values, exponents = tensors
-        # 255 is NaN, as of weights that wait (layers/waiting_weights.py).
+        # 255 is NaN, as of weights that wait (memory/waiting_weights.py).
         scales = torch.exp2(exponents.float() - _BIAS).masked_fill(exponents == _NAN, torch.nan)[..., None]
         return (values.float().view(*exponents.shape, _BLOCK) * scales).flatten(1)
