@@ -49,7 +49,7 @@ FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
 _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _WEIGHT_LEAVES = ("weight", "bias")
 # Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
-_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
 # ComfyUI: how one layer is quantised, as JSON in bytes; how many of these a message looks at.
 LAYER_MARK = ".comfy_quant"
 MAX_MARK_BYTES = 4096
@@ -179,7 +179,7 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
     and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
     """
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = _need_scales(dtypes)
     if strange:
@@ -208,7 +208,7 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
 def refuse_unmarked(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
     numbers, 8-bit floats, the marks of layers, and the weights that these are for. dtypes: by tensor name."""
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = {
         name: dtype
