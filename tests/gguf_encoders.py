@@ -77,6 +77,15 @@ def vision_tensors(state: Mapping[str, torch.Tensor], deep: tuple[int, ...] = ()
             yield found, tensor
 
 
+def random_q4_k(shape: torch.Size) -> numpy.ndarray[Any, Any]:
+    """Blocks that the package reads and does not make: any bytes behind two float16 scales."""
+    random = numpy.random.default_rng(len(shape))
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, 144), dtype=numpy.uint8)
+    scales = random.uniform(0.001, 0.01, (*blocks.shape[:-1], 2)).astype(numpy.float16)
+    blocks[..., :4] = scales.view(numpy.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def write_encoder(
     path: Path,
     architecture: str,
@@ -97,7 +106,10 @@ def write_encoder(
     for name, tensor in tensors:
         wanted = kind_of(name) if tensor.dim() >= 2 else "F32"
         kind = GGMLQuantizationType[wanted if tensor.shape[-1] % 32 == 0 or wanted in ("BF16", "F16") else "F32"]
-        data = quantize(tensor.detach().float().contiguous().numpy().astype(numpy.float32), kind)
+        if kind is GGMLQuantizationType.Q4_K:
+            data = random_q4_k(tensor.shape)
+        else:
+            data = quantize(tensor.detach().float().contiguous().numpy().astype(numpy.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         meant[name] = torch.from_numpy(dequantize(data, kind).reshape(tensor.shape).copy())
     writer.write_header_to_file()

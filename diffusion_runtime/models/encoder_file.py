@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,18 @@ def open_encoder_file(path: Path, prefix: str = "", num_embeddings: int | None =
     return file
 
 
+def num_embeddings_of(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a text encoder's config.json says that it has embeddings of."""
+    number = (config.get("text_config") or config).get("vocab_size")
+    return number if type(number) is int else None
+
+
+def num_layers_of(names: Iterable[str]) -> int:
+    """Count the layers of the language model that tensors of these names are of."""
+    found = (_LAYER.search(name) for name in names if not _PICTURES.search(name))
+    return max((int(each[1]) for each in found if each), default=-1) + 1
+
+
 def _described(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -110,8 +122,7 @@ def _described(
             types = ("qwen3_vl",) if has_vision else ("qwen3", "qwen3_vl")
     if not types:
         raise ModelLoadError(f"{path}: holds {title}, and says that it is {shown(declared)}: use another file")
-    layers = [int(found[1]) for name in shapes if not _PICTURES.search(name) and (found := _LAYER.search(name))]
-    num_layers = max(layers, default=-1) + 1
+    num_layers = num_layers_of(shapes)
     return EncoderFile(
         path,
         title,
