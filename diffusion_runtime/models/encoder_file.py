@@ -3,9 +3,10 @@ tokenizer."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,16 @@ from typing import Any
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.text_encoders.file_tokenizer import (
+    ARRAYS,
+    FileTokenizer,
+    from_metadata,
+    from_spiece,
+    from_tekken,
+)
+from diffusion_runtime.text_encoders.sentencepiece_tokenizer import NUM_EXTRA, NUM_EXTRA_OF_UMT5
+from diffusion_runtime.untrusted.gguf_header import read_gguf_header
+from diffusion_runtime.untrusted.sentencepiece_model import MAX_BYTES
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
 from diffusion_runtime.weights.gguf_encoder import GgufEncoderFile
 from diffusion_runtime.weights.stored_tensors import stored_rows
@@ -82,6 +93,39 @@ def open_encoder_file(path: Path, prefix: str = "", num_embeddings: int | None =
         file.close()
         raise
     return file
+
+
+def tokenizer_in(path: Path, prefix: str, model_type: str) -> FileTokenizer | None:
+    """Return the tokenizer that a text encoder's file carries; None for one without. prefix: as of
+    describe_encoder_file. Raises ModelLoadError for a file that cannot be read, and for a tokenizer that is none."""
+    num_extra = NUM_EXTRA_OF_UMT5 if model_type == "umt5" else NUM_EXTRA
+    if path.suffix == GGUF:
+        values = read_gguf_header(path, whole=ARRAYS).metadata
+        return from_metadata(values, str(path), num_extra) if GGUF_TOKENIZER in values else None
+    # Beside the parts of a file of several as well as among the encoder's own tensors.
+    with closing(SafetensorsFile(path)) as file:
+        for name, read in _TOKENIZERS.items():
+            for stored_as in (f"{prefix}{name}", name):
+                if stored_as in file.heads:
+                    return read(_bytes_of(file, stored_as), f"{path}: tensor {stored_as}", num_extra)
+    return None
+
+
+# By the name of the tensor that holds one.
+_TOKENIZERS: Mapping[str, Callable[[bytes, str, int], FileTokenizer]] = {
+    "spiece_model": from_spiece,
+    "tekken_model": lambda content, where, _: from_tekken(content, where),
+}
+
+
+def _bytes_of(file: SafetensorsFile, name: str) -> bytes:
+    head = file.heads[name]
+    number = math.prod(head.shape)
+    if head.kind not in ("U8", "I8") or len(head.shape) != 1 or number > MAX_BYTES:
+        raise ModelLoadError(
+            f"{file.path}: tensor {name}: expected up to {MAX_BYTES} bytes, got {head.kind} {list(head.shape)}"
+        )
+    return file.read(name).numpy().tobytes()
 
 
 def num_embeddings_of(config: Mapping[str, Any]) -> int | None:

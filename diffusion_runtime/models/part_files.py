@@ -15,12 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.core.model_folder import INDEX_FILE, LINKS, PART_MARK, ModelFolder, read_index, read_json
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    LINKS,
+    PART_MARK,
+    ModelFolder,
+    part_prefix,
+    read_index,
+    read_json,
+)
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
-from diffusion_runtime.models.encoder_file import EMBEDDINGS, num_embeddings_of, num_layers_of, open_encoder_file
+from diffusion_runtime.models.encoder_file import (
+    EMBEDDINGS,
+    num_embeddings_of,
+    num_layers_of,
+    open_encoder_file,
+    tokenizer_in,
+)
+from diffusion_runtime.models.hub import cached_file
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.text_encoder_files import GGUF_LINK, PICTURES_LINK
+from diffusion_runtime.text_encoders.loading import tokenizer_id
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
@@ -100,9 +116,39 @@ def with_parts(
     none, ModelLoadError for files that are missing, damaged, quantised, or hold something else.
     """
     places = {part.component: _place_of(folder, part) for part in parts}
+    for part in parts:
+        places |= _tokenizer_place(folder, part, places[part.component])
     if variant is not None:
         places |= _variants(folder, variant, (*places, *elsewhere))
     return folder.with_parts(places) if places else folder
+
+
+# Any of these makes a tokenizer.
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
+# What the hub's cache has of one.
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict[str, Path]:
+    """Return the folder of a text encoder's tokenizer, of its file or else of the hub's cache, where the model's folder
+    has none. encoder: its folder of links. Raises ModelLoadError for a tokenizer in the file that is none."""
+    if not part.component.startswith("text_encoder"):
+        return {}
+    index, of_part = read_index(folder), part.component.replace("text_encoder", "tokenizer")
+    name = of_part if of_part in index or "processor" not in index else "processor"
+    if name not in index or any((folder / name / file).is_file() for file in _TOKENIZER_FILES):
+        return {}
+    config, path = read_json(encoder / "config.json"), Path(user_path(part.path, part.key))
+    found = tokenizer_in(path, part_prefix(encoder), str(config.get("model_type"))) if path.is_file() else None
+    whose = tokenizer_id(config) if found is None else None
+    cached = {} if whose is None else {each: cached_file(whose, each) for each in _JSON_FILES}
+    links = {each: file for each, file in cached.items() if file is not None}
+    if found is None and _JSON_FILES[0] not in links:
+        return {}
+    place = _linked(name, folder, links)
+    if found is not None:
+        found.save(place)
+    return {name: place}
 
 
 def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:
@@ -382,7 +428,7 @@ def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path], pref
     prefix: of the component's tensors in them."""
     place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
     place.mkdir(parents=True)
-    for path in (folder / component).iterdir():
+    for path in (folder / component).iterdir() if (folder / component).is_dir() else ():
         if path.suffix in (".json", ".txt", ".model", ".jinja") and ".safetensors.index" not in path.name:
             (place / path.name).symlink_to(path.absolute())
     for name, target in links.items():

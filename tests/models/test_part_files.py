@@ -518,7 +518,12 @@ REFUSED: list[tuple[str, Given, type[DiffusionRuntimeError], str]] = [
         r"folder of a whole model: give .*/vae",
     ),
     ("nothing", path_of("vae_path", lambda folder: folder / "lost"), ModelLoadError, "no such file or folder"),
-    ("GGUF", given("text_encoder_2_path", component("text_encoder_2"), "t5.gguf"), ModelLoadError, "does not start with GGUF"),
+    (
+        "GGUF",
+        given("text_encoder_2_path", component("text_encoder_2"), "t5.gguf"),
+        ModelLoadError,
+        "does not start with GGUF",
+    ),
     ("a pickle", given("vae_path", component("vae"), "ae.ckpt"), ModelLoadError, r"expected a \.safetensors file"),
 ]
 
