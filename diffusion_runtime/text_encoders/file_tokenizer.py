@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
@@ -60,10 +61,10 @@ class FileTokenizer:
     tokenizer: Tokenizer
     settings: Mapping[str, Any]
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
+    def save(self, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write tokenizer.json and tokenizer_config.json. settings: of the model, which hold before these."""
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        values = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **settings}
         (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
