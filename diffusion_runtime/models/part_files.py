@@ -153,7 +153,8 @@ def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict
         # Not through the links to the model's own.
         for each in _JSON_FILES:
             (place / each).unlink(missing_ok=True)
-        found.save(place, {"model_max_length": longest} if type(longest) is int else {})
+        for each, text in found.files({"model_max_length": longest} if type(longest) is int else {}).items():
+            (place / each).write_text(text, encoding="utf-8")
     return {name: place}
 
 

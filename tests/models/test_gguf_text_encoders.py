@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from gguf_encoders import architecture_name, language_tensors, permuted, vision_tensors, write_encoder
+from gguf_files import head, text
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -27,9 +29,10 @@ from tiny_qwen_image_21 import write_tiny_qwen_image_21
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.text_encoders import TextEncoderLoader
-from diffusion_runtime.models.encoder_file import describe_encoder_file
+from diffusion_runtime.models.encoder_file import describe_encoder_file, tokenizer_in
 from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -292,3 +295,40 @@ def test_what_would_change_the_result_is_refused(
     with pytest.raises(ModelLoadError, match=told) as caught:
         encoder_of(tiny_folder_of("z_image"), "text_encoder", path)
     assert str(path) in str(caught.value)
+
+
+def test_memory_is_planned_for_what_is_dequantised(tiny_folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = tiny_folder_of("qwen_image")
+    path = written(folder / "text_encoder", tmp_path / "8.gguf", MODEL_ARCH.QWEN2VL, "Q8_0")
+    sizes = []
+    for given in (None, str(path)):
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu", text_encoder_path=given))
+        assert isinstance(prepared, PreparedModel)
+        plan = prepared.planned_for(()).description.memory
+        assert plan is not None
+        sizes.append((plan.demand.text.total, plan.demand.text.blocks))
+    assert sizes[0] == sizes[1]
+    assert path.stat().st_size < sizes[0][0]
+
+
+def test_heads_that_lie_are_named_before_memory_is_taken(tiny_folder_of: FolderOf, tmp_path: Path) -> None:
+    """A vocabulary of 10 ** 9 tokens, two values of one key, and 100 MB of JSON in a tensor."""
+    path, key = tmp_path / "a.gguf", "tokenizer.ggml.tokens"
+    for values, told in (
+        (text(key) + struct.pack("<IIQ", 9, 8, 10**9), f"{key} would hold 1000000000 items"),
+        ((text(key) + struct.pack("<II", 4, 1)) * 2, f"key {key} is there twice"),
+        (text(key) + struct.pack("<I", 99), f"the value of {key} has type 99"),
+    ):
+        path.write_bytes(head(num_tensors=0, num_values=1 + told.endswith("twice"), values=values))
+        for read in (describe_encoder_file, lambda each: tokenizer_in(each, "", "qwen3")):
+            with pytest.raises(ModelLoadError, match=told):
+                read(path)
+    size = 100_000_000
+    content = json.dumps({"tekken_model": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + size)
+    with pytest.raises(
+        ModelLoadError, match=r"tensor tekken_model: expected up to 67108864 bytes, got U8 \[100000000\]"
+    ):
+        tokenizer_in(tmp_path / "a.safetensors", "", "mistral3")
