@@ -106,7 +106,8 @@ def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     if ggufs:
         raise ModelLoadError(
             f"{expected}, found {listed(ggufs)}: GGUF weights are read of a transformer or a text encoder that a flag "
-            f"names: add --{folder.name.replace('_', '-')}-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
+            f"names: add --transformer-path {folder / ggufs[0]}, or --text-encoder-path for a text encoder's, or "
+            f"{UNQUANTISED_FOLDER}"
         )
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
