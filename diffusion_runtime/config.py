@@ -368,7 +368,9 @@ class RuntimeConfig:
     controlnet_path: the folder of a ControlNet, with its config.json, for models that take one; None or `none` for the
         model folder's own, or none.
     vae_path, text_encoder_path, text_encoder_2_path: weights of the autoencoder and the text encoders: a safetensors
-        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
+        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder; of text encoders also a
+        GGUF file. mmproj_path: the half of that encoder that reads pictures, in GGUF too; by default the one file
+        `*mmproj*.gguf` beside it. audio_vae_path,
         vocoder_path: weights of the audio autoencoder and the vocoder, in models that make sound.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
@@ -419,6 +421,7 @@ class RuntimeConfig:
     vocoder_path: str | None = _weights("Vocoder weights; may be the file of --audio-vae-path.")
     text_encoder_path: str | None = _weights("Text encoder weights: umt5_xxl_fp16, ...")
     text_encoder_2_path: str | None = _weights("Weights of the second text encoder, in models with two.")
+    mmproj_path: str | None = _weights("GGUF of the half of the text encoder that reads pictures.")
     variant: str | None = option(
         OUTPUT,
         None,

@@ -22,6 +22,7 @@ class LoadOptions(TypedDict, total=False):
     vocoder_path: str | None  # None
     text_encoder_path: str | None  # None
     text_encoder_2_path: str | None  # None
+    mmproj_path: str | None  # None
     variant: str | None  # None
     upsampler_path: str | None  # None
     lora: Any  # ()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffusion_runtime.core.model_folder import part_prefix
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.memory.waiting_weights import nothing_like
@@ -70,7 +69,6 @@ def load_encoder(
     dtype: torch.dtype,
     *,
     num_layers: int | None = None,
-    renamed: Mapping[str, str] | None = None,
     unread: tuple[str, ...] = (),
     part: Callable[[Any], Any] = lambda whole: whole,
 ) -> Any:
@@ -79,9 +77,9 @@ def load_encoder(
 
     device: the meta device to leave the weights unread: they wait (memory/waiting_weights.py), and tensors that no file
     holds are computed as usual. part: the part of the model that moves to the device; the rest is dropped. num_layers:
-    how many layers of its language model are built and read, the first ones; None for all. renamed: patterns of names
-    in files, in addition to those that transformers knows -> the model's. unread: beginnings of the names of parts that
-    the caller drops, and that files may lack.
+    how many layers of its language model are built and read, the first ones; None for all. unread: beginnings of the
+    names of parts that the caller drops, and that files may lack. Files that flags name are read elsewhere, tensor by
+    tensor, into what the meta device gives.
 
     Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
     """
@@ -93,9 +91,6 @@ def load_encoder(
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
             if device.type == "meta":
                 return part(_waiting(folder, model_class, dtype, config))
-            patterns = dict(renamed or {})
-            if prefix := part_prefix(folder):
-                patterns = {rf"^{re.escape(prefix)}": "", **patterns}
             model, loaded = load(
                 folder,
                 config=config,
@@ -103,7 +98,6 @@ def load_encoder(
                 use_safetensors=True,
                 variant=_variant(folder),
                 local_files_only=True,
-                key_mapping=patterns or None,
                 output_loading_info=True,
             )
     except (ModelLoadError, MemoryError, torch.OutOfMemoryError):
@@ -177,6 +171,32 @@ def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_lay
     return config
 
 
+# Repositories of the hub that have the tokenizer of a text encoder, by `model_type` of its config.json.
+_TOKENIZER_IDS = {
+    "umt5": "google/umt5-xxl",
+    "t5": "google/t5-v1_1-xxl",
+    "clip_text_model": "openai/clip-vit-large-patch14",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen2_5_vl_text": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3": "Qwen/Qwen3-4B",
+    "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+    "gemma3": "google/gemma-3-12b-it",
+    "mistral3": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+}
+
+
+def tokenizer_id(config: Mapping[str, Any]) -> str | None:
+    """Return the repository of the hub that has the tokenizer of a text encoder with this config.json; None for one
+    that is not known."""
+    return _TOKENIZER_IDS.get(str(config.get("model_type")))
+
+
+def tokenizer_id_beside(folder: Path) -> str | None:
+    """Return tokenizer_id of the text encoder beside a tokenizer's folder."""
+    config = folder.parent / folder.name.replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
+    return tokenizer_id(_read_config(config)) if (config / "config.json").is_file() else None
+
+
 def load_tokenizer(
     folder: Path, built_by: type[PreTrainedTokenizerFast] | None = None, remedy: str = ""
 ) -> PreTrainedTokenizerFast:
@@ -192,7 +212,11 @@ def load_tokenizer(
         files = ("vocab.json", "merges.txt")
     for name in files:
         if not (folder / name).is_file():
-            raise ModelLoadError(f"{folder / name} is missing; copy or download the whole folder. {remedy}".strip())
+            whose = tokenizer_id_beside(folder)
+            of_hub = f"Its tokenizer is that of {whose}. " if whose else ""
+            raise ModelLoadError(
+                f"{folder / name} is missing; copy or download the whole folder. {of_hub}{remedy}".strip()
+            )
     made_by = PreTrainedTokenizerFast if built_by is None or len(files) == 1 else built_by
     try:
         with quiet_transformers():

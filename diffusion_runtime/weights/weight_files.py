@@ -39,6 +39,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # What to do about a pickle: only the converter opens one, and reads nothing but tensors of it.
 CONVERT = "`diffusion-runtime models convert` reads the tensors of a causal Wan's .pt, or of its LoRA, and nothing else"
 GGUF = ".gguf"
+# Links to GGUF files: of a text encoder, and of the half of it that reads pictures.
+GGUF_LINK, PICTURES_LINK = "model.gguf", "mmproj.gguf"
 # `.sft` is another name of the same format.
 SAFETENSORS = (".safetensors", ".sft")
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
@@ -49,7 +51,7 @@ FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
 _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _WEIGHT_LEAVES = ("weight", "bias")
 # Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
-_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
 # ComfyUI: how one layer is quantised, as JSON in bytes; how many of these a message looks at.
 LAYER_MARK = ".comfy_quant"
 MAX_MARK_BYTES = 4096
@@ -70,9 +72,15 @@ UNQUANTISED = f"{UNQUANTISED_FOLDER}; `--backend diffusers` runs what diffusers 
 
 
 def find_weight_files(folder: Path, stem: str) -> list[Path]:
-    """The safetensors files that hold a component, all of them present. Raises ModelLoadError."""
+    """The safetensors files that hold a component, all of them present; of a text encoder from elsewhere its GGUF
+    files. Raises ModelLoadError."""
+    is_elsewhere = folder.parent.name.endswith(LINKS)
+    if is_elsewhere and (
+        links := [path for name in (GGUF_LINK, PICTURES_LINK) if (path := folder / name).is_symlink()]
+    ):
+        return [path.readlink() for path in links]
     found = _find_weight_files(folder, stem)
-    if folder.parent.name.endswith(LINKS):
+    if is_elsewhere:
         return [path.readlink() if path.is_symlink() else path for path in found]
     return found
 
@@ -97,8 +105,9 @@ def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     ggufs = [name for name in names if name.endswith(GGUF)]
     if ggufs:
         raise ModelLoadError(
-            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and are read of a transformer alone: add "
-            f"--transformer-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
+            f"{expected}, found {listed(ggufs)}: GGUF weights are read of a transformer or a text encoder that a flag "
+            f"names: add --transformer-path {folder / ggufs[0]}, or --text-encoder-path for a text encoder's, or "
+            f"{UNQUANTISED_FOLDER}"
         )
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
@@ -179,7 +188,7 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
     and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
     """
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = _need_scales(dtypes)
     if strange:
@@ -208,7 +217,7 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
 def refuse_unmarked(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
     numbers, 8-bit floats, the marks of layers, and the weights that these are for. dtypes: by tensor name."""
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = {
         name: dtype
@@ -414,7 +423,9 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
         refuse = refuse_unmarked if reads_quantized else refuse_quantised
         prefix = part_prefix(folder / component)
         for path in files:
-            refuse(path, stored_dtypes(path, prefix))
+            # GGUF files were opened where they were named (models/part_files.py).
+            if path.suffix != GGUF:
+                refuse(path, stored_dtypes(path, prefix))
 
 
 def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:
