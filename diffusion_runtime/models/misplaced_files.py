@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.models.published import PublishedModel, published_models
-from diffusion_runtime.models.published_folders import packaged_folder
-from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+from diffusion_runtime.models.recognised_files import models_that_fit
 from diffusion_runtime.models.weight_summary import holds_weights, summarise_weights
-from diffusion_runtime.weights.transformer_files import SUFFIXES, TransformerFile
+from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import listed
 
-_logger = logging.getLogger(__name__)
-
 # What takes a file of a component, by the component of its summary.
-_FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path"}
+_FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path", "image_encoder": "--image-encoder-path"}
 # Folders of ComfyUI's models: those of transformers and whole checkpoints, and of the other parts.
 _TRANSFORMERS = ("diffusion_models", "unet", "checkpoints")
 _PARTS = {"vae": "--vae-path", "text_encoders": "--text-encoder-path", "clip": "--text-encoder-path"}
@@ -53,27 +47,6 @@ def advice_for_file(path: Path) -> str:
         )
     others = f" (it fits {listed(names[1:])} as well)" if names[1:] else ""
     return f"it holds a transformer of {family}; write --model-path {names[0]} --transformer-path {file}{others}"
-
-
-def models_that_fit(path: Path) -> list[str]:
-    """Return the names of published models whose transformer has a file's tensors, of these sizes."""
-    return [model.name for model in published_models() if model.is_download and _fits(path, model)]
-
-
-def _fits(path: Path, published: PublishedModel) -> bool:
-    place = packaged_folder(published.model_path)
-    if place is None:
-        return False
-    try:
-        model = family_for_folder(place).describe(place)
-        model = model.with_transformer_files(
-            [TransformerFile(str(path), "transformer_path", "transformer")], lora_names_of_families
-        )
-        model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])
-    except (ModelLoadError, ConfigError) as error:
-        _logger.debug("%s does not fit %s: %s", path, published.name, error)
-        return False
-    return True
 
 
 def advice_for_comfyui(path: Path) -> str | None:

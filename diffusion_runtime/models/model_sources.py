@@ -114,11 +114,11 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
     if cached is None:
         return ConfigFolder(packaged, published.downloads_gb, is_packaged=True)
     # A download that was interrupted, or of the json alone.
-    missing = {name: size for name, size in published.downloads_gb.items() if not _has_weights(cached, name)}
+    missing = {name: size for name, size in published.downloads_gb.items() if not has_weights(cached, name)}
     return ConfigFolder(cached, missing or None)
 
 
-def _has_weights(folder: Path, component: str) -> bool:
+def has_weights(folder: Path, component: str) -> bool:
     """Return whether all weight files of a component are there."""
     try:
         find_weight_files(folder / component, STEMS[component_class(folder, component)[0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from diffusion_runtime.weights.weight_files import (
     refuse_quantised,
 )
 
+_logger = logging.getLogger(__name__)
+
 # The flag of each component that can be somewhere else.
 PART_KEYS = {
     "vae_path": "vae",
@@ -43,9 +46,11 @@ PART_KEYS = {
     "vocoder_path": "vocoder",
     "text_encoder_path": "text_encoder",
     "text_encoder_2_path": "text_encoder_2",
+    "connectors_path": "connectors",
+    "image_encoder_path": "image_encoder",
 }
 # Components that are recognised by their tensors alone.
-_BY_NAMES = ("audio_vae", "vocoder")
+BY_NAMES = ("audio_vae", "vocoder", "connectors")
 # Keys of a config.json that change no computed number.
 _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
 
@@ -93,6 +98,19 @@ def with_parts(
     return folder.with_parts(places) if places else folder
 
 
+def fits_part(folder: ModelFolder, part: PartFile, modules: Sequence[DiffusersComponent]) -> bool:
+    """Return whether a file is a component of a model. modules: of diffusers, that the model has."""
+    try:
+        changed = with_parts(folder, [part], None, ())
+        for module in modules:
+            if module.name == part.component:
+                module.check_weights(changed)
+    except DiffusionRuntimeError as error:
+        _logger.debug("%s: %s", part.path, error)
+        return False
+    return True
+
+
 def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:
     """Check that a file is a component of a model; raises what `with_parts` raises. component: `vae`, or `text_encoder`
     for any of its text encoders. modules: of diffusers, that the model has."""
@@ -115,7 +133,7 @@ def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence
 def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     entry = read_index(folder).get(part.component)
     # A class of a pipeline's own folder is one of diffusers' models, too.
-    library = "diffusers" if part.component in _BY_NAMES else entry[0] if isinstance(entry, list) and entry else None
+    library = "diffusers" if part.component in BY_NAMES else entry[0] if isinstance(entry, list) and entry else None
     if not isinstance(entry, list) or len(entry) != 2 or library not in STEMS:
         raise ConfigError(f"{part.key}: the model has no {part.component}; leave out {part.flag}")
     stem = STEMS[library]
@@ -190,11 +208,11 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
     if part.component == "vae":
         fits = is_shard or (kind is not None and kind.component == "vae")
         expected = "an autoencoder"
-    elif part.component in _BY_NAMES:
+    elif part.component in BY_NAMES:
         return prefix
     else:
         fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
-        expected = f"the text encoder of the model, of model_type {wanted!r}"
+        expected = f"the {part.component.rstrip('_2').replace('_', ' ')} of the model, of model_type {wanted!r}"
     if fits:
         _check_width(path, part, own, shapes)
         return prefix
@@ -248,18 +266,25 @@ _EMBEDDINGS = ("shared.weight", "token_embedding.weight", "embed_tokens.weight")
 def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a text encoder has the size of the model's. Raises ModelLoadError."""
     wanted, found = _widths(shapes, own)
-    is_text = part.component.startswith("text_encoder") and all(isinstance(size, int) for size in wanted)
-    if is_text and found is not None and found != wanted:
+    is_encoder = part.component.endswith("_encoder") or part.component.startswith("text_encoder")
+    if is_encoder and all(isinstance(size, int) for size in wanted) and found is not None and found != wanted:
+        sizes, kind = ("patch", "image") if part.component == "image_encoder" else ("vocabulary", "text")
         raise ModelLoadError(
             f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)} with embeddings {list(found)}, "
-            f"expected {list(wanted)} (vocabulary, width): use the file of this model's own text encoder"
+            f"expected {list(wanted)} ({sizes}, width): use the file of this model's own {kind} encoder"
         )
 
 
 def _widths(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]
 ) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
-    """Return (vocabulary and width of the model's text encoder, the shape of a file's embeddings)."""
+    """Return (vocabulary and width of the model's text encoder, or patch and width of its image encoder, the same of a
+    file's embeddings)."""
+    if "patch_size" in own:
+        # Of pictures: [width, colours, patch, patch].
+        name = next((name for name in shapes if name.endswith("patch_embedding.weight")), None)
+        wanted = (own["patch_size"], own.get("hidden_size"))
+        return wanted, None if name is None else (shapes[name][-1], shapes[name][0])
     text = own.get("text_config") or own
     wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
     return wanted, next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)

@@ -49,7 +49,7 @@ FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
 _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _WEIGHT_LEAVES = ("weight", "bias")
 # Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
-_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
 # ComfyUI: how one layer is quantised, as JSON in bytes; how many of these a message looks at.
 LAYER_MARK = ".comfy_quant"
 MAX_MARK_BYTES = 4096
@@ -128,13 +128,13 @@ def check_whole(path: Path) -> None:
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def stored_dtypes(path: Path, prefix: str = "") -> dict[str, str]:
+def stored_dtypes(path: Path, prefix: str = "", max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, str]:
     """Read the kind of number of every tensor of a safetensors file, such as `BF16`, from its head alone. prefix: of
-    the part that is meant (file_parts.py).
+    the part that is meant (file_parts.py). max_bytes: of a head that is read.
 
     Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
     """
-    head = _head(path, "dtype").items()
+    head = _head(path, "dtype", max_bytes).items()
     return {name.removeprefix(prefix): str(entry["dtype"]) for name, entry in head if name.startswith(prefix)}
 
 
@@ -147,14 +147,14 @@ def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
     return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in head.items()}
 
 
-def _head(path: Path, key: str) -> dict[str, Any]:
+def _head(path: Path, key: str, max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, Any]:
     """Return the entry of every tensor in the head of a safetensors file; each has `key`."""
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
+            if length > max_bytes:
+                raise DocumentError(f"its header would be {length} bytes, more than {max_bytes}")
             content = file.read(length)
         # Each has one of these words, which are counted before a mapping is made of each.
         if (num_tensors := content.count(b'"data_offsets"')) > MAX_TENSORS:
@@ -179,7 +179,7 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
     and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
     """
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = _need_scales(dtypes)
     if strange:
@@ -208,7 +208,7 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
 def refuse_unmarked(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
     numbers, 8-bit floats, the marks of layers, and the weights that these are for. dtypes: by tensor name."""
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     strange = {
         name: dtype
