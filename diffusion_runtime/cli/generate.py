@@ -11,6 +11,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import ConfigError, RequestError, shown
@@ -44,8 +45,6 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 
 diffusion-runtime generate "a cat" ComfyUI/models/diffusion_models/FILE.safetensors
 """
-# A word that ends so names the model, in one file.
-MODEL_SUFFIXES = (".safetensors", ".sft", ".gguf")
 
 
 # given: every flag of `generate`, by name.
@@ -64,8 +63,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
     request.update({name: _images(name, request[name] or ()) for name in INPUT_FIELDS})
     prompt = request.pop("prompt") or ()
     typed, runtime = what.prompts or (), options.given_options(RuntimeConfig, given)
-    prompts = [each for each in typed if not each.endswith(MODEL_SUFFIXES)]
-    if files := [each for each in typed if each.endswith(MODEL_SUFFIXES)]:
+    prompts = [each for each in typed if not each.endswith(WEIGHT_SUFFIXES)]
+    if files := [each for each in typed if each.endswith(WEIGHT_SUFFIXES)]:
         if len(files) > 1 or runtime["model_path"] is not None:
             several = ", ".join(shown(each) for each in (*files, runtime["model_path"]) if each is not None)
             raise ConfigError(f"model_path: expected one model, got {several}")

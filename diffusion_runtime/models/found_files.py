@@ -15,15 +15,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.memory_size import size_text
-from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
+from diffusion_runtime.core.model_folder import AnyFolder, ModelFolder, read_index
 from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
 from diffusion_runtime.models.misplaced_files import advice_for_file
 from diffusion_runtime.models.model_sources import find_configs, has_weights
-from diffusion_runtime.models.part_files import BY_NAMES, PART_KEYS, PartFile, fits_part
+from diffusion_runtime.models.part_files import BY_NAMES, PART_KEYS, PartFile, fits_part, named_components
 from diffusion_runtime.models.recognised_files import fits_transformer, published_of, recognise_transformer
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.untrusted.files import user_path
@@ -89,10 +90,23 @@ def with_found_files(config: RuntimeConfig) -> RuntimeConfig:
     like = _published_name(path) if config.like is None else config.like
     offline = config.offline or not config.download
     folder = ModelFolder(find_configs(like, revision=config.revision, offline=offline).path)
-    found = _Search(config, path, like, folder).paths()
+    found: dict[str, Any] = dict(_Search(config, path, like, folder).paths())
     return dataclasses.replace(
         config, model_path=like, like=None, models_dir=(), download=False, offline=offline, **found
     )
+
+
+def is_all_in_files(config: RuntimeConfig) -> bool:
+    """Return whether the files that a config names are a whole published model, tokenizers included, beside the json in
+    this package: nothing of the hub is needed then, and nothing of it is in the cache."""
+    if published_of(config.model_path) is None or config.revision is not None:
+        return False
+    named = set(named_components(config))
+    # Most models are no such files, and are opened once.
+    if "transformer" not in named:
+        return False
+    found = find_configs(config.model_path, offline=config.offline)
+    return found.is_packaged and not (set(_components(found.path)) - named or _tokenizers_missing(found.path, config))
 
 
 def _published_name(path: Path) -> str:
@@ -190,7 +204,7 @@ class _Search:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
         found = {"transformer_path": str(self.path)}
         missing: list[str] = []
-        for component in self._components():
+        for component in _components(self.folder):
             key = _OPTIONS.get(component)
             if component == "transformer":
                 self._say(component, self.path, "given")
@@ -210,14 +224,6 @@ class _Search:
             raise ModelLoadError("\n".join([f"{self.path}: parts of {self.like} are missing:", *missing, self._ways()]))
         self._check_tokenizers(found)
         return found
-
-    def _components(self) -> list[str]:
-        """Return the components that have weights; schedulers and tokenizers have no config.json."""
-        entries = read_index(self.folder).items()
-        return [name for name, entry in entries if isinstance(entry, list) and self._has_config(name)]
-
-    def _has_config(self, component: str) -> bool:
-        return (self.folder / component / "config.json").is_file()
 
     def _chosen(self, component: str, key: str) -> Path | None:
         """Return the one file that holds a component; None without one. Raises ConfigError for several."""
@@ -333,7 +339,7 @@ class _Search:
         )
 
     def _ways(self) -> str:
-        keys = [_OPTIONS[component] for component in self._components() if component in _OPTIONS]
+        keys = [_OPTIONS[component] for component in _components(self.folder) if component in _OPTIONS]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
         return (
@@ -343,24 +349,12 @@ class _Search:
 
     def _check_tokenizers(self, found: Mapping[str, str]) -> None:
         """Raises ModelLoadError for a tokenizer that neither a text encoder's file nor the model's folder has."""
-        if self.config.download:
-            return
-        for component in read_index(self.folder):
-            if not component.startswith("tokenizer"):
-                continue
-            place = self.folder / component
-            # Bytes need no vocabulary.
-            is_of_bytes = component_class(self.folder, component)[1].startswith("ByT5")
-            if is_of_bytes or has_tokenizer(place):
-                continue
-            encoder = component.replace("tokenizer", "text_encoder")
-            key = _OPTIONS.get(encoder, "")
-            path = found.get(key) or getattr(self.config, key, None)
-            if path is not None and holds_tokenizer(user_path(path, key)):
-                continue
+        paths: dict[str, Any] = dict(found)
+        missing = _tokenizers_missing(self.folder, dataclasses.replace(self.config, **paths))
+        if missing and not self.config.download:
             raise ModelLoadError(
-                f"{component}: {self.like} needs it, and neither the file of its {encoder} nor the hub's cache has it: "
-                f"add --download, which takes it and the settings (a few MB) from {self._hub_id()}; or give a "
+                f"{listed(missing)}: {self.like} needs it, and neither the file of a text encoder nor the hub's cache "
+                f"has it: add --download, which takes it and the settings (a few MB) from {self._hub_id()}; or give a "
                 "diffusers folder that has it by --like FOLDER"
             )
 
@@ -371,6 +365,27 @@ class _Search:
     def _say(self, component: str, path: Path, how: str) -> None:
         size = f", {size_text(path.stat().st_size)}" if path.is_file() else ""
         _logger.info("%s: %s%s (%s)", component, path, size, how)
+
+
+def _components(folder: AnyFolder) -> list[str]:
+    """Return the components that have weights; schedulers and tokenizers have no config.json."""
+    entries = read_index(folder).items()
+    return [name for name, entry in entries if isinstance(entry, list) and (folder / name / "config.json").is_file()]
+
+
+def _tokenizers_missing(folder: AnyFolder, config: RuntimeConfig) -> list[str]:
+    """Return the tokenizers of a model that neither its folder has nor the files of its text encoders that a config
+    names. Raises ModelLoadError for such a file that cannot be read."""
+    missing = []
+    for component, entry in read_index(folder).items():
+        # Bytes need no vocabulary.
+        is_needed = isinstance(entry, list) and not str(entry[-1]).startswith("ByT5")
+        if component.startswith(("tokenizer", "processor")) and is_needed and not has_tokenizer(folder / component):
+            key = _OPTIONS.get(re.sub("tokenizer|processor", "text_encoder", component))
+            path = None if key is None else getattr(config, key)
+            if path is None or not holds_tokenizer(user_path(path, str(key))):
+                missing.append(component)
+    return missing
 
 
 # Any of these is a tokenizer's vocabulary.

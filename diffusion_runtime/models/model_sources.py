@@ -163,9 +163,9 @@ def fetch_weights(
     variant: str | None = None,
 ) -> None:
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
-    folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
-    resolve_model_folder raises."""
-    if _is_local(model_path):
+    folder has them, and beside the json of this package all weights are other files. elsewhere: components whose
+    weights are read from other files, and not downloaded. Raises what resolve_model_folder raises."""
+    if _is_local(model_path) or (isinstance(folder, ModelFolder) and folder.is_packaged):
         return
     # The commit that was opened, whatever its branch is by now.
     path = folder.path if isinstance(folder, ModelFolder) else folder

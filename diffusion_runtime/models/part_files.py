@@ -250,7 +250,9 @@ def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mappi
 def describe_part(part: FilePart) -> str:
     """Describe a part of a file in words, for a message."""
     title = "a transformer" if part.is_transformer else "something else" if part.kind is None else part.kind.title
-    return f"{title} ({part.prefix}...)" if part.prefix else f"{len(part.names)} other tensors"
+    if part.kind is None and not part.prefix:
+        return f"{len(part.names)} other tensors"
+    return f"{title} ({part.prefix}...)" if part.prefix else title
 
 
 def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) -> bool:

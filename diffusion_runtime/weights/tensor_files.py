@@ -106,6 +106,8 @@ class SafetensorsFile(TensorFile):
             raise ModelLoadError(
                 f"{path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it again"
             ) from error
+        except RuntimeError as error:
+            raise ModelLoadError(f"{path} cannot be mapped into this machine's memory: {first_line(error)}") from error
 
     def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
         if columns is not None:
