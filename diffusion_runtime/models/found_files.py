@@ -342,9 +342,10 @@ class _Search:
         keys = [_OPTIONS[component] for component in _components(self.folder) if component in _OPTIONS]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
+        download = "" if published_of(self.like) is None else f"; --download takes what is missing from {self.like}"
         return (
             f"Files are looked for beside it, in ComfyUI's folders around it, in --models-dir and ${VARIABLE}, and in "
-            f"the hub's cache.{unread} Name one by {flags}; --download takes what is missing from {self.like}"
+            f"the hub's cache.{unread} Name one by {flags}{download}"
         )
 
     def _check_tokenizers(self, found: Mapping[str, str]) -> None:
@@ -377,10 +378,12 @@ def _tokenizers_missing(folder: AnyFolder, config: RuntimeConfig) -> list[str]:
     """Return the tokenizers of a model that neither its folder has nor the files of its text encoders that a config
     names. Raises ModelLoadError for such a file that cannot be read."""
     missing = []
-    for component, entry in read_index(folder).items():
-        # Bytes need no vocabulary.
+    index = read_index(folder)
+    for component, entry in index.items():
+        # Bytes need no vocabulary; a processor is a tokenizer where there is no other.
         is_needed = isinstance(entry, list) and not str(entry[-1]).startswith("ByT5")
-        if component.startswith(("tokenizer", "processor")) and is_needed and not has_tokenizer(folder / component):
+        is_tokenizer = component.startswith("tokenizer") or (component == "processor" and "tokenizer" not in index)
+        if is_tokenizer and is_needed and not has_tokenizer(folder / component):
             key = _OPTIONS.get(re.sub("tokenizer|processor", "text_encoder", component))
             path = None if key is None else getattr(config, key)
             if path is None or not holds_tokenizer(user_path(path, str(key))):
@@ -417,8 +420,9 @@ def _known_root(path: Path) -> Path | None:
 def _files_in(folders: Sequence[Path], depth: int) -> list[Path]:
     """Return the weight files in folders and `depth` levels below, in their order. Raises ConfigError for too many."""
     found: list[Path] = []
+    seen: set[str] = set()
     for folder in folders:
-        for path in _walk(folder, depth):
+        for path in _walk(folder, depth, seen):
             found.append(path)
             if len(found) > _MAX_FILES:
                 raise ConfigError(
@@ -428,11 +432,18 @@ def _files_in(folders: Sequence[Path], depth: int) -> list[Path]:
     return found
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
+    """Yield the weight files of a folder, then those below. seen: folders, each of which is entered once, as links may
+    lead back to it."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
+    below = []
     for entry in entries:
         try:
             is_folder, is_file = entry.is_dir(), entry.is_file()
@@ -442,4 +453,6 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         if is_file and entry.name.endswith(SUFFIXES):
             yield Path(entry.path)
         elif is_folder and depth and not entry.name.startswith("."):
-            yield from _walk(Path(entry.path), depth - 1)
+            below.append(Path(entry.path))
+    for place in below:
+        yield from _walk(place, depth - 1, seen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError
@@ -16,8 +15,7 @@ from diffusion_runtime.weights.weight_files import listed
 _FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path", "image_encoder": "--image-encoder-path"}
 # Folders of ComfyUI's models: those of transformers and whole checkpoints, and of the other parts.
 _TRANSFORMERS = ("diffusion_models", "unet", "checkpoints")
-_PARTS = {"vae": "--vae-path", "text_encoders": "--text-encoder-path", "clip": "--text-encoder-path"}
-_MAX_NAMES = 4
+_PARTS = ("vae", "text_encoders", "clip")
 
 
 def advice_for_file(path: Path) -> str:
@@ -38,15 +36,15 @@ def advice_for_file(path: Path) -> str:
             "its tensors are those of no family that is known here; give the folder of a diffusers model, which its "
             "authors publish as well"
         )
-    names = models_that_fit(path)
     family = " or ".join(summary.families)
-    if not names:
+    if models_that_fit(path):
         return (
-            f"it holds a transformer of {family}, of no published size that is known here; write --model-path FOLDER "
-            f"--transformer-path {file}, with the diffusers folder of its model"
+            f"it holds a transformer of {family}; write --model-path {file}: its other parts are looked for around it"
         )
-    others = f" (it fits {listed(names[1:])} as well)" if names[1:] else ""
-    return f"it holds a transformer of {family}; write --model-path {names[0]} --transformer-path {file}{others}"
+    return (
+        f"it holds a transformer of {family}, of no published size that is known here; write --model-path {file} "
+        "--like FOLDER, with the diffusers folder of its model, whose settings it runs with"
+    )
 
 
 def advice_for_comfyui(path: Path) -> str | None:
@@ -55,18 +53,12 @@ def advice_for_comfyui(path: Path) -> str | None:
     if folder is None:
         return None
     files = _files(folder, _TRANSFORMERS)
-    parts: Mapping[str, str] = {
-        flag: shlex.quote(str(found[0])) for name, flag in _PARTS.items() if (found := _files(folder, (name,)))
-    }
     if not files:
         return f"it is a folder of ComfyUI without a transformer in {', '.join(_TRANSFORMERS)}; give a name of `models`"
-    names = models_that_fit(files[0])
-    beside = "".join(f" {flag} {file}" for flag, file in parts.items())
     more = f"; its transformers: {listed(file.name for file in files)}" if files[1:] else ""
     return (
         "it is a folder of ComfyUI, which holds the parts of models as files: write --model-path "
-        f"{names[0] if names else 'MODEL'} --transformer-path {shlex.quote(str(files[0]))}{more}. Its other parts may "
-        f"be read from there too:{beside or ' --vae-path, --text-encoder-path'}; `diffusion-runtime info FILE` says "
+        f"{shlex.quote(str(files[0]))}{more}. Its other parts are found there too; `diffusion-runtime info FILE` says "
         "what a file is for"
     )
 

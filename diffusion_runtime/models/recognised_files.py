@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.model_folder import AnyFolder, read_json_in
@@ -55,6 +56,9 @@ def recognise_transformer(path: Path) -> Recognised | None:
 def models_that_fit(path: Path) -> list[str]:
     """Return the names of published models whose transformer has a file's tensors, of these sizes."""
     titles = summarise_weights(path).families
+    with ExitStack() as stack:
+        heads = open_tensor_file(path, "model_path", stack).heads
+        sizes = {size for head in heads.values() for size in head.shape}
     found: list[str] = []
     # Of models with one config, one is tried.
     tried: dict[str, bool] = {}
@@ -62,13 +66,20 @@ def models_that_fit(path: Path) -> list[str]:
         place = packaged_folder(model.model_path) if model.is_download else None
         if place is None:
             continue
-        config = str(read_json_in(place, "transformer", "config.json"))
-        if config not in tried:
-            family = family_for_folder(place)
-            tried[config] = family.weights.lora_names.title in titles and fits_transformer(path, place)
-        if tried[config]:
+        config = read_json_in(place, "transformer", "config.json")
+        key = str(config)
+        if key not in tried:
+            is_of_family = family_for_folder(place).weights.lora_names.title in titles
+            tried[key] = is_of_family and _has_width(config, sizes) and fits_transformer(path, place)
+        if tried[key]:
             found.append(model.name)
     return found
+
+
+def _has_width(config: Mapping[str, Any], sizes: Collection[int]) -> bool:
+    """Return whether a transformer of a config may be among tensors of these sizes: building it takes a while."""
+    heads, dim = config.get("num_attention_heads"), config.get("attention_head_dim")
+    return not isinstance(heads, int) or not isinstance(dim, int) or heads * dim in sizes
 
 
 def fits_transformer(path: Path, folder: AnyFolder, component: str = "transformer") -> bool:

@@ -59,7 +59,7 @@ QUANTIZATION_METADATA = "_quantization_metadata"
 # Texts and marks beside 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.")
 
 # What to do about a file whose numbers cannot be used.
 DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
