@@ -17,6 +17,7 @@ import pytest
 import torch
 from original_names import flux1_as_authors
 from PIL import Image
+from published_files import write_transformer_file
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
@@ -25,6 +26,7 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.models.found_files import VARIABLE, with_found_files
+from diffusion_runtime.models.recognised_files import recognise_transformer
 
 Tensors = Mapping[str, torch.Tensor]
 FOLDERS = {
@@ -161,7 +163,7 @@ def test_places_that_are_looked_at(file: Path, settings: Path, tmp_path: Path, m
     vae = (tmp_path / "models" / "vae" / "vae.safetensors").rename(elsewhere)
     with pytest.raises(ModelLoadError, match=r"parts of .* are missing:\n  vae") as missing:
         found(file, settings)
-    assert all(text in str(missing.value) for text in ("--vae-path", "--models-dir", VARIABLE, "--download"))
+    assert all(text in str(missing.value) for text in ("--vae-path", "--models-dir", VARIABLE))
     assert found(file, settings, models_dir=str(tmp_path / "elsewhere")).vae_path == str(vae)
     assert found(file, settings, vae_path=str(vae)).vae_path == str(vae)
     monkeypatch.setenv(VARIABLE, os.pathsep.join([str(tmp_path), str(tmp_path / "elsewhere" / "models")]))
@@ -287,3 +289,23 @@ def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> Non
     unread = "Not readable as weights: large.safetensors, lie.safetensors, text.safetensors"
     with pytest.raises(ModelLoadError, match=rf"(?s)are missing:\n  vae.*{unread}"):
         with_found_files(RuntimeConfig(str(file), like=str(settings)))
+
+
+@table(
+    ("model", "name", "metadata", "expected", "told_by"),
+    [
+        ("ltx-video-0.9.0", "model", {}, "ltx-video-0.9.0", ""),
+        ("ltx-video-0.9.0", "ltx-video-2b-v0.9.1", {}, "ltx-video-0.9.1", "name"),
+        ("z-image", "z_image_turbo_bf16", {}, "z-image-turbo", "name"),
+        ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
+        ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
+    ],
+)
+def test_a_published_model_is_recognised(
+    model: str, name: str, metadata: dict[str, str], expected: str, told_by: str, tmp_path: Path
+) -> None:
+    file = write_transformer_file(tmp_path / f"{name}.safetensors", model, metadata)
+    recognised = recognise_transformer(file)
+    assert recognised is not None
+    assert (recognised.name, recognised.told_by) == (expected, told_by)
+    assert expected not in recognised.others
