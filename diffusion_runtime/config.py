@@ -372,9 +372,11 @@ class RuntimeConfig:
     controlnet_path: the folder of a ControlNet, with its config.json, for models that take one; None or `none` for the
         model folder's own, or none.
     vae_path, text_encoder_path, text_encoder_2_path: weights of the autoencoder and the text encoders: a safetensors
-        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
-        vocoder_path: weights of the audio autoencoder and the vocoder, in models that make sound. connectors_path,
-        image_encoder_path: of LTX-2's connectors behind the text encoder, and of the encoder of first images.
+        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder; of text encoders also a
+        GGUF file. mmproj_path: the half of that encoder that reads pictures, in GGUF too; by default the one file
+        `*mmproj*.gguf` beside it. audio_vae_path, vocoder_path: weights of the audio autoencoder and the vocoder, in
+        models that make sound. connectors_path, image_encoder_path: of LTX-2's connectors behind the text encoder, and
+        of the encoder of first images.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
@@ -456,6 +458,7 @@ class RuntimeConfig:
     text_encoder_2_path: str | None = _weights("Weights of the second text encoder, in models with two.")
     connectors_path: str | None = _weights("Weights of LTX-2's text connectors.")
     image_encoder_path: str | None = _weights("Image encoder weights: clip_vision_h, ...")
+    mmproj_path: str | None = _weights("GGUF of the half of the text encoder that reads pictures.")
     variant: str | None = option(
         OUTPUT,
         None,

@@ -25,15 +25,15 @@ def write_transformer_file(path: Path, name: str, metadata: Mapping[str, str] = 
     return _write(path, model.weights.expected("transformer").shapes, metadata)
 
 
-def write_part_file(path: Path, name: str, component: str, **further: int) -> Path:
-    """The same of the autoencoder of diffusers', or a text encoder. further: bytes of tensors of their own."""
+def write_part_file(path: Path, name: str, component: str, **further: bytes) -> Path:
+    """The same of the autoencoder of diffusers', or a text encoder. further: contents of tensors of bytes."""
     folder = _folder(name)
     if component == "vae":
         (module,) = (each for each in family_for_folder(folder).files.diffusers_components if each.name == component)
         shapes = {each: tuple(tensor.shape) for each, tensor in module.build(folder).state_dict().items()}
     else:
         shapes = dict(shapes_by_config(folder / component, read_index(folder)[component][1]))
-    return _write(path, {**shapes, **{each: (size,) for each, size in further.items()}}, {})
+    return _write(path, shapes, {}, further)
 
 
 def _folder(name: str) -> Path:
@@ -44,9 +44,19 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> Path:
+def _write(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    metadata: Mapping[str, str],
+    further: Mapping[str, bytes] = MappingProxyType({}),
+) -> Path:
     head: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
+    for name, content in further.items():
+        head[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [end, end + len(content)]}
+        end += len(content)
+    # Two bytes each, at even places.
+    assert end % 2 == 0
     for tensor, shape in shapes.items():
         size = 2 * math.prod(shape)
         head[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
@@ -54,6 +64,6 @@ def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
     text = json.dumps(head).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(text).to_bytes(8, "little") + text + b"".join(further.values()))
         file.truncate(8 + len(text) + end)
     return path

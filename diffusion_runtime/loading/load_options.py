@@ -27,6 +27,7 @@ class LoadOptions(TypedDict, total=False):
     text_encoder_2_path: str | None  # None
     connectors_path: str | None  # None
     image_encoder_path: str | None  # None
+    mmproj_path: str | None  # None
     variant: str | None  # None
     upsampler_path: str | None  # None
     lora: Any  # ()

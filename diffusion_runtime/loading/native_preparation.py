@@ -31,7 +31,7 @@ from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
-from diffusion_runtime.models.part_files import named_components, part_files, with_parts
+from diffusion_runtime.models.part_files import check_sees, named_components, part_files, with_parts
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -156,6 +156,8 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     family.decoding.check_mode(config.vae_decode, family.name)
     family.decoding.check_tiling(config.vae_tiling, family.name)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
+    if family.text.shapes(folder, model.config).sees:
+        check_sees(folder)
     for component in family.files.diffusers_components:
         if component.name in (part.component for part in parts):
             component.check_weights(folder)

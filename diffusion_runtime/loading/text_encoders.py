@@ -16,7 +16,7 @@ from diffusion_runtime.memory.offloaded_part import into_arena
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.weight_unit import WeightHome, num_bytes_of
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.quantized_text_encoders import quantized_text, read_dequantized
+from diffusion_runtime.models.quantized_text_encoders import dequantized_text, read_text_here, text_read_here
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, TextChanges
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.text_encoders.ahead import EncodingAhead
@@ -97,23 +97,21 @@ class TextEncoderLoader:
 
     def read(self, device: torch.device) -> TextEncoder:
         """Return the encoder on a device; with the meta device its weights wait. Raises ModelLoadError."""
-        quantized = quantized_text(self.model.folder)
+        read_here = text_read_here(self.model.folder)
         is_read = device.type != "meta"
-        # transformers would read quantised numbers without what belongs to them.
-        built_on = torch.device("meta") if quantized else device
+        built_on = torch.device("meta") if read_here else device
         encoder = self.model.load_text_encoder(built_on, self.dtype)
         if self.attention is not None:
             encoder = use_attention(encoder, self.attention)
-        if quantized:
-            encoder.implementation = ", ".join([encoder.implementation, *quantized.values()])
-            if is_read:
-                read_dequantized(
-                    encoder,
-                    self.model.folder,
-                    self.model.family.files.components_called(CONNECTORS),
-                    device,
-                    self.dtype,
-                )
+        modules: Mapping[str, Sequence[nn.Module]] = {}
+        if read_here and is_read:
+            others = self.model.family.files.components_called(CONNECTORS)
+            modules = read_text_here(encoder, self.model.folder, others, device, self.dtype)
+        for component, titles in read_here.items():
+            if titles:
+                said = dequantized_text(component, titles, modules.get(component, ()), waits=not is_read)
+                _logger.info("%s", said)
+                encoder.implementation = f"{encoder.implementation}, {said}"
         if is_read:
             self.changes.apply(encoder)
         return encoder

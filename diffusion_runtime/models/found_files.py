@@ -21,12 +21,21 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.core.model_folder import AnyFolder, ModelFolder, read_index
 from diffusion_runtime.core.runtime_options import flag_name
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, first_line, shown
 from diffusion_runtime.models.misplaced_files import advice_for_file
 from diffusion_runtime.models.model_sources import find_configs, has_weights
-from diffusion_runtime.models.part_files import BY_NAMES, PART_KEYS, PartFile, fits_part, named_components
+from diffusion_runtime.models.part_files import (
+    BY_NAMES,
+    PART_KEYS,
+    PartFile,
+    misfit_of,
+    named_components,
+    part_files,
+    with_parts,
+)
 from diffusion_runtime.models.recognised_files import fits_transformer, published_of, recognise_transformer
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.loading import tokenizer_id
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.file_kinds import kind_of
@@ -34,7 +43,6 @@ from diffusion_runtime.weights.file_parts import parts_of
 from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import (
     GGUF,
-    TOKENIZER_TENSORS,
     listed,
     stored_dtypes,
 )
@@ -51,6 +59,7 @@ _OTHERS = ("loras", "latent_upscale_models")
 _KNOWN = (*_TRANSFORMERS, *_PARTS, *_CHECKPOINTS, *_OTHERS)
 # Levels of folders below one of these, and files and header bytes that are looked at.
 _MAX_DEPTH = 3
+_MAX_MISFITS = 5
 _MAX_FILES = 5000
 _MAX_HEADER_BYTES = 16 * 2**20
 _OPTIONS = {"transformer": "transformer_path", "transformer_2": "transformer_2_path"} | {
@@ -106,7 +115,8 @@ def is_all_in_files(config: RuntimeConfig) -> bool:
     if "transformer" not in named:
         return False
     found = find_configs(config.model_path, offline=config.offline)
-    return found.is_packaged and not (set(_components(found.path)) - named or _tokenizers_missing(found.path, config))
+    folder = ModelFolder(found.path)
+    return found.is_packaged and not (set(_components(folder)) - named or _tokenizers_missing(folder, config))
 
 
 def _published_name(path: Path) -> str:
@@ -197,8 +207,11 @@ class _Search:
         self.family = family_for_folder(folder)
         published = published_of(like)
         self.name = "" if published is None else published.name
-        self.sizes: Mapping[str, float] = {} if published is None else published.downloads_gb
+        # In bfloat16, 10 ** 9 bytes.
+        self.sizes = {} if published is None else {name: 2 * billions for name, billions in published.parameters}
         self.unread: list[str] = []
+        # By component, why files that might have been it are not.
+        self.misfits: dict[str, list[str]] = {}
 
     def paths(self) -> dict[str, str]:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
@@ -255,7 +268,10 @@ class _Search:
         if not candidate.may_be(component, own.get("model_type")):
             return False
         part = PartFile(str(candidate.path), key, component)
-        return fits_part(self.folder, part, self.family.files.diffusers_components)
+        error = misfit_of(self.folder, part, self.family.files.diffusers_components)
+        if error is not None:
+            self.misfits.setdefault(component, []).append(first_line(error).removeprefix(f"{key}: "))
+        return error is None
 
     def _other_expert(self) -> Path:
         """Return the file of the second transformer, beside the first. Raises ConfigError and ModelLoadError."""
@@ -327,15 +343,16 @@ class _Search:
     def _missing(self, component: str) -> str:
         """Say which file a component is missing, as one line."""
         size = f", {self.sizes[component]:.1f} GB in bfloat16" if component in self.sizes else ""
+        misfits = "".join(f"\n    not {reason}" for reason in self.misfits.get(component, ())[:_MAX_MISFITS])
         known = self._known(component)
         if not known:
-            return f"  {component}{size}: the folder {component}/ of {self.like}"
+            return f"  {component}{size}: the folder {component}/ of {self.like}{misfits}"
         owner, repository, *rest = known[0].files[0].split("/")
         others = f" (or {listed(known[0].names[1:])})" if known[0].names[1:] else ""
         root = _known_root(self.path) or Path("FOLDER")
         return (
             f"  {component}{size}: {known[0].names[0]}{others}, from {owner}/{repository} ({'/'.join(rest)}), into "
-            f"{root / known[0].folder}"
+            f"{root / known[0].folder}{misfits}"
         )
 
     def _ways(self) -> str:
@@ -353,9 +370,13 @@ class _Search:
         paths: dict[str, Any] = dict(found)
         missing = _tokenizers_missing(self.folder, dataclasses.replace(self.config, **paths))
         if missing and not self.config.download:
+            encoders = [re.sub("tokenizer|processor", "text_encoder", each) for each in missing]
+            whose = [tokenizer_id(self.folder.read_json(each, "config.json")) for each in encoders]
+            known = ", ".join(filter(None, whose))
+            where = f"the hub's cache (tokenizer.json of {known})" if known else "the hub's cache"
             raise ModelLoadError(
-                f"{listed(missing)}: {self.like} needs it, and neither the file of a text encoder nor the hub's cache "
-                f"has it: add --download, which takes it and the settings (a few MB) from {self._hub_id()}; or give a "
+                f"{listed(missing)}: {self.like} needs it, and neither the file of a text encoder nor {where} has it: "
+                f"add --download, which takes it and the settings (a few MB) from {self._hub_id()}; or give a "
                 "diffusers folder that has it by --like FOLDER"
             )
 
@@ -374,20 +395,17 @@ def _components(folder: AnyFolder) -> list[str]:
     return [name for name, entry in entries if isinstance(entry, list) and (folder / name / "config.json").is_file()]
 
 
-def _tokenizers_missing(folder: AnyFolder, config: RuntimeConfig) -> list[str]:
+def _tokenizers_missing(folder: ModelFolder, config: RuntimeConfig) -> list[str]:
     """Return the tokenizers of a model that neither its folder has nor the files of its text encoders that a config
-    names. Raises ModelLoadError for such a file that cannot be read."""
+    names, nor the hub's cache. Raises ModelLoadError for such a file that cannot be read."""
+    opened, index = with_parts(folder, part_files(config), None, ()), read_index(folder)
     missing = []
-    index = read_index(folder)
     for component, entry in index.items():
         # Bytes need no vocabulary; a processor is a tokenizer where there is no other.
         is_needed = isinstance(entry, list) and not str(entry[-1]).startswith("ByT5")
         is_tokenizer = component.startswith("tokenizer") or (component == "processor" and "tokenizer" not in index)
-        if is_tokenizer and is_needed and not has_tokenizer(folder / component):
-            key = _OPTIONS.get(re.sub("tokenizer|processor", "text_encoder", component))
-            path = None if key is None else getattr(config, key)
-            if path is None or not holds_tokenizer(user_path(path, str(key))):
-                missing.append(component)
+        if is_tokenizer and is_needed and not has_tokenizer(opened / component):
+            missing.append(component)
     return missing
 
 
@@ -398,11 +416,6 @@ _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.jso
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a tokenizer's folder has a vocabulary, rather than its settings alone."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
-
-
-def holds_tokenizer(path: Path) -> bool:
-    """Return whether the file of a text encoder holds its tokenizer. Raises ModelLoadError."""
-    return path.suffix == GGUF or any(name.endswith(TOKENIZER_TENSORS) for name in stored_dtypes(path))
 
 
 def _noise_of(path: Path) -> str | None:

@@ -193,6 +193,16 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def cached_file(hub_id: str, name: str) -> Path | None:
+    """Return a file of a repository in the hub's cache; None without one. Uses no network."""
+    from huggingface_hub.file_download import try_to_load_from_cache
+
+    with contextlib.suppress(OSError, ValueError):
+        found = try_to_load_from_cache(hub_id, name, revision=_only_commit(hub_id))
+        return Path(found) if isinstance(found, str) else None
+    return None
+
+
 def _only_commit(hub_id: str) -> str | None:
     """Return the one commit of a cached model that has no refs/main, such as a copy; None for any other model."""
     folder = cache_path() / f"models--{hub_id.replace('/', '--')}"

@@ -3,9 +3,9 @@ variants of its weights (`--variant`): a folder of links, so that readers of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,34 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.core.model_folder import INDEX_FILE, LINKS, PART_MARK, ModelFolder, read_index, read_json
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    LINKS,
+    PART_MARK,
+    ModelFolder,
+    part_prefix,
+    read_index,
+    read_json,
+)
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
-from diffusion_runtime.models.quantized_text_encoders import check_text_encoder_file
+from diffusion_runtime.models.encoder_file import (
+    EMBEDDINGS,
+    num_embeddings_of,
+    num_layers_of,
+    open_encoder_file,
+    tokenizer_in,
+)
+from diffusion_runtime.models.hub import cached_file
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.models.text_encoder_files import GGUF_LINK, PICTURES_LINK
+from diffusion_runtime.text_encoders.loading import tokenizer_id
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.file_kinds import describe_file, kind_of
 from diffusion_runtime.weights.file_parts import FilePart, parts_of
+from diffusion_runtime.weights.gguf_encoder import VISION, GgufEncoderFile, differing_settings
+from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import (
@@ -36,8 +55,6 @@ from diffusion_runtime.weights.weight_files import (
     listed,
     refuse_quantised,
 )
-
-_logger = logging.getLogger(__name__)
 
 # The flag of each component that can be somewhere else.
 PART_KEYS = {
@@ -57,11 +74,13 @@ _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_
 
 @dataclass(frozen=True)
 class PartFile:
-    """A component's weights. path: as given. key: of the config, for messages; component: whose weights."""
+    """A component's weights. path: as given. key: of the config, for messages; component: whose weights. pictures: the
+    GGUF file of the half of a text encoder that reads pictures, as given."""
 
     path: str
     key: str
     component: str
+    pictures: str | None = None
 
     @property
     def flag(self) -> str:
@@ -69,9 +88,15 @@ class PartFile:
 
 
 def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
-    """Return the components besides transformers whose weights a config names."""
+    """Return the components besides transformers whose weights a config names. Raises ConfigError for the file of an
+    encoder's half alone."""
+    if config.mmproj_path is not None and not (config.text_encoder_path or "").endswith(GGUF):
+        raise ConfigError(
+            "mmproj_path: the half that reads pictures of a text encoder in GGUF; add --text-encoder-path FILE.gguf, "
+            "or leave out --mmproj-path"
+        )
     return tuple(
-        PartFile(path, key, component)
+        PartFile(path, key, component, config.mmproj_path if key == "text_encoder_path" else None)
         for key, component in PART_KEYS.items()
         if (path := getattr(config, key)) is not None
     )
@@ -93,22 +118,54 @@ def with_parts(
     none, ModelLoadError for files that are missing, damaged, quantised, or hold something else.
     """
     places = {part.component: _place_of(folder, part) for part in parts}
+    for part in parts:
+        places |= _tokenizer_place(folder, part, places[part.component])
     if variant is not None:
         places |= _variants(folder, variant, (*places, *elsewhere))
     return folder.with_parts(places) if places else folder
 
 
-def fits_part(folder: ModelFolder, part: PartFile, modules: Sequence[DiffusersComponent]) -> bool:
-    """Return whether a file is a component of a model. modules: of diffusers, that the model has."""
+def misfit_of(
+    folder: ModelFolder, part: PartFile, modules: Sequence[DiffusersComponent]
+) -> DiffusionRuntimeError | None:
+    """Return why a file is not a component of a model; None for one that is. modules: of diffusers, that the model
+    has."""
     try:
         changed = with_parts(folder, [part], None, ())
         for module in modules:
             if module.name == part.component:
                 module.check_weights(changed)
     except DiffusionRuntimeError as error:
-        _logger.debug("%s: %s", part.path, error)
-        return False
-    return True
+        return error
+    return None
+
+
+# Any of these makes a tokenizer.
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
+# What the hub's cache has of one.
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict[str, Path]:
+    """Return the folder of a text encoder's tokenizer, of its file or else of the hub's cache, where the model's folder
+    has none. encoder: its folder of links. Raises ModelLoadError for a tokenizer in the file that is none."""
+    if not part.component.startswith("text_encoder"):
+        return {}
+    index, of_part = read_index(folder), part.component.replace("text_encoder", "tokenizer")
+    name = of_part if of_part in index or "processor" not in index else "processor"
+    if name not in index or any((folder / name / file).is_file() for file in _TOKENIZER_FILES):
+        return {}
+    config, path = read_json(encoder / "config.json"), Path(user_path(part.path, part.key))
+    found = tokenizer_in(path, part_prefix(encoder), str(config.get("model_type"))) if path.is_file() else None
+    whose = tokenizer_id(config) if found is None else None
+    cached = {} if whose is None else {each: cached_file(whose, each) for each in _JSON_FILES}
+    links = {each: file for each, file in cached.items() if file is not None}
+    if found is None and _JSON_FILES[0] not in links:
+        return {}
+    place = _linked(name, folder, links)
+    if found is not None:
+        found.save(place)
+    return {name: place}
 
 
 def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:
@@ -151,6 +208,8 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
             _check_settings(path / "config.json", own, part)
         files = find_weight_files(path, stem)
         links = {each.name: each for each in path.iterdir() if each.name.startswith(stem)}
+    elif path.suffix == GGUF and part.component.startswith("text_encoder"):
+        return _gguf_encoder(folder, path, part, own)
     else:
         files, links = [path], {f"{stem}.safetensors": path}
     prefixes = {_check_kind(file, part, own) for file in files}
@@ -186,8 +245,8 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
     check_file(path, part.key, missing=ModelLoadError)
     if path.suffix == GGUF:
         raise ModelLoadError(
-            f"{path}: GGUF is read of a transformer alone (--transformer-path); give a safetensors file in bfloat16, "
-            "float16 or float32"
+            f"{path}: GGUF is read of transformers and text encoders (--transformer-path, --text-encoder-path); give a "
+            "safetensors file in bfloat16, float16 or float32"
         )
     if path.suffix not in SAFETENSORS:
         raise ModelLoadError(
@@ -201,7 +260,8 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
             refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
             shapes = {name: head.shape for name, head in file.heads.items()}
     else:
-        shapes = check_text_encoder_file(path, prefix)
+        with closing(open_encoder_file(path, prefix)) as opened:
+            shapes = {name: rows[0].shape for name, rows in stored_rows([opened]).items()}
     kind = kind_of(tuple(shapes))
     wanted = own.get("model_type")
     is_shard = "-of-" in path.name
@@ -227,6 +287,60 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
         f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)}, expected {expected}: "
         f"{advice}use the file of this component"
     )
+
+
+def _gguf_encoder(folder: ModelFolder, path: Path, part: PartFile, own: Mapping[str, Any]) -> Path:
+    """Return a folder of links to a text encoder in GGUF, and to the half of it that reads pictures, where that is
+    given or alone beside it. Raises ConfigError, and ModelLoadError for files of something else."""
+    pictures = _pictures_beside(path, own) if part.pictures is None else user_path(part.pictures, "mmproj_path")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each, key in ((path, part.key), (pictures, "mmproj_path")):
+        if each is None:
+            continue
+        check_file(each, key, missing=ModelLoadError)
+        with closing(GgufEncoderFile(each, num_embeddings_of(own))) as file:
+            if own.get("model_type") not in file.kind.model_types or (file.architecture == VISION) == (each is path):
+                half = "the vision half of one" if each is pictures else "one"
+                raise ModelLoadError(
+                    f"{key}: {each}: key 'general.architecture': {shown(file.architecture)}, expected {half} of "
+                    f"model_type {own.get('model_type')!r}: use the file of this model's own text encoder"
+                )
+            if differing := differing_settings(file, own):
+                raise ModelLoadError(
+                    f"{key}: {each}: {len(differing)} settings differ from the model's own: {listed(differing)}. Use "
+                    "the file of this model's own text encoder"
+                )
+            shapes |= {name: rows[0].shape for name, rows in stored_rows([file]).items()}
+    kind = kind_of(tuple(shapes))
+    if kind is None or own.get("model_type") not in kind.model_types:
+        raise ModelLoadError(
+            f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)}, expected the text encoder of "
+            f"the model, of model_type {own.get('model_type')!r}: use the file of this component"
+        )
+    _check_width(path, part, own, shapes)
+    links = {GGUF_LINK: path} | ({} if pictures is None else {PICTURES_LINK: pictures})
+    return _linked(part.component, folder, links)
+
+
+def _pictures_beside(path: Path, own: Mapping[str, Any]) -> Path | None:
+    """Return the only file beside a text encoder in GGUF that can be the half of it that reads pictures."""
+    found = []
+    for each in sorted(path.parent.glob(f"*mmproj*{GGUF}")):
+        with contextlib.suppress(DiffusionRuntimeError), closing(GgufEncoderFile(each)) as file:
+            if file.architecture == VISION and own.get("model_type") in file.kind.model_types:
+                found.append(each)
+    return found[0] if len(found) == 1 else None
+
+
+def check_sees(folder: ModelFolder) -> None:
+    """Raises ConfigError where the text encoder of a model that reads pictures is in GGUF without its half for them."""
+    link = folder / "text_encoder" / GGUF_LINK
+    if link.is_symlink() and not (folder / "text_encoder" / PICTURES_LINK).is_symlink():
+        beside = sorted(each.name for each in link.readlink().parent.glob(f"*mmproj*{GGUF}"))
+        raise ConfigError(
+            f"text_encoder_path: {link.readlink()}: the model reads pictures, and this file has the language model "
+            f"alone; add --mmproj-path FILE.gguf ({f'beside it: {listed(beside)}' if beside else 'none is beside it'})"
+        )
 
 
 def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mapping[str, Any]) -> str:
@@ -261,19 +375,23 @@ def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) ->
     return found is None or not all(isinstance(size, int) for size in wanted) or found == wanted
 
 
-# The embeddings of tokens, [vocabulary, width], as every text encoder of transformers has them.
-_EMBEDDINGS = ("shared.weight", "token_embedding.weight", "embed_tokens.weight")
-
-
 def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a text encoder has the size of the model's. Raises ModelLoadError."""
     wanted, found = _widths(shapes, own)
-    is_encoder = part.component.endswith("_encoder") or part.component.startswith("text_encoder")
+    is_text = part.component.startswith("text_encoder")
+    is_encoder = is_text or part.component == "image_encoder"
     if is_encoder and all(isinstance(size, int) for size in wanted) and found is not None and found != wanted:
         sizes, kind = ("patch", "image") if part.component == "image_encoder" else ("vocabulary", "text")
         raise ModelLoadError(
             f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)} with embeddings {list(found)}, "
             f"expected {list(wanted)} ({sizes}, width): use the file of this model's own {kind} encoder"
+        )
+    text = own.get("text_config") or own
+    most = text.get("num_layers", text.get("num_hidden_layers"))
+    if is_text and isinstance(most, int) and num_layers_of(shapes) > most:
+        raise ModelLoadError(
+            f"{part.key}: {path}: holds {num_layers_of(shapes)} layers, expected at most {most}, those of the model's "
+            "text encoder: use the file of this model's own"
         )
 
 
@@ -289,7 +407,7 @@ def _widths(
         return wanted, None if name is None else (shapes[name][-1], shapes[name][0])
     text = own.get("text_config") or own
     wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
-    return wanted, next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)
+    return wanted, next((shape for name, shape in shapes.items() if name.endswith(EMBEDDINGS)), None)
 
 
 def _flags_for(component: str, part: PartFile) -> Iterator[str]:
@@ -337,7 +455,7 @@ def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path], pref
     prefix: of the component's tensors in them."""
     place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
     place.mkdir(parents=True)
-    for path in (folder / component).iterdir():
+    for path in (folder / component).iterdir() if (folder / component).is_dir() else ():
         if path.suffix in (".json", ".txt", ".model", ".jinja") and ".safetensors.index" not in path.name:
             (place / path.name).symlink_to(path.absolute())
     for name, target in links.items():

@@ -1,69 +1,80 @@
-"""Text encoders that are quantised in their files: transformers would read the numbers without what belongs to them, so
-that their weights are read here, dequantised one by one."""
+"""Text encoders that are read here instead of by transformers, tensor by tensor and dequantised: those that are
+quantised in their files, of which transformers would read the numbers without what belongs to them, and those in files
+that flags name, whose tensors go by many names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import ExitStack
 
 import torch
+from torch import nn
 
-from diffusion_runtime.core.model_folder import AnyFolder, part_prefix
+from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.layers.waiting_weights import is_waiting
-from diffusion_runtime.models.text_encoder_files import STEM, source_of, text_components
+from diffusion_runtime.models.text_encoder_files import is_elsewhere, open_encoder, source_of, text_components
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
+from diffusion_runtime.weights.stored_formats.float8 import Float8
 from diffusion_runtime.weights.stored_tensors import StoredRows, stored_rows
-from diffusion_runtime.weights.tensor_files import SafetensorsFile
-from diffusion_runtime.weights.weight_files import find_weight_files, refuse_unmarked
 from diffusion_runtime.weights.weight_loading import load_weights
 
-_SAID = "dequantised as they are read"
 
-
-def check_text_encoder_file(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight in a text encoder's file, from its head and the marks beside weights. prefix: of
-    its part of the file. Raises ModelLoadError for weights that are quantised in a way that is not read."""
-    with closing(SafetensorsFile(path, prefix)) as file:
-        refuse_unmarked(path, {name: head.kind for name, head in file.heads.items()})
-        return {name: rows[0].shape for name, rows in stored_rows([file]).items()}
-
-
-def quantized_text(folder: AnyFolder) -> dict[str, str]:
-    """Return what reports say of the text encoders whose weights need more than a cast, by component. Raises
-    ModelLoadError for files that cannot be read."""
+def text_read_here(folder: AnyFolder) -> dict[str, str]:
+    """Return the text encoders whose weights need more than transformers' own reading, by component, with the formats
+    that are dequantised, empty for none. Raises ModelLoadError for files that cannot be read."""
     found = {}
     for component in text_components(folder):
         with ExitStack() as stack:
-            paths, prefix = find_weight_files(folder / component, STEM), part_prefix(folder / component)
-            rows = stored_rows([stack.enter_context(closing(SafetensorsFile(path, prefix))) for path in paths])
-            if titles := _titles(rows):
-                found[component] = f"{component}: weights in {' and '.join(titles)}, {_SAID}"
+            titles = _titles(stored_rows(open_encoder(folder / component, stack)))
+        if titles or is_elsewhere(folder / component):
+            found[component] = " and ".join(titles)
     return found
 
 
 def _titles(rows: Mapping[str, tuple[StoredRows, ...]]) -> list[str]:
     layers = (row.layer for several in rows.values() for row in several)
-    return list(dict.fromkeys(each.format.title for each in layers if each is not None and each.beside))
+    # Plain casts to 8-bit floats have nothing beside them, and are numbers as others.
+    return list(
+        dict.fromkeys(
+            each.format.title
+            for each in layers
+            if each is not None and (each.beside or not isinstance(each.format, Float8))
+        )
+    )
 
 
-def read_dequantized(
+def dequantized_text(component: str, titles: str, modules: Sequence[nn.Module], *, waits: bool) -> str:
+    """Return what a report says of an encoder in a quantised file. waits: whether its weights are read as they are
+    used."""
+    size = size_text(sum(tensor.nbytes for module in modules for tensor in module.parameters()))
+    when = "as it is read for each use" if waits else f"at load: {size}"
+    return f"{component.replace('_', ' ')}: {titles}, dequantised {when}"
+
+
+def read_text_here(
     encoder: TextEncoder,
     folder: AnyFolder,
     others: Sequence[DiffusersComponent],
     device: torch.device,
     dtype: torch.dtype,
-) -> None:
+) -> dict[str, list[nn.Module]]:
     """Read the weights of an encoder that was built for the meta device, where none is read, onto another one. others:
-    components of diffusers' that may be among its modules. Raises ModelLoadError for files whose tensors cannot be
-    matched to a module."""
+    components of diffusers' that may be among its modules. Returns the modules of each component.
+
+    Raises ModelLoadError for files whose tensors cannot be matched to a module, and for tensors beside its weights that
+    would change the result and are not read.
+    """
+    modules: dict[str, list[nn.Module]] = {}
     for module in modules_of(encoder):
         assert is_waiting(module), f"{type(module).__name__} was read"
-        _, opens, pieces = source_of(module, folder, others, "dequantised", "the quantised file")
+        component, opens, pieces = source_of(module, folder, others, "read", "the flag that names its file")
+        modules.setdefault(component, []).append(module)
         kept = {name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float32}
         with opens(()) as checkpoint:
             load_weights(module, checkpoint, pieces, device, dtype, kept.__contains__, lambda _: True)
         # What no file holds, such as frequencies of a rotary embedding.
         module.to(device)
+    return modules

@@ -10,17 +10,18 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from diffusion_runtime.core.model_folder import AnyFolder, part_prefix, read_index
+from diffusion_runtime.core.model_folder import LINKS, AnyFolder, part_prefix, read_index, read_json
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.layers.waiting_weights import is_waiting
+from diffusion_runtime.models.encoder_file import num_embeddings_of, open_encoder_file
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
@@ -28,7 +29,7 @@ from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
 from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
-from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.tensor_files import TensorFile
 from diffusion_runtime.weights.weight_files import find_weight_files, listed
 from diffusion_runtime.weights.weight_loading import own_pieces
 
@@ -36,6 +37,8 @@ _logger = logging.getLogger("diffusion_runtime")
 
 # transformers' name for a file of weights.
 STEM = "model"
+# Links to GGUF files: of a text encoder, and of the half of it that reads pictures.
+GGUF_LINK, PICTURES_LINK = f"{STEM}.gguf", "mmproj.gguf"
 # A component of diffusers' between an encoder and a transformer.
 CONNECTORS = "connectors"
 # The embeddings of tokens, which go by several names in one model.
@@ -54,16 +57,33 @@ def text_components(folder: AnyFolder) -> list[str]:
     ]
 
 
+def is_elsewhere(folder: Path) -> bool:
+    """Return whether a component's folder is one of links to files that a flag names."""
+    return folder.parent.name.endswith(LINKS)
+
+
+def open_encoder(folder: Path, stack: ExitStack) -> list[TensorFile]:
+    """Open the files of weights in a text encoder's folder, closed with the stack. Raises ModelLoadError for files that
+    are missing, damaged, or stored in a way that is not read."""
+    links = [folder / name for name in (GGUF_LINK, PICTURES_LINK)]
+    paths = [path.readlink() for path in links if path.is_symlink()]
+    number = num_embeddings_of(read_json(folder / "config.json")) if paths else None
+    files = [open_encoder_file(path, part_prefix(folder), number) for path in paths or find_weight_files(folder, STEM)]
+    for file in files:
+        stack.callback(file.close)
+    return files
+
+
 def encoder_shapes(folder: Path, class_name: str) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each tensor of a transformers encoder, by name: of the weight files where they are here, of
     the config where not. class_name: as in model_index.json. Raises ModelLoadError."""
-    try:
-        files = find_weight_files(folder, STEM)
-    except ModelLoadError:
-        return shapes_by_config(folder, class_name)
+    if not is_elsewhere(folder):
+        try:
+            find_weight_files(folder, STEM)
+        except ModelLoadError:
+            return shapes_by_config(folder, class_name)
     with ExitStack() as stack:
-        opened = [stack.enter_context(closing(SafetensorsFile(file, part_prefix(folder)))) for file in files]
-        return {name: rows[0].shape for name, rows in stored_rows(opened).items()}
+        return {name: rows[0].shape for name, rows in stored_rows(open_encoder(folder, stack)).items()}
 
 
 def why_whole(dtype: torch.dtype) -> str:
@@ -208,13 +228,14 @@ def source_of(
     found: list[tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]] = []
     unmatched: dict[str, list[str]] = {}
     for name in text_components(folder):
-        opens = functools.partial(_open_text, folder / name)
+        opens = functools.partial(open_text, folder / name)
         with opens(()) as checkpoint:
             tensors, missing = matched_tensors(module, checkpoint.shapes)
             pieces = {own: (Piece(tensor, checkpoint.shapes[tensor]),) for own, tensor in tensors.items()}
+            if not missing:
+                _refuse_unread(str(checkpoint.elsewhere or checkpoint.folder), checkpoint.shapes, pieces)
+                found.append((name, opens, pieces))
         unmatched[name] = missing
-        if not missing:
-            found.append((name, opens, pieces))
     if len(found) != 1:
         # From the component that has the most of them.
         name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
@@ -226,8 +247,36 @@ def source_of(
     return found[0]
 
 
-def _open_text(folder: Path, changes: Sequence[WeightChange]) -> Checkpoint:
-    return Checkpoint(folder, STEM, changes=changes, reads_quantized=True)
+# Positions 0, 1, 2, ... of older files of CLIP.
+_COUNTERS = ("position_ids",)
+
+
+def _refuse_unread(where: str, shapes: Mapping[str, object], pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+    """Raises ModelLoadError for tensors in a layer whose weight is read that the model has no place for, such as a bias
+    or a scale: they would change the result. Those of other layers, such as a decoder's, are not used."""
+    read = {piece.name for several in pieces.values() for piece in several}
+    layers = {name.rpartition(".")[0] for name in read if "." in name}
+    unread = [
+        name
+        for name in shapes
+        if name not in read and name.rpartition(".")[0] in layers and not name.endswith(_COUNTERS)
+    ]
+    if unread:
+        raise ModelLoadError(
+            f"{where}: {len(unread)} tensors beside weights that are read have no place in the model, and would "
+            f"change its result: {listed([shown_name(name) for name in unread])}. The file is of another model, or in "
+            "a format that is not read"
+        )
+
+
+def open_text(folder: Path, changes: Sequence[WeightChange] = ()) -> Checkpoint:
+    """Open the weights of a text encoder's folder. Raises what open_encoder raises."""
+    link = folder / GGUF_LINK
+    if not link.is_symlink():
+        return Checkpoint(folder, STEM, changes=changes, reads_quantized=True)
+    return Checkpoint(
+        folder, changes=changes, source=lambda stack: stored_rows(open_encoder(folder, stack)), place=link.readlink()
+    )
 
 
 def _open_component(

@@ -177,6 +177,32 @@ def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_lay
     return config
 
 
+# Repositories of the hub that have the tokenizer of a text encoder, by `model_type` of its config.json.
+_TOKENIZER_IDS = {
+    "umt5": "google/umt5-xxl",
+    "t5": "google/t5-v1_1-xxl",
+    "clip_text_model": "openai/clip-vit-large-patch14",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen2_5_vl_text": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3": "Qwen/Qwen3-4B",
+    "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+    "gemma3": "google/gemma-3-12b-it",
+    "mistral3": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+}
+
+
+def tokenizer_id(config: Mapping[str, Any]) -> str | None:
+    """Return the repository of the hub that has the tokenizer of a text encoder with this config.json; None for one
+    that is not known."""
+    return _TOKENIZER_IDS.get(str(config.get("model_type")))
+
+
+def tokenizer_id_beside(folder: Path) -> str | None:
+    """Return tokenizer_id of the text encoder beside a tokenizer's folder."""
+    config = folder.parent / folder.name.replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
+    return tokenizer_id(_read_config(config)) if (config / "config.json").is_file() else None
+
+
 def load_tokenizer(
     folder: Path, built_by: type[PreTrainedTokenizerFast] | None = None, remedy: str = ""
 ) -> PreTrainedTokenizerFast:
@@ -192,7 +218,11 @@ def load_tokenizer(
         files = ("vocab.json", "merges.txt")
     for name in files:
         if not (folder / name).is_file():
-            raise ModelLoadError(f"{folder / name} is missing; copy or download the whole folder. {remedy}".strip())
+            whose = tokenizer_id_beside(folder)
+            of_hub = f"Its tokenizer is that of {whose}. " if whose else ""
+            raise ModelLoadError(
+                f"{folder / name} is missing; copy or download the whole folder. {of_hub}{remedy}".strip()
+            )
     made_by = PreTrainedTokenizerFast if built_by is None or len(files) == 1 else built_by
     try:
         with quiet_transformers():

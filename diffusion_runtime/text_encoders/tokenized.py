@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.errors import ModelLoadError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,8 +38,15 @@ def tokenize(
     """
     stop = len(text) if stop is None else stop
     # verbose=False: the tokenizer would print its own warning for a long prompt; the caller gives a better one.
-    whole = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens, verbose=False)
-    kept = tokenizer(text, truncation=True, max_length=max_tokens, add_special_tokens=add_special_tokens, verbose=False)
+    settings: Any = {"add_special_tokens": add_special_tokens, "verbose": False}
+    try:
+        whole = tokenizer(text, return_offsets_mapping=True, **settings)
+        kept = tokenizer(text, truncation=True, max_length=max_tokens, **settings)
+    except BaseException as error:
+        # The tokenizers library panics over a damaged table of replacements, which is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelLoadError(f"the tokenizer is damaged: {first_line(error)}; copy its files again") from error
     unknown_id = tokenizer.unk_token_id
     unknown = [
         _word_around(text, start, end)

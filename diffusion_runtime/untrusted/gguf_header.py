@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,27 +86,29 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """metadata: numbers, texts, and arrays of up to a few numbers."""
+    """metadata: numbers, texts, and arrays: of up to a few items, or whole where that was asked for."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor] = field(default_factory=dict)
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises ModelLoadError for a file that is missing, cut off, damaged, of another version or byte order, and for
+def read_gguf_header(path: Path, whole: Collection[str] = ()) -> GgufHeader:
+    """Read the head. whole: keys whose arrays are kept with all of their items, such as a vocabulary.
+
+    Raises ModelLoadError for a file that is missing, cut off, damaged, of another version or byte order, and for
     tensors of types that are not read."""
     with open_file(path, error=ModelLoadError) as file:
         size = file.seek(0, 2)
         file.seek(0)
         try:
-            return _Reader(path, file, size).header()
+            return _Reader(path, file, size, frozenset(whole)).header()
         except struct.error as error:
             raise ModelLoadError(f"{path} is cut off in its head; copy or download it again") from error
 
 
 class _Reader:
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self.path, self.file, self.size = path, file, size
+    def __init__(self, path: Path, file: BinaryIO, size: int, whole: frozenset[str]) -> None:
+        self.path, self.file, self.size, self.whole = path, file, size, whole
         self.num_items = self.num_text_bytes = 0
 
     def header(self) -> GgufHeader:
@@ -127,7 +129,9 @@ class _Reader:
         metadata = {}
         for _ in range(num_values):
             name = self._text(_MAX_TEXT_BYTES)
-            metadata[name] = self._value(self._unpack("I")[0])
+            if name in metadata:
+                raise self._damaged(f"key {shown_name(name)} is there twice")
+            metadata[name] = self._value(name, self._unpack("I")[0])
         heads: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(num_tensors):
             name = self._text(_MAX_NAME_BYTES)
@@ -167,29 +171,30 @@ class _Reader:
             )
         return GgufTensor(shape, label, start + offset, num_bytes)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, key: str, kind: int) -> Any:
         if kind == _TEXT:
             return self._text(_MAX_TEXT_BYTES)
         if kind == _ARRAY:
-            return self._array()
+            return self._array(key)
         if kind not in _SCALARS:
-            raise self._damaged(f"a value of metadata has type {kind}")
+            raise self._damaged(f"the value of {shown_name(key)} has type {kind}")
         return self._unpack(_SCALARS[kind])[0]
 
-    def _array(self) -> list[Any]:
-        """Read the first items of an array; all are read, or passed over."""
+    def _array(self, key: str) -> list[Any]:
+        """Read the first items of an array, or all of one that is kept whole; the others are passed over."""
         kind, length = self._unpack("IQ")
         self.num_items += length
         if self.num_items > _MAX_ARRAY_ITEMS or (kind != _TEXT and kind not in _SCALARS):
-            raise self._damaged(f"an array of metadata would hold {length} items of type {kind}")
+            raise self._damaged(f"{shown_name(key)} would hold {length} items of type {kind}")
+        num_kept = length if key in self.whole else _MAX_KEPT_ITEMS
         if kind == _TEXT:
             kept = []
             for index in range(length):
                 text = self._text(_MAX_TEXT_BYTES)
-                if index < _MAX_KEPT_ITEMS:
+                if index < num_kept:
                     kept.append(text)
             return kept
-        return list(self._unpack(f"{length}{_SCALARS[kind]}"))[:_MAX_KEPT_ITEMS]
+        return list(self._unpack(f"{length}{_SCALARS[kind]}"))[:num_kept]
 
     def _text(self, max_bytes: int) -> str:
         (length,) = self._unpack("Q")

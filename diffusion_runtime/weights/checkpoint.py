@@ -219,10 +219,10 @@ class Checkpoint:
         return finish
 
     def quantized(self, name: str) -> tuple[StoredRows, ...]:
-        """The rows of tensor `name` as they are stored, one after the other, where all of it is quantised in the file;
-        empty otherwise."""
+        """The rows of tensor `name` as they are stored, one after the other, where all of it is quantised in the file,
+        and can stay so; empty otherwise."""
         rows = self._rows[name]
-        return rows if all(each.is_quantized for each in rows) else ()
+        return rows if all(each.can_stay for each in rows) else ()
 
     def is_changed(self, name: str) -> bool:
         """Return whether a change adds to tensor `name`."""

@@ -21,7 +21,7 @@ _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 
 
 class GgufFile(TensorFile):
-    """A GGUF file. architecture: the model kind it declares, such as `flux` or `wan`.
+    """A GGUF file. architecture: the model kind it declares, such as `flux` or `wan`; values: its metadata.
 
     Raises ModelLoadError for a file that is missing, cut off or damaged, and for tensors of types that are not read.
     """
@@ -32,9 +32,10 @@ class GgufFile(TensorFile):
         header = read_gguf_header(path)
         self.path = path
         self.architecture = str(header.metadata.get("general.architecture", ""))
+        self.values = header.metadata
         self.metadata: Mapping[str, str] = {}
         self._tensors = header.tensors
-        self.heads = {
+        self.heads = self._in_file = {
             name: TensorHead(_original_shape(name, tensor, header.metadata), tensor.type)
             for name, tensor in header.tensors.items()
         }
@@ -48,7 +49,7 @@ class GgufFile(TensorFile):
         tensor = self._tensors[name]
         assert self._map is not None
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
-        by_row = data.view(self.heads[name].shape[0], -1)
+        by_row = data.view(self._in_file[name].shape[0], -1)
         return (by_row if rows is None else by_row[rows]).clone()
 
     def close(self) -> None:

@@ -4,7 +4,8 @@ its older fp8_scaled files, and ModelOpt's FP8.
 A mark says how a layer's weight is stored, and the format which tensors stand beside it (stored_formats). 8-bit floats
 need no mark: their scale is `X.weight_scale`, which older files of ComfyUI call `X.scale_weight`; without any scale in
 the file its numbers are what they say (a plain cast). Scales of inputs (`X.input_scale`, `X.scale_input`) are not used:
-inputs are quantised per token as they come.
+inputs are quantised per token as they come. AWQ's factors of inputs (`X.pre_quant_scale`, Lin et al. 2023,
+arXiv:2306.00978) are: an input is multiplied by them, which is the same as a weight whose columns are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from diffusion_runtime.errors import ModelLoadError, shown, shown_name
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 from diffusion_runtime.weights.stored_formats.float8 import FLOAT8, Float8
-from diffusion_runtime.weights.stored_formats.interface import Companion, StoredFormat
+from diffusion_runtime.weights.stored_formats.interface import FLOATS, Companion, StoredFormat
 from diffusion_runtime.weights.stored_formats.registry import FORMATS
 from diffusion_runtime.weights.tensor_files import TensorFile, TensorHead
 from diffusion_runtime.weights.weight_files import LAYER_MARK, MAX_MARK_BYTES, QUANTIZATION_METADATA, without_prefix
@@ -26,6 +27,7 @@ _WEIGHT = ".weight"
 _INPUT_SCALES = (".input_scale", ".scale_input")
 # ComfyUI, in older files: that every 8-bit layer has a scale.
 _FILE_MARK = "scaled_fp8"
+_INPUT_FACTORS = "pre_quant_scale"
 # Of the JSON for all layers.
 _MAX_METADATA_BYTES = 10_000_000
 # Tensors beside weights in other formats.
@@ -54,10 +56,12 @@ class CompanionTensor:
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """Format of a weight. beside: the tensors beside it, by suffix."""
+    """Format of a weight. beside: the tensors beside it, by suffix. input_factors: by which its columns are multiplied;
+    None for none."""
 
     format: StoredFormat
     beside: Mapping[str, CompanionTensor] = field(default_factory=dict)
+    input_factors: CompanionTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class _Search:
         self.unread: set[str] = set()
         # By weight, then by suffix.
         self.beside: dict[str, dict[str, tuple[TensorFile, str]]] = {}
+        # By weight.
+        self.input_factors: dict[str, tuple[TensorFile, str]] = {}
         self.says_scaled = self.wants_full_precision = False
         for file in files:
             for name in file.heads:
@@ -126,6 +132,12 @@ class _Search:
                 raise ModelLoadError(
                     f"{file.path}: {shown_name(scale)} is a scale, and {shown_name(name)} is stored as {head.kind}, "
                     "which has none"
+                )
+        for weight, (file, name) in self.input_factors.items():
+            if weight not in found:
+                raise ModelLoadError(
+                    f"{file.path}: {shown_name(name)} is for a quantised weight, and {shown_name(weight)} is "
+                    f"{'stored as ' + self.owner[weight].heads[weight].kind if weight in self.owner else 'missing'}"
                 )
         full = frozenset(filter(self._wants_full_precision, self.owner))
         return LayerFormats(found, frozenset(self.unread), full)
@@ -172,7 +184,12 @@ class _Search:
             raise ModelLoadError(
                 f"{file.path}: {shown_name(beside[suffix][1])}: weights in format {made.title} have no such tensor"
             )
-        return LayerFormat(made, places)
+        factors = None
+        if name in self.input_factors:
+            width = made.shape(head.shape)[-1]
+            factors = CompanionTensor(*self.input_factors[name], Companion(_INPUT_FACTORS, FLOATS, ((width,),)))
+            _check(factors, name)
+        return LayerFormat(made, places, factors)
 
     def _expected(self, name: str, companion: Companion) -> str:
         layer = name.removesuffix(_WEIGHT)
@@ -194,6 +211,9 @@ class _Search:
                     f"{file.path}: {shown_name(layer + _WEIGHT)} has two scales: {shown_name(name)} too"
                 )
             found[_SUFFIXES[leaf]] = (file, name)
+            self.unread.add(name)
+        if leaf == _INPUT_FACTORS:
+            self.input_factors[layer + _WEIGHT] = (file, name)
             self.unread.add(name)
         for suffix, what in _OTHER_SCALES.items():
             if name.endswith(suffix):

@@ -48,6 +48,12 @@ class StoredRows:
         return self.layer is not None
 
     @property
+    def can_stay(self) -> bool:
+        """Return whether these can stay as they are stored: the layers that hold such weights take no factors of
+        inputs."""
+        return self.layer is not None and self.layer.input_factors is None
+
+    @property
     def format(self) -> StoredFormat | None:
         return None if self.layer is None else self.layer.format
 
@@ -79,7 +85,7 @@ class StoredRows:
         Raises ModelLoadError for numbers that nothing can be computed with.
         """
         if self.is_quantized:
-            stored = self.packed().numbers()
+            stored = self._dequantized()
         else:
             is_whole = self.rows is None and self.columns is None
             read = self.file.mapped if mapped and is_whole else self._read
@@ -92,6 +98,17 @@ class StoredRows:
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
         return stored.view(self.shape)
+
+    def _dequantized(self) -> torch.Tensor:
+        """float32 [rows, columns]; columns times the factors of inputs, where the layer has them."""
+        assert self.layer is not None
+        stored, place = self.packed().numbers(), self.layer.input_factors
+        if place is None:
+            return stored
+        factors = place.file.read(place.name).float()
+        if (wrong := place.companion.wrong_number(factors)) is not None:
+            raise ModelLoadError(f"{place.file.path}: {shown_name(place.name)} {wrong}. {DAMAGED}")
+        return stored * (factors if self.columns is None else torch.cat([factors[each] for each in self.columns]))
 
     def _read(self, name: str) -> torch.Tensor:
         return self.file.read(name, self.rows, self.columns)

@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 from cli_support import Command
 from published_files import write_part_file, write_transformer_file
+from spiece_files import model_bytes
 
 from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.found_files import is_all_in_files, with_found_files
+from diffusion_runtime.models.memory_demand import StepDemand
 
 
 @pytest.fixture
 def nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    # Counting the bytes of a step takes seconds, and is tested elsewhere.
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(10**9, 0))
+    monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 10**9)
 
 
 def test_a_published_model_from_files_alone(nothing_cached: None, tmp_path: Path, command: Command) -> None:
@@ -27,21 +33,19 @@ def test_a_published_model_from_files_alone(nothing_cached: None, tmp_path: Path
         write_part_file(models / "vae" / f"{name}.safetensors", "wan2.1-1.3b", "vae")
     encoder = models / "text_encoders" / "umt5_xxl_fp16.safetensors"
     write_part_file(encoder, "wan2.1-1.3b", "text_encoder")
-    words = ("generate", "a cat", file, "--device", "cpu", "--dtype", "bfloat16", "--dry-run")
-    refused = command(*map(str, words))
-    assert "tokenizer: wan2.1-1.3b needs it" in refused.said
-    write_part_file(encoder, "wan2.1-1.3b", "text_encoder", spiece_model=1000)
-    shown = command(*map(str, words), "--json")
-    assert shown.code == 0, shown.err
-    assert shown.json["download_gb"] == 0
-    said = command(*map(str, words))
-    for text in (
-        "recognised as wan2.1-1.3b by its tensors",
-        "wan_2.1_vae.safetensors, 254 MB",
-        "umt5_xxl_fp16.safetensors",
+    with pytest.raises(ModelLoadError, match=r"^tokenizer: .*google/umt5-xxl.*--download"):
+        with_found_files(RuntimeConfig(str(file)))
+    damaged = write_part_file(encoder, "wan2.1-1.3b", "text_encoder", spiece_model=b"none")
+    with pytest.raises(
+        ModelLoadError, match=rf"(?s)text_encoder, 11.4 GB.*not {damaged}: tensor spiece_model: no Sent"
     ):
-        assert text in said.said, said.said
+        with_found_files(RuntimeConfig(str(file)))
+    pieces = model_bytes([("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("a", -1.0)])
+    write_part_file(encoder, "wan2.1-1.3b", "text_encoder", spiece_model=pieces + bytes(len(pieces) % 2))
+    shown = command("generate", "a cat", str(file), "--device", "cpu", "--dtype", "bfloat16", "--dry-run")
+    assert shown.code == 0, shown.err
+    for text in ("recognised as wan2.1-1.3b by its tensors", "wan_2.1_vae.safetensors, 254 MB", str(encoder)):
+        assert text in shown.said, shown.said
     config = with_found_files(RuntimeConfig(str(file)))
-    assert is_all_in_files(config)
+    assert (config.model_path, config.offline, is_all_in_files(config)) == ("wan2.1-1.3b", True, True)
     assert not is_all_in_files(dataclasses.replace(config, vae_path=None))
-    assert (config.model_path, config.offline) == ("wan2.1-1.3b", True)

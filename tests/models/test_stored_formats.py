@@ -462,5 +462,5 @@ def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str
         )
         first, second = (each.text_encoder.encode(["a red star"]).embeddings for each in (found, expected))
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
-        assert "dequantised as they are read" in found.text_encoder.implementation
+        assert "dequantised at load: " in found.text_encoder.implementation
         assert "dequantised" not in expected.text_encoder.implementation

@@ -1,0 +1,213 @@
+"""Text encoders in GGUF, by llama.cpp's names: the hidden states of the transformers models that they were made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from gguf_encoders import architecture_name, language_tensors, permuted, vision_tensors, write_encoder
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tables import table
+from tiny_qwen_image import write_tiny_qwen_image
+from tiny_qwen_image_21 import write_tiny_qwen_image_21
+
+from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading.text_encoders import TextEncoderLoader
+from diffusion_runtime.models.encoder_file import describe_encoder_file
+from diffusion_runtime.models.part_files import PartFile, with_parts
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.weights.gguf_encoder import GgufEncoderFile
+from diffusion_runtime.weights.stored_tensors import stored_rows
+
+FolderOf = Callable[[str], Path]
+Tensors = dict[str, torch.Tensor]
+PROMPTS = ["a red circle", "a star"]
+
+
+def weights_of(folder: Path) -> Tensors:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def language_of(state: Tensors) -> Tensors:
+    """The tensors of the language model, by the names of one without a vision half."""
+    marks = ("visual.", "vision_tower.", "multi_modal_projector.")
+    own = {name: tensor for name, tensor in state.items() if not any(mark in name for mark in marks)}
+    if any(".SelfAttention." in name for name in own):
+        return own
+    bare = {name.replace("language_model.", "").removeprefix("model."): tensor for name, tensor in own.items()}
+    return {name.removeprefix("model."): tensor for name, tensor in bare.items() if not name.endswith("lm_head.weight")}
+
+
+def rounded(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """The numbers that a type makes of a matrix, where its rows are whole blocks."""
+    block = GGMLQuantizationType[kind]
+    if tensor.dim() < 2 or (tensor.shape[-1] % 32 and kind not in ("BF16", "F16")):
+        return tensor
+    return torch.from_numpy(dequantize(quantize(tensor.float().numpy(), block), block).copy()).reshape(tensor.shape)
+
+
+def written(
+    folder: Path, path: Path, arch: MODEL_ARCH, kind: str = "F32", more: Callable[[GGUFWriter], None] = lambda _: None
+) -> Path:
+    """A text encoder's folder as one GGUF file."""
+    values = json.loads((folder / "config.json").read_text())
+    config = SimpleNamespace(**{**values, **(values.get("text_config") or {})})
+    tensors = language_tensors(arch, language_of(weights_of(folder)), config)
+    write_encoder(path, architecture_name(arch), tensors, config, lambda _: kind, more)
+    return path
+
+
+def written_pictures(folder: Path, path: Path, projector: str) -> Path:
+    """The vision half of a text encoder's folder."""
+    state = {name.removeprefix("model."): tensor for name, tensor in weights_of(folder).items() if "visual." in name}
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    deep = tuple(vision.get("deepstack_visual_indexes") or ())
+    write_encoder(
+        path,
+        "clip",
+        vision_tensors(state, deep),
+        more=lambda writer: writer.add_string("clip.projector_type", projector),
+    )
+    return path
+
+
+def encoder_of(folder: Path, component: str, path: Path | None, pictures: Path | None = None) -> TextEncoder:
+    """The text encoders of a folder, one of them out of a file."""
+    opened = ModelFolder(folder)
+    if path is not None:
+        given = PartFile(str(path), f"{component}_path", component, None if pictures is None else str(pictures))
+        opened = with_parts(opened, [given], None, ())
+    model, cpu = family_for_folder(opened).describe(opened), torch.device("cpu")
+    return TextEncoderLoader(model, cpu, torch.float32, None, model.text_changes()).read(cpu)
+
+
+def states(encoder: TextEncoder) -> list[torch.Tensor]:
+    found = encoder.encode(PROMPTS)
+    return [
+        found.embeddings,
+        *([] if found.pooled is None else [found.pooled]),
+        *(each.embeddings for each in found.further),
+    ]
+
+
+# UMT5 (with a relative bias in every layer), T5, Qwen2.5-VL, Qwen3-VL, Qwen3, LLaMA, Mistral 3, Gemma 3.
+@table(
+    "family, component, arch",
+    [
+        ("wan", "text_encoder", MODEL_ARCH.T5ENCODER),
+        ("flux1", "text_encoder_2", MODEL_ARCH.T5ENCODER),
+        ("qwen_image", "text_encoder", MODEL_ARCH.QWEN2VL),
+        ("qwen_image_21", "text_encoder", MODEL_ARCH.QWEN3VL),
+        ("z_image", "text_encoder", MODEL_ARCH.QWEN3),
+        ("hunyuan_video", "text_encoder", MODEL_ARCH.LLAMA),
+        ("flux2", "text_encoder", MODEL_ARCH.MISTRAL3),
+        ("ltx2", "text_encoder", MODEL_ARCH.GEMMA3),
+    ],
+)
+def test_the_states_of_the_model_that_a_file_was_made_of(
+    family: str, component: str, arch: MODEL_ARCH, tiny_folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Bit for bit, of float32, bfloat16, and of what 8-bit blocks make of the weights."""
+    folder = tiny_folder_of(family)
+    expected = states(encoder_of(folder, component, None))
+    path = written(folder / component, tmp_path / "plain.gguf", arch)
+    assert all(map(torch.equal, states(encoder_of(folder, component, path)), expected))
+    described = describe_encoder_file(path)
+    values = json.loads((folder / component / "config.json").read_text())
+    assert values["model_type"] in described.model_types
+    assert described.num_layers == (values.get("text_config") or values).get(
+        "num_hidden_layers", values.get("num_layers")
+    )
+    # Hidden states of narrower ones have no whole block in a row; one model for each kind of reader.
+    if family not in ("wan", "qwen_image", "ltx2"):
+        return
+    meant = {
+        name: rounded(tensor, "Q8_0") if "visual" not in name and "vision" not in name else tensor
+        for name, tensor in weights_of(folder / component).items()
+    }
+    save_file({name: each.contiguous() for name, each in meant.items()}, tmp_path / "meant.safetensors")
+    encoder = encoder_of(folder, component, written(folder / component, tmp_path / "8.gguf", arch, "Q8_0"))
+    found, wanted = states(encoder), states(encoder_of(folder, component, tmp_path / "meant.safetensors"))
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[0], expected[0])
+    assert re.search(r"text encoder: GGUF Q8_0, dequantised at load: [\d.]+ MB$", encoder.implementation)
+
+
+@table(
+    "arch, kind",
+    [(MODEL_ARCH.LLAMA, "Q8_0"), (MODEL_ARCH.LLAMA, "Q4_K"), (MODEL_ARCH.GEMMA3, "BF16"), (MODEL_ARCH.GEMMA3, "Q4_K")],
+)
+def test_rows_of_blocks_are_in_the_order_of_transformers(arch: MODEL_ARCH, kind: str, tmp_path: Path) -> None:
+    """Of q and k with several heads per group; all of a weight, and some of its rows."""
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, hidden_size=256)
+    random = torch.Generator().manual_seed(1)
+    heads = {"q": (64, 4), "k": (32, 2), "v": (32, 0)}
+    state = {f"layers.0.self_attn.{name}_proj.weight": torch.randn(rows, 256) for name, (rows, _) in heads.items()}
+    state |= {"embed_tokens.weight": torch.randn(40, 256, generator=random), "norm.weight": torch.randn(256)}
+    path = tmp_path / "a.gguf"
+    meant = write_encoder(path, architecture_name(arch), language_tensors(arch, state, config), config, lambda _: kind)
+    with closing(GgufEncoderFile(path, 64)) as file:
+        rows = {name: several[0] for name, several in stored_rows([file]).items()}
+        for name, (_, number) in heads.items():
+            own = rows[f"model.layers.0.self_attn.{name}_proj.weight"]
+            found, wanted = own.numbers(torch.float32), meant[f"blk.0.attn_{name}.weight"]
+            is_permuted = number and arch is MODEL_ARCH.LLAMA
+            assert torch.equal((permuted(found, number) if is_permuted else found).float(), wanted), name
+            assert torch.equal(own.some(8, 24).numbers(torch.float32), found[8:24]), name
+        added = 1 if arch is MODEL_ARCH.GEMMA3 else 0
+        assert torch.equal(rows["model.norm.weight"].numbers(torch.float32) + added, meant["output_norm.weight"])
+        # Rows that Gemma's embeddings lack, as no text has their tokens.
+        embeddings = rows["model.embed_tokens.weight"].numbers(torch.float32)
+        assert embeddings.shape == ((64, 256) if arch is MODEL_ARCH.GEMMA3 else (40, 256))
+        assert torch.equal(embeddings[:40].float(), meant["token_embd.weight"])
+        assert not embeddings[40:].any()
+
+
+@table(
+    "family, arch, projector",
+    [("qwen_image", MODEL_ARCH.QWEN2VL, "qwen2.5vl_merger"), ("qwen_image_21", MODEL_ARCH.QWEN3VL, "qwen3vl_merger")],
+)
+def test_pictures_are_read_by_a_vision_half_in_a_file_of_its_own(
+    family: str, arch: MODEL_ARCH, projector: str, tmp_path: Path
+) -> None:
+    """Beside the file, or given; without it the model is refused before the weights load."""
+    folder = tmp_path / family
+    if family == "qwen_image":
+        write_tiny_qwen_image(folder, edits="QwenImageEditPlusPipeline")
+    else:
+        write_tiny_qwen_image_21(folder, sees=True)
+    Image.fromarray(numpy.random.default_rng(1).integers(0, 255, (64, 64, 3), dtype=numpy.uint8)).save(
+        tmp_path / "a.png"
+    )
+    files, own = tmp_path / f"{family}-files", folder / "text_encoder"
+    files.mkdir()
+    text = written(own, files / "text.gguf", arch)
+    pictures = written_pictures(own, files / "mmproj-model-f16.gguf", projector)
+    assert describe_encoder_file(pictures).has_vision
+    encoders = [encoder_of(folder, "text_encoder", *each) for each in ((None,), (text,), (text, pictures))]
+    expected, *found = (each.of_pictures([str(tmp_path / "a.png")]).encode(["a star"]).embeddings for each in encoders)
+    assert all(torch.equal(each, expected) for each in found)
+    written_pictures(own, files / "other-mmproj.gguf", projector)
+    config = RuntimeConfig(str(folder), device="cpu", text_encoder_path=str(text))
+    with pytest.raises(
+        ConfigError, match=r"add --mmproj-path FILE.gguf \(beside it: mmproj-model-f16.gguf, other-mmproj"
+    ):
+        inspect_pipeline(config)
+    inspect_pipeline(dataclasses.replace(config, mmproj_path=str(pictures)))
+    with pytest.raises(ConfigError, match="mmproj_path: the half that reads pictures of a text encoder in GGUF; add"):
+        inspect_pipeline(dataclasses.replace(config, text_encoder_path=None, mmproj_path=str(pictures)))
