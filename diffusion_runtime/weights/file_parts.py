@@ -69,7 +69,7 @@ def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
     parts = [_part(prefix, own[prefix]) for prefix in prefixes]
     if connectors:
         parts.append(FilePart("", tuple(connectors), _CONNECTORS_KIND))
-    return tuple(parts) if not own[""] else (*parts, _part("", own[""]))
+    return (*parts, _part("", own[""])) if own.get("") else tuple(parts)
 
 
 def _part(prefix: str, names: Sequence[str]) -> FilePart:
