@@ -96,9 +96,19 @@ def with_found_files(config: RuntimeConfig) -> RuntimeConfig:
             f"transformer_path: {config.transformer_path}: and model_path names a transformer's file as well: {path}; "
             "give one of them"
         )
+    if config.offline and config.download:
+        raise ConfigError("download: offline asks no network; leave out --offline or --download")
     like = _published_name(path) if config.like is None else config.like
-    offline = config.offline or not config.download
-    folder = ModelFolder(find_configs(like, revision=config.revision, offline=offline).path)
+    offline = not config.download
+    try:
+        folder = ModelFolder(find_configs(like, revision=config.revision, offline=offline).path)
+    except ModelLoadError as error:
+        if config.like is None or config.download or user_path(like, "like").exists():
+            raise
+        raise ModelLoadError(
+            f"like: {like}: expected a name of `diffusion-runtime models`, a diffusers folder, or a hub id whose "
+            "settings are in the cache; --download takes them from the hub"
+        ) from error
     found: dict[str, Any] = dict(_Search(config, path, like, folder).paths())
     return dataclasses.replace(
         config, model_path=like, like=None, models_dir=(), download=False, offline=offline, **found

@@ -181,11 +181,11 @@ def stored_heads(path: Path) -> tuple[dict[str, StoredHead], dict[str, str]]:
     places: Any
     for name, entry in entries.items():
         kind, shape, places = entry["dtype"], entry.get("shape"), entry.get("data_offsets")
-        is_whole = isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and kind in _BITS
+        is_whole = isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and str(kind) in _BITS
         if not is_whole or not all(type(each) is int and each >= 0 for each in (*shape, *places)):
             raise ModelLoadError(f"{damaged} (the entry of {shown_name(name)}); copy or download it again")
         num_bytes = places[1] - places[0]
-        if num_bytes * 8 != math.prod(shape) * _BITS[kind]:
+        if num_bytes * 8 != math.prod(shape) * _BITS[str(kind)]:
             raise ModelLoadError(
                 f"{damaged} ({shown_name(name)} has {num_bytes} bytes, expected those of {kind} {shape[:8]}); copy or "
                 "download it again"
