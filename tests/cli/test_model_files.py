@@ -29,10 +29,12 @@ def test_a_published_model_from_files_alone(nothing_cached: None, tmp_path: Path
     the tokenizer is in the text encoder's file."""
     models = tmp_path / "models"
     file = write_transformer_file(models / "diffusion_models" / "wan2.1_t2v_1.3B_fp16.safetensors", "wan2.1-1.3b")
-    for name in ("wan_2.1_vae", "qwen_image_vae"):
-        write_part_file(models / "vae" / f"{name}.safetensors", "wan2.1-1.3b", "vae")
     encoder = models / "text_encoders" / "umt5_xxl_fp16.safetensors"
     write_part_file(encoder, "wan2.1-1.3b", "text_encoder")
+    write_part_file(models / "vae" / "qwen_image_vae.safetensors", "wan2.1-1.3b", "vae")
+    with pytest.raises(ModelLoadError, match=r"missing:\n  vae, 0.3 GB in bfloat16: wan_2.1_vae.safetensors"):
+        with_found_files(RuntimeConfig(str(file)))
+    write_part_file(models / "vae" / "wan_2.1_vae.safetensors", "wan2.1-1.3b", "vae")
     with pytest.raises(ModelLoadError, match=r"^tokenizer: .*google/umt5-xxl.*--download"):
         with_found_files(RuntimeConfig(str(file)))
     damaged = write_part_file(encoder, "wan2.1-1.3b", "text_encoder", spiece_model=b"none")

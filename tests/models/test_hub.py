@@ -270,7 +270,7 @@ def test_a_file_takes_the_other_parts_from_the_hub_where_it_may(hub: SimpleNames
     options: dict[str, Any] = {"device": "cpu", "like": "owner/tiny"}
     with pytest.raises(ModelLoadError, match=r"^like: owner/tiny: .*--download"):
         load_pipeline(str(file), **options)
-    with pytest.raises(ConfigError, match="^download: offline"):
+    with pytest.raises(ConfigError, match=r"^download: offline"):
         load_pipeline(str(file), **options, download=True, offline=True)
     assert hub.requests == []
     recipe = load_pipeline(str(file), **options, download=True).recipe
