@@ -59,7 +59,7 @@ _OTHERS = ("loras", "latent_upscale_models")
 _KNOWN = (*_TRANSFORMERS, *_PARTS, *_CHECKPOINTS, *_OTHERS)
 # Levels of folders below one of these, and files and header bytes that are looked at.
 _MAX_DEPTH = 3
-_MAX_MISFITS = 5
+_MAX_MISFITS = 3
 _MAX_FILES = 5000
 _MAX_HEADER_BYTES = 16 * 2**20
 _OPTIONS = {"transformer": "transformer_path", "transformer_2": "transformer_2_path"} | {
@@ -157,10 +157,10 @@ def _published_name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _WellKnown:
-    """Files that ComfyUI's users have of one part of some models. models: shell patterns of published names. folder: of
+    """Files that ComfyUI's users have of parts of some models. models: shell patterns of published names. folder: of
     ComfyUI's. files: hub repository and path, the first one to recommend."""
 
-    part: str
+    parts: tuple[str, ...]
     models: tuple[str, ...]
     folder: str
     files: tuple[str, ...]
@@ -176,7 +176,7 @@ class _WellKnown:
 @functools.cache
 def _well_known() -> tuple[_WellKnown, ...]:
     return tuple(
-        _WellKnown(entry["part"], tuple(entry["models"]), entry["folder"], tuple(entry["files"]))
+        _WellKnown(tuple(entry["parts"]), tuple(entry["models"]), entry["folder"], tuple(entry["files"]))
         for entry in read_packaged_yaml(_WELL_KNOWN_FILE)["files"]
     )
 
@@ -258,7 +258,8 @@ class _Search:
                 continue
             own = {name for known in self._known(component) for name in known.names}
             # Autoencoders of several models have the same tensors, with other numbers.
-            foreign = {name for known in _well_known() if known.part == component for name in known.names} - own
+            others = [known for known in _well_known() if self.name and candidates[0].path != self.path]
+            foreign = {name for known in others if component in known.parts for name in known.names} - own
             fitting = [path for path in fitting if path.name not in foreign]
             by_name = [path for path in fitting if path.name in own]
             if len(fitting) == 1 or len(by_name) == 1:
@@ -279,7 +280,7 @@ class _Search:
             return False
         part = PartFile(str(candidate.path), key, component)
         error = misfit_of(self.folder, part, self.family.files.diffusers_components)
-        if error is not None:
+        if error is not None and component not in BY_NAMES:
             self.misfits.setdefault(component, []).append(first_line(error).removeprefix(f"{key}: "))
         return error is None
 
@@ -348,7 +349,7 @@ class _Search:
         return tuple(found)
 
     def _known(self, component: str) -> list[_WellKnown]:
-        return [known for known in _well_known() if known.part == component and known.is_of(self.name)]
+        return [known for known in _well_known() if component in known.parts and known.is_of(self.name)]
 
     def _missing(self, component: str) -> str:
         """Say which file a component is missing, as one line."""
