@@ -109,9 +109,9 @@ class TextEncoderLoader:
             modules = read_text_here(encoder, self.model.folder, others, device, self.dtype)
         for component, titles in read_here.items():
             if titles:
-                said = dequantized_text(component, titles, modules.get(component, ()), waits=not is_read)
-                _logger.info("%s", said)
-                encoder.implementation = f"{encoder.implementation}, {said}"
+                note = dequantized_text(component, titles, modules.get(component, ()), waits=not is_read)
+                _logger.info("%s", note)
+                encoder.implementation = f"{encoder.implementation}, {note}"
         if is_read:
             self.changes.apply(encoder)
         return encoder

@@ -14,7 +14,6 @@ from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.published_folders import published_folders
-from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.text_encoders.file_tokenizer import (
     ARRAYS,
     FileTokenizer,
@@ -155,9 +154,7 @@ def _described(
     if declared is not None and not vocabulary:
         title, types = "the vision half of a language model", declared
     elif kind is None or not kind.component.startswith("text_encoder"):
-        raise ModelLoadError(
-            f"{path}: holds {describe_file(shapes, lora_names_of_families)}, expected a text encoder: use its own file"
-        )
+        raise ModelLoadError(f"{path}: holds {describe_file(shapes, tuple)}, expected a text encoder: use its own file")
     else:
         title = kind.title
         # With a vision half, or by the file's own word.

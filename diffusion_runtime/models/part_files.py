@@ -35,7 +35,6 @@ from diffusion_runtime.models.encoder_file import (
 )
 from diffusion_runtime.models.hub import cached_file
 from diffusion_runtime.models.registry import lora_names_of_families
-from diffusion_runtime.models.text_encoder_files import GGUF_LINK, PICTURES_LINK
 from diffusion_runtime.text_encoders.loading import tokenizer_id
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
@@ -47,6 +46,8 @@ from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import (
     GGUF,
+    GGUF_LINK,
+    PICTURES_LINK,
     SAFETENSORS,
     STEMS,
     check_quantization_config,
@@ -164,7 +165,13 @@ def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict
         return {}
     place = _linked(name, folder, links)
     if found is not None:
-        found.save(place)
+        settings = place / _JSON_FILES[1]
+        longest = read_json(settings).get("model_max_length") if settings.is_file() else None
+        # Not through the links to the model's own.
+        for each in _JSON_FILES:
+            (place / each).unlink(missing_ok=True)
+        for each, text in found.files({"model_max_length": longest} if type(longest) is int else {}).items():
+            (place / each).write_text(text, encoding="utf-8")
     return {name: place}
 
 
@@ -456,7 +463,8 @@ def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path], pref
     place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
     place.mkdir(parents=True)
     for path in (folder / component).iterdir() if (folder / component).is_dir() else ():
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and ".safetensors.index" not in path.name:
+        is_text = path.suffix in (".json", ".txt", ".model", ".jinja") and ".safetensors.index" not in path.name
+        if is_text and path.name not in links:
             (place / path.name).symlink_to(path.absolute())
     for name, target in links.items():
         (place / name).symlink_to(target.absolute())

@@ -30,15 +30,13 @@ from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, t
 from diffusion_runtime.weights.stored_tensors import stored_rows
 from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
 from diffusion_runtime.weights.tensor_files import TensorFile
-from diffusion_runtime.weights.weight_files import find_weight_files, listed
+from diffusion_runtime.weights.weight_files import GGUF, GGUF_LINK, find_weight_files, listed
 from diffusion_runtime.weights.weight_loading import own_pieces
 
 _logger = logging.getLogger("diffusion_runtime")
 
 # transformers' name for a file of weights.
 STEM = "model"
-# Links to GGUF files: of a text encoder, and of the half of it that reads pictures.
-GGUF_LINK, PICTURES_LINK = f"{STEM}.gguf", "mmproj.gguf"
 # A component of diffusers' between an encoder and a transformer.
 CONNECTORS = "connectors"
 # The embeddings of tokens, which go by several names in one model.
@@ -65,12 +63,12 @@ def is_elsewhere(folder: Path) -> bool:
 def open_encoder(folder: Path, stack: ExitStack) -> list[TensorFile]:
     """Open the files of weights in a text encoder's folder, closed with the stack. Raises ModelLoadError for files that
     are missing, damaged, or stored in a way that is not read."""
-    links = [folder / name for name in (GGUF_LINK, PICTURES_LINK)]
-    paths = [path.readlink() for path in links if path.is_symlink()]
-    number = num_embeddings_of(read_json(folder / "config.json")) if paths else None
-    files = [open_encoder_file(path, part_prefix(folder), number) for path in paths or find_weight_files(folder, STEM)]
-    for file in files:
-        stack.callback(file.close)
+    paths = find_weight_files(folder, STEM)
+    number = num_embeddings_of(read_json(folder / "config.json")) if paths[0].suffix == GGUF else None
+    files = []
+    for path in paths:
+        files.append(open_encoder_file(path, part_prefix(folder), number))
+        stack.callback(files[-1].close)
     return files
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
@@ -60,11 +60,11 @@ class FileTokenizer:
     tokenizer: Tokenizer
     settings: Mapping[str, Any]
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        values = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
-        (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    def files(self, settings: Mapping[str, Any] = MappingProxyType({})) -> dict[str, str]:
+        """Return the texts of tokenizer.json and tokenizer_config.json. settings: of the model, which hold before
+        these."""
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **settings}
+        return {"tokenizer.json": self.tokenizer.to_str(), "tokenizer_config.json": json.dumps(values)}
 
 
 def from_spiece(content: bytes, where: str, num_extra: int = NUM_EXTRA) -> FileTokenizer:

@@ -76,8 +76,6 @@ def load_mistral3(
         device,
         dtype,
         num_layers=max(layers),
-        # ComfyUI's file has the language model alone, up to the last layer that is read.
-        renamed={r"^model\.(layers|embed_tokens|norm)\.": r"language_model.\1."},
         unread=("vision_tower.", "multi_modal_projector.", "language_model.norm."),
         part=lambda whole: whole.language_model,
     )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffusion_runtime.core.model_folder import part_prefix
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.waiting_weights import nothing_like
 from diffusion_runtime.layers.weight_range import first_unusable
@@ -70,7 +69,6 @@ def load_encoder(
     dtype: torch.dtype,
     *,
     num_layers: int | None = None,
-    renamed: Mapping[str, str] | None = None,
     unread: tuple[str, ...] = (),
     part: Callable[[Any], Any] = lambda whole: whole,
 ) -> Any:
@@ -79,9 +77,9 @@ def load_encoder(
 
     device: the meta device to leave the weights unread: they wait (layers/waiting_weights.py), and tensors that no file
     holds are computed as usual. part: the part of the model that moves to the device; the rest is dropped. num_layers:
-    how many layers of its language model are built and read, the first ones; None for all. renamed: patterns of names
-    in files, in addition to those that transformers knows -> the model's. unread: beginnings of the names of parts that
-    the caller drops, and that files may lack.
+    how many layers of its language model are built and read, the first ones; None for all. unread: beginnings of the
+    names of parts that the caller drops, and that files may lack. Files that flags name are read elsewhere, tensor by
+    tensor, into what the meta device gives.
 
     Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
     """
@@ -93,9 +91,6 @@ def load_encoder(
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
             if device.type == "meta":
                 return part(_waiting(folder, model_class, dtype, config))
-            patterns = dict(renamed or {})
-            if prefix := part_prefix(folder):
-                patterns = {rf"^{re.escape(prefix)}": "", **patterns}
             model, loaded = load(
                 folder,
                 config=config,
@@ -103,7 +98,6 @@ def load_encoder(
                 use_safetensors=True,
                 variant=_variant(folder),
                 local_files_only=True,
-                key_mapping=patterns or None,
                 output_loading_info=True,
             )
     except (ModelLoadError, MemoryError, torch.OutOfMemoryError):

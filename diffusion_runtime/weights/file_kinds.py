@@ -75,6 +75,11 @@ _KINDS = (
         ("llama", "llava", "mistral3", "mistral"),
         "text_encoder",
     ),
+    # In GGUF: a safetensors file has the language model beside it.
+    FileKind(
+        "the half of Qwen2.5-VL or Qwen3-VL that reads pictures",
+        (r"visual\.blocks\.0\.attn\.qkv\.weight", r"visual\.patch_embed\.proj\.weight"),
+    ),
     FileKind(
         "the autoencoder of Wan or Qwen-Image, with its authors' names",
         (r"(vae\.)?decoder\.upsamples\.0\.(upsamples\.0\.)?residual\.0\.gamma",),

@@ -291,6 +291,15 @@ class GgufEncoderFile(GgufFile):
         return names
 
 
+def open_gguf(path: Path) -> GgufFile:
+    """Open a GGUF file, of a text encoder by transformers' names. Raises ModelLoadError."""
+    file = GgufFile(path)
+    if file.architecture not in ARCHITECTURES:
+        return file
+    file.close()
+    return GgufEncoderFile(path)
+
+
 def differing_settings(file: GgufEncoderFile, config: Mapping[str, Any]) -> list[str]:
     """Return in words what a file says of its model otherwise than a config.json: other heads or frequencies fit the
     same tensors, and give other numbers."""

@@ -15,7 +15,7 @@ from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.checkpoint import Source
 from diffusion_runtime.weights.file_kinds import kind_of
 from diffusion_runtime.weights.file_parts import prefix_of_transformer
-from diffusion_runtime.weights.gguf_file import GgufFile
+from diffusion_runtime.weights.gguf_encoder import open_gguf
 from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
 from diffusion_runtime.weights.tensor_files import SafetensorsFile, TensorFile
 from diffusion_runtime.weights.tensor_names import Expected, by_diffusers_names, transformer_tensors
@@ -131,7 +131,7 @@ def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> Tenso
             f"{path}: expected a file in {' or '.join(SUFFIXES)}; a pickle can run code when it is opened, and is "
             f"never read: {CONVERT}"
         )
-    file: TensorFile = GgufFile(path) if path.suffix == GGUF else _transformer_in(path)
+    file: TensorFile = open_gguf(path) if path.suffix == GGUF else _transformer_in(path)
     stack.callback(file.close)
     if not file.is_gguf:
         refuse_unmarked(path, {name: head.kind for name, head in file.heads.items()})

@@ -41,6 +41,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # What to do about a pickle: only the converter opens one, and reads nothing but tensors of it.
 CONVERT = "`diffusion-runtime models convert` reads the tensors of a causal Wan's .pt, or of its LoRA, and nothing else"
 GGUF = ".gguf"
+# Links to GGUF files: of a text encoder, and of the half of it that reads pictures.
+GGUF_LINK, PICTURES_LINK = "model.gguf", "mmproj.gguf"
 # `.sft` is another name of the same format.
 SAFETENSORS = (".safetensors", ".sft")
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
@@ -72,9 +74,15 @@ UNQUANTISED = f"{UNQUANTISED_FOLDER}; `--backend diffusers` runs what diffusers 
 
 
 def find_weight_files(folder: Path, stem: str) -> list[Path]:
-    """The safetensors files that hold a component, all of them present. Raises ModelLoadError."""
+    """The safetensors files that hold a component, all of them present; of a text encoder from elsewhere its GGUF
+    files. Raises ModelLoadError."""
+    is_elsewhere = folder.parent.name.endswith(LINKS)
+    if is_elsewhere and (
+        links := [path for name in (GGUF_LINK, PICTURES_LINK) if (path := folder / name).is_symlink()]
+    ):
+        return [path.readlink() for path in links]
     found = _find_weight_files(folder, stem)
-    if folder.parent.name.endswith(LINKS):
+    if is_elsewhere:
         return [path.readlink() if path.is_symlink() else path for path in found]
     return found
 
@@ -99,8 +107,9 @@ def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     ggufs = [name for name in names if name.endswith(GGUF)]
     if ggufs:
         raise ModelLoadError(
-            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and are read of a transformer alone: add "
-            f"--transformer-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
+            f"{expected}, found {listed(ggufs)}: GGUF weights are read of a transformer or a text encoder that a flag "
+            f"names: add --transformer-path {folder / ggufs[0]}, or --text-encoder-path for a text encoder's, or "
+            f"{UNQUANTISED_FOLDER}"
         )
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
@@ -473,7 +482,9 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
         refuse = refuse_unmarked if reads_quantized else refuse_quantised
         prefix = part_prefix(folder / component)
         for path in files:
-            refuse(path, stored_dtypes(path, prefix))
+            # GGUF files were opened where they were named (models/part_files.py).
+            if path.suffix != GGUF:
+                refuse(path, stored_dtypes(path, prefix))
 
 
 def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:

@@ -190,6 +190,7 @@ OWN_VALUES: dict[str, Any] = {
     "vocoder_path": "ltx2_audio_vae.safetensors",
     "text_encoder_path": "clip_l.safetensors",
     "text_encoder_2_path": "t5xxl_fp16.safetensors",
+    "mmproj_path": "mmproj-F16.gguf",
     "variant": "fp16",
     "upsampler_path": "upsampler",
     "lora": [{"path": "style.safetensors", "scale": 0.5, "component": "both"}],

@@ -1,12 +1,15 @@
-"""Files that a command line names: media files and sidecars for `info` and `--from`, images, LoRAs, strategies."""
+"""Files that a command line names: media files and sidecars for `info` and `--from`, images, LoRAs, strategies, text
+encoders."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fuzz.hostile_values import LONG_NAME, mutate_bytes, mutate_text, mutate_value, to_json
@@ -69,14 +72,17 @@ class Files:
             "lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.alpha_pattern": {"a": 2}})
         }
         self._lora = save(tensors, settings)
+        self._encoders = self._text_encoders(folder)
 
     def warm_up(self) -> None:
         command(("generate", "a ring", "--dry-run", "--model-path", str(self._wan), "--image-path", "missing.png"))
 
     def case(self, random: random.Random, folder: Path) -> FileCase:
         chance = random.random()
-        if chance < 0.5:
+        if chance < 0.42:
             return self._media_case(random, folder)
+        if chance < 0.5:
+            return self._encoder_case(random, folder)
         common = ("generate", "a ring", "--dry-run", "--model-path", str(self._wan))
         if chance < 0.65:
             kind = random.choice(("png", "jpeg", "webp"))
@@ -132,6 +138,49 @@ class Files:
             return FileCase(("info", str(path), *random.choice(((), ("--json",)))), change)
         more = random.choice(((), ("--json",), ("a ring",), ("--preset", "draft")))
         return FileCase(("generate", "--dry-run", "--from", str(path), *more), change)
+
+    def _text_encoders(self, folder: Path) -> dict[str, bytes]:
+        """The UMT5 of the folder in GGUF, with a vocabulary, and in int8 with the marks and tensors of ComfyUI."""
+        import torch
+        from comfy_files import WRITERS, quantised
+        from gguf import MODEL_ARCH
+        from gguf_encoders import language_tensors, write_encoder
+        from safetensors.torch import load_file, save
+        from spiece_files import model_bytes
+
+        self._wordless = shutil.copytree(self._wan, folder / "tiny-wan-without-tokenizer")
+        (self._wordless / "tokenizer" / "tokenizer.json").unlink()
+        tensors = load_file(self._wan / "text_encoder" / "model.safetensors")
+        config = SimpleNamespace(**json.loads((self._wan / "text_encoder" / "config.json").read_text()))
+        tokens = ["<pad>", "</s>", "<unk>", *"abcdefgh"]
+
+        def vocabulary(writer: Any) -> None:
+            writer.add_tokenizer_model("t5")
+            writer.add_token_list(tokens)
+            writer.add_token_scores([-1.0] * len(tokens))
+            writer.add_token_types([3, 3, 2, *[1] * (len(tokens) - 3)])
+
+        path = folder / "umt5.gguf"
+        named = language_tensors(MODEL_ARCH.T5ENCODER, tensors, config)
+        write_encoder(path, "t5encoder", named, config, lambda _: "Q8_0", vocabulary)
+        stored, _ = quantised(tensors, WRITERS["int8 ConvRot 16"], lambda name: "DenseReluDense.wi" in name)
+        pieces = torch.tensor(list(model_bytes([(token, -1.0) for token in tokens])), dtype=torch.uint8)
+        return {"gguf": path.read_bytes(), "safetensors": save({**stored, "spiece_model": pieces})}
+
+    def _encoder_case(self, random: random.Random, folder: Path) -> FileCase:
+        """A text encoder's file, changed anywhere or in its head, with and without a tokenizer of the model's own."""
+        kind = random.choice(("gguf", "safetensors"))
+        path, content = self._path(random, folder, f"umt5.{kind}"), self._encoders[kind]
+        size = 2000 if kind == "gguf" else 8 + int.from_bytes(content[:8], "little")
+        if random.random() < 0.7:
+            content = mutate_bytes(random, content[:size]) + content[size:]
+        change = self._write(random, path, content, 0.8)
+        if random.random() < 0.3:
+            return FileCase(("info", str(path)), change)
+        model = random.choice((self._wan, self._wordless))
+        return FileCase(
+            ("generate", "a ring", "--dry-run", "--model-path", str(model), "--text-encoder-path", str(path)), change
+        )
 
     def _path(self, random: random.Random, folder: Path, name: str) -> Path:
         stem, _, suffix = name.rpartition(".")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -16,6 +19,7 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from gguf_encoders import architecture_name, language_tensors, permuted, vision_tensors, write_encoder
+from gguf_files import head, text
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -24,10 +28,11 @@ from tiny_qwen_image_21 import write_tiny_qwen_image_21
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.core.model_folder import ModelFolder
-from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.text_encoders import TextEncoderLoader
-from diffusion_runtime.models.encoder_file import describe_encoder_file
+from diffusion_runtime.models.encoder_file import describe_encoder_file, tokenizer_in
 from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -211,3 +216,119 @@ def test_pictures_are_read_by_a_vision_half_in_a_file_of_its_own(
     inspect_pipeline(dataclasses.replace(config, mmproj_path=str(pictures)))
     with pytest.raises(ConfigError, match="mmproj_path: the half that reads pictures of a text encoder in GGUF; add"):
         inspect_pipeline(dataclasses.replace(config, text_encoder_path=None, mmproj_path=str(pictures)))
+
+
+def qwen_metadata(folder: Path) -> Callable[[GGUFWriter], None]:
+    """The vocabulary of a tokenizer's folder as llama.cpp has it."""
+    learned = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["content"]: token["id"] for token in learned["added_tokens"]}
+    ids = {**learned["model"]["vocab"], **special}
+    tokens = sorted(ids, key=ids.__getitem__)
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in learned["model"]["merges"]])
+        writer.add_pad_token_id(ids["<|endoftext|>"])
+
+    return write
+
+
+def test_a_tokenizer_is_the_folders_own_else_the_files_else_the_hub_caches(
+    tiny_folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder_of("z_image")
+    own, place = folder / "text_encoder", tmp_path / "model"
+    expected = states(encoder_of(folder, "text_encoder", None))
+    shutil.copytree(folder, place)
+    settings = (place / "tokenizer" / "tokenizer_config.json").read_text()
+    for path in (place / "tokenizer").iterdir():
+        if path.name != "tokenizer_config.json":
+            path.unlink()
+    with_words = written(own, tmp_path / "words.gguf", MODEL_ARCH.QWEN3, more=qwen_metadata(folder / "tokenizer"))
+    assert describe_encoder_file(with_words).tokenizer == "tokenizer.ggml.tokens"
+    assert all(map(torch.equal, states(encoder_of(place, "text_encoder", with_words)), expected))
+    assert (place / "tokenizer" / "tokenizer_config.json").read_text() == settings
+    bare = written(own, tmp_path / "bare.gguf", MODEL_ARCH.QWEN3)
+    with pytest.raises(ModelLoadError, match=r"tokenizer.* is missing; .* Its tokenizer is that of Qwen/Qwen3-4B"):
+        encoder_of(place, "text_encoder", bare)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache" / "models--Qwen--Qwen3-4B" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder / "tokenizer", snapshot)
+    assert all(map(torch.equal, states(encoder_of(place, "text_encoder", bare)), expected))
+
+
+@table(
+    "changed, told",
+    [
+        ({"blk.0.attn_output.bias": (32,)}, "1 tensors beside weights that are read have no place in the model"),
+        ({"rope_freqs.weight": (8,)}, "1 tensors would change the result and are not read: rope_freqs.weight"),
+        ({"blk.3.attn_q.weight": (32, 32)}, r"holds 4 layers, expected at most 3"),
+        ({"token_embd.weight": (7, 32)}, r"with embeddings \[7, 32\], expected"),
+        ({"qwen3.attention.head_count": 8}, "1 settings differ from the model's own: num_attention_heads is 8, here 4"),
+        ({"qwen3.rope.freq_base": 5e5}, "1 settings differ from the model's own: rope_theta is 500000.0, here"),
+        ({"general.architecture": "qwen2vl"}, "'general.architecture': 'qwen2vl', expected one of model_type 'qwen3'"),
+        ({"general.architecture": "flux"}, "expected that of a text encoder .* got 'flux'"),
+        ({"clip.projector_type": "mlp"}, "projector_type': expected 'qwen2.5vl_merger' or 'qwen3vl_merger', got 'mlp'"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(
+    changed: dict[str, Any], told: str, tiny_folder_of: FolderOf, tmp_path: Path
+) -> None:
+    folder = tiny_folder_of("z_image") / "text_encoder"
+    values = json.loads((folder / "config.json").read_text())
+    tensors = dict(language_tensors(MODEL_ARCH.QWEN3, language_of(weights_of(folder)), SimpleNamespace(**values)))
+    tensors |= {key: torch.ones(shape) for key, shape in changed.items() if isinstance(shape, tuple)}
+    architecture = changed.get("general.architecture", "clip" if "clip.projector_type" in changed else "qwen3")
+    path = tmp_path / "a.gguf"
+
+    def more(writer: GGUFWriter) -> None:
+        for key, value in changed.items():
+            if not isinstance(value, tuple) and key != "general.architecture":
+                add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+                add(key, value)
+
+    config = None if "qwen3.attention.head_count" in changed else SimpleNamespace(**values)
+    write_encoder(path, architecture, iter(tensors.items()), config, more=more)
+    with pytest.raises(ModelLoadError, match=told) as caught:
+        encoder_of(tiny_folder_of("z_image"), "text_encoder", path)
+    assert str(path) in str(caught.value)
+
+
+def test_memory_is_planned_for_what_is_dequantised(tiny_folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = tiny_folder_of("qwen_image")
+    path = written(folder / "text_encoder", tmp_path / "8.gguf", MODEL_ARCH.QWEN2VL, "Q8_0")
+    sizes = []
+    for given in (None, str(path)):
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu", text_encoder_path=given))
+        assert isinstance(prepared, PreparedModel)
+        plan = prepared.planned_for(()).description.memory
+        assert plan is not None
+        sizes.append((plan.demand.text.total, plan.demand.text.blocks))
+    assert sizes[0] == sizes[1]
+    assert path.stat().st_size < sizes[0][0]
+
+
+def test_heads_that_lie_are_named_before_memory_is_taken(tiny_folder_of: FolderOf, tmp_path: Path) -> None:
+    """A vocabulary of 10 ** 9 tokens, two values of one key, and 100 MB of JSON in a tensor."""
+    path, key = tmp_path / "a.gguf", "tokenizer.ggml.tokens"
+    for values, told in (
+        (text(key) + struct.pack("<IIQ", 9, 8, 10**9), f"{key} would hold 1000000000 items"),
+        ((text(key) + struct.pack("<II", 4, 1)) * 2, f"key {key} is there twice"),
+        (text(key) + struct.pack("<I", 99), f"the value of {key} has type 99"),
+    ):
+        path.write_bytes(head(num_tensors=0, num_values=1 + told.endswith("twice"), values=values))
+        for read in (describe_encoder_file, lambda each: tokenizer_in(each, "", "qwen3")):
+            with pytest.raises(ModelLoadError, match=told):
+                read(path)
+    size = 100_000_000
+    content = json.dumps({"tekken_model": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + size)
+    with pytest.raises(
+        ModelLoadError, match=r"tensor tekken_model: expected up to 67108864 bytes, got U8 \[100000000\]"
+    ):
+        tokenizer_in(tmp_path / "a.safetensors", "", "mistral3")

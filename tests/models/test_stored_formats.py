@@ -434,6 +434,51 @@ def test_sizes_that_lie_are_refused_before_memory_is_taken(folder_of: Callable[[
             load(folder_of("flux1"), str(tmp_path / "b.safetensors"))
 
 
+# ComfyUI's names of what transformers has in the whole model.
+COMFY_NAMES = {"model.language_model.": "model.", "model.visual.": "visual.", "model.vision_tower.": ""}
+
+
+def as_comfy_names(tensors: Tensors) -> Tensors:
+    for theirs, ours in COMFY_NAMES.items():
+        tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def test_awqs_factors_of_inputs_are_multiplied_in(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """qwen3vl_32b nvfp4_awq: an input times the factors, which is a weight whose columns are multiplied."""
+    folder = folder_of("qwen_image_21")
+    tensors = as_comfy_names(load_file(next((folder / "text_encoder").glob("*.safetensors"))))
+    stored, meant = quantised(tensors, WRITERS["nvfp4"], lambda each: ".mlp." in each and "visual" not in each)
+    layers = [each.removesuffix(".weight") for each in tensors if each.endswith("down_proj.weight")]
+    random = torch.Generator().manual_seed(1)
+    for layer in layers:
+        factors = (torch.rand(tensors[f"{layer}.weight"].shape[1], generator=random) + 0.5).bfloat16()
+        stored[f"{layer}.pre_quant_scale"] = factors
+        stored[f"{layer}.input_scale"] = torch.tensor(0.5)
+        meant[f"{layer}.weight"] *= factors.float()
+    path = tmp_path / "stored.safetensors"
+
+    def states(content: Tensors) -> torch.Tensor:
+        save_file(content, path)
+        embeddings: torch.Tensor = load(folder, text_encoder_path=str(path)).text_encoder.encode(["a star"]).embeddings
+        return embeddings
+
+    found = states(stored)
+    torch.testing.assert_close(found, states(meant), rtol=1e-4, atol=1e-5)
+    place = f"{layers[0]}.pre_quant_scale"
+    assert not torch.allclose(found, states({name: each for name, each in stored.items() if name != place}), atol=1e-4)
+    for changed, told in (
+        ({place: torch.ones(3)}, r"pre_quant_scale is F32 \[3\]; expected .* \[48\] beside"),
+        ({place: stored[place].float().fill_(float("nan"))}, r"pre_quant_scale holds nan; expected positive numbers"),
+        ({place: torch.zeros(48)}, r"pre_quant_scale holds 0; expected positive numbers"),
+        ({"model.norm.pre_quant_scale": torch.ones(32)}, r"is for a quantised weight, and model.norm.weight is stored"),
+        ({"nothing.pre_quant_scale": torch.ones(32)}, r"is for a quantised weight, and nothing.weight is missing"),
+        ({f"{layers[0]}.bias": torch.ones(32)}, r"1 tensors beside weights that are read have no place in the model"),
+    ):
+        with pytest.raises(ModelLoadError, match=told):
+            states(stored | changed)
+
+
 def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """qwen_2.5_vl int8 ConvRot, gemma_3 fp4_mixed: transformers' modules, and UMT5, a module of ours."""
     for family, component, name in (
@@ -443,6 +488,7 @@ def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str
         ("ltx2", "text_encoder", "nvfp4"),
         ("flux2", "text_encoder", "int8 ConvRot 16"),
         ("flux1", "text_encoder", "int8 ConvRot 16"),
+        ("z_image", "text_encoder", "mxfp8"),
     ):
         folder = folder_of(family)
         tensors = load_file(next((folder / component).glob("*.safetensors")))

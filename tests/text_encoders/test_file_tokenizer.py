@@ -14,7 +14,7 @@ from tables import table
 from tiny_encoders import tiny_qwen_tokenizer, tiny_t5
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.text_encoders.file_tokenizer import from_metadata, from_spiece, from_tekken
+from diffusion_runtime.text_encoders.file_tokenizer import FileTokenizer, from_metadata, from_spiece, from_tekken
 from diffusion_runtime.text_encoders.loading import load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
@@ -43,10 +43,15 @@ def metadata(model: str, tokens: list[str], types: list[int], **more: Any) -> di
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
+def save(made: FileTokenizer, folder: Path) -> None:
+    for name, content in made.files().items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
 def ids(made: Any, tmp_path: Path) -> list[list[int]]:
     """Of a tokenizer that went through its files."""
     tmp_path.mkdir(exist_ok=True)
-    made.save(tmp_path)
+    save(made, tmp_path)
     loaded = load_tokenizer(tmp_path)
     return [loaded(prompt)["input_ids"] for prompt in PROMPTS]
 
@@ -99,7 +104,7 @@ def test_what_no_piece_covers_becomes_bytes_where_the_model_has_them(tmp_path: P
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"<0x{each:02X}>", -20.0) for each in range(256))]
     pieces += [("\u2581", -1.0), ("a", -2.0)]
     content = model_bytes(pieces) + text_field(2, varint(35 << 3) + varint(1) + varint(40 << 3) + varint(2))
-    from_spiece(content, "a").save(tmp_path)
+    save(from_spiece(content, "a"), tmp_path)
     assert load_tokenizer(tmp_path)("a \u2603")["input_ids"] == [259, 260, 259, 3 + 0xE2, 3 + 0x98, 3 + 0x83, 1]
 
 
@@ -230,6 +235,6 @@ def test_a_damaged_table_of_replacements_is_named(tmp_path: Path) -> None:
     types = [CONTROL, CONTROL, UNKNOWN, *[NORMAL] * (len(pieces) - 3)]
     values = metadata("t5", [each for each, _ in pieces], types, scores=[score for _, score in pieces])
     values["tokenizer.ggml.precompiled_charsmap"] = [*struct.pack("<I", 8), *b"\xff\xff\xff\x00" * 2, 0]
-    from_metadata(values, "a.gguf").save(tmp_path)
+    save(from_metadata(values, "a.gguf"), tmp_path)
     with pytest.raises(ModelLoadError, match="the tokenizer is damaged"):
         tokenize(load_tokenizer(tmp_path), "h\u00e9llo", 64)
