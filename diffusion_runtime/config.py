@@ -49,6 +49,7 @@ MAX_TIMEOUT = 7 * 24 * 3600
 MAX_LORA_SCALE = 1e4
 # More than any transformer has.
 MAX_IGNORED_LAYERS = 10000
+MAX_MODEL_FOLDERS = 64
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
@@ -351,7 +352,10 @@ class RuntimeConfig:
     """The model to load, the device, and the attention backends.
 
     model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`, also
-        with a revision: `org/name@v1`.
+        with a revision: `org/name@v1`; or the file of a transformer or of a whole checkpoint (models/found_files.py).
+    like: where model_path is one file of weights: the published model, hub id or diffusers folder whose settings it
+        runs with; None recognises it. models_dir: folders in which its other parts are looked for; download: whether
+        what is not found is downloaded.
     revision: which branch, tag or commit of a model on the hub; None for its main branch.
     offline: whether models are taken from the hub's cache alone, without asking the network.
     backend: `native` runs our own transformer, `diffusers` diffusers' own pipeline; `auto` is native where the model's
@@ -370,8 +374,9 @@ class RuntimeConfig:
     vae_path, text_encoder_path, text_encoder_2_path: weights of the autoencoder and the text encoders: a safetensors
         file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder; of text encoders also a
         GGUF file. mmproj_path: the half of that encoder that reads pictures, in GGUF too; by default the one file
-        `*mmproj*.gguf` beside it. audio_vae_path,
-        vocoder_path: weights of the audio autoencoder and the vocoder, in models that make sound.
+        `*mmproj*.gguf` beside it. audio_vae_path, vocoder_path: weights of the audio autoencoder and the vocoder, in
+        models that make sound. connectors_path, image_encoder_path: of LTX-2's connectors behind the text encoder, and
+        of the encoder of first images.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
@@ -400,7 +405,37 @@ class RuntimeConfig:
         MODEL,
         "shapes",
         Text(),
-        Flag("shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "MODEL", WHAT),
+        Flag(
+            "shapes (embedded), a name of `models`, a diffusers folder, a hub id, or one file of weights.",
+            "MODEL",
+            WHAT,
+        ),
+    )
+    like: str | None = option(
+        MODEL,
+        None,
+        Text("a name of `models`, a hub id or a diffusers folder", is_optional=True),
+        Flag(
+            "Of a model that is one file: the published model it is a version of, or a diffusers folder.",
+            "MODEL",
+            PARTS,
+        ),
+    )
+    models_dir: Any = option(
+        MACHINE,
+        (),
+        Names("folders of models", MAX_MODEL_FOLDERS),
+        Flag(
+            "Where the other parts of such a file are looked for, such as ComfyUI/models; again for several.",
+            "FOLDER",
+            PARTS,
+        ),
+    )
+    download: bool = option(
+        MACHINE,
+        False,
+        Switch(),
+        Flag("Download what such a file lacks from the hub.", panel=PARTS),
     )
     backend: str = option(
         MODEL,
@@ -421,6 +456,8 @@ class RuntimeConfig:
     vocoder_path: str | None = _weights("Vocoder weights; may be the file of --audio-vae-path.")
     text_encoder_path: str | None = _weights("Text encoder weights: umt5_xxl_fp16, ...")
     text_encoder_2_path: str | None = _weights("Weights of the second text encoder, in models with two.")
+    connectors_path: str | None = _weights("Weights of LTX-2's text connectors.")
+    image_encoder_path: str | None = _weights("Image encoder weights: clip_vision_h, ...")
     mmproj_path: str | None = _weights("GGUF of the half of the text encoder that reads pictures.")
     variant: str | None = option(
         OUTPUT,

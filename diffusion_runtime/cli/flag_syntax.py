@@ -20,6 +20,8 @@ from diffusion_runtime.core.spellings import Spelling, resolve
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.session.failures import Interrupted
 
+# Names of files of weights: as a word beside prompts, the model; for `info`, what is no media file.
+WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Flags of a time and what comes with it.
 _TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
 # First part of the name -> the flag that takes PATH=VALUE, and whether the first part stays in the path.

@@ -11,9 +11,10 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.core.runtime_options import WHAT
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.errors import ConfigError, RequestError, shown
 from diffusion_runtime.request.fields import SIZE, ImageFile
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
@@ -41,6 +42,8 @@ diffusion-runtime generate --config mine.yaml --prompt-file prompts.txt
 diffusion-runtime generate --from outputs/star.mp4 --seed 8 --format gif
 
 diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
+
+diffusion-runtime generate "a cat" ComfyUI/models/diffusion_models/FILE.safetensors
 """
 
 
@@ -59,13 +62,20 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
     request = {name: None if value == [] else value for name, value in given.items() if name in REQUEST_FIELDS}
     request.update({name: _images(name, request[name] or ()) for name in INPUT_FIELDS})
     prompt = request.pop("prompt") or ()
+    typed, runtime = what.prompts or (), options.given_options(RuntimeConfig, given)
+    prompts = [each for each in typed if not each.endswith(WEIGHT_SUFFIXES)]
+    if files := [each for each in typed if each.endswith(WEIGHT_SUFFIXES)]:
+        if len(files) > 1 or runtime["model_path"] is not None:
+            several = ", ".join(shown(each) for each in (*files, runtime["model_path"]) if each is not None)
+            raise ConfigError(f"model_path: expected one model, got {several}")
+        runtime["model_path"] = files[0]
     loras = pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ())
     return Flags(
-        prompts=collect_prompts(what.prompts or (), prompt, what.prompt_file, attention.attention_entry or ()),
+        prompts=collect_prompts(prompts, prompt, what.prompt_file, attention.attention_entry or ()),
         negative_prompts=request.pop("negative_prompt") or (),
         seeds=request.pop("seed") or (),
         request=request,
-        runtime={**options.given_options(RuntimeConfig, given), "lora": loras},
+        runtime={**runtime, "lora": loras},
         parallel=options.given_options(ParallelConfig, given),
         attention=AttentionFlags(
             attention.attention_backend,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.consoles import console_on_stdout
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
-from diffusion_runtime.cli.weights_info import WEIGHT_SUFFIXES
 from diffusion_runtime.session.reporter import seconds_text
 from diffusion_runtime.untrusted.printable import printable
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
 from diffusion_runtime.cli.config_file import FileConfig, read_config
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
@@ -85,6 +86,11 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
     config = read_config(flags.config, flags.settings)
     recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
     runtime = _build_runtime(flags, config, recipe)
+    if runtime.model_path.endswith(WEIGHT_SUFFIXES):
+        # Imports torch, which the settings of a model by its name do not need.
+        from diffusion_runtime.models.found_files import with_found_files
+
+        runtime = with_found_files(runtime)
     recipe_request = _without_none(recipe.get("request") or {})
     if runtime.upsampler_path is None:
         # Those of a second stage that `--upsampler-path none` leaves out.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.consoles import console_on_stdout
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from diffusion_runtime.models.weight_summary import WeightSummary
 
 SCHEMA = "diffusion_runtime.weights/1"
-
-
-# Of the files that `info` shows, those of weights; a LoRA is one of them.
-WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf")
 
 
 def is_weights_path(path: str) -> bool:

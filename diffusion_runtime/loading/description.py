@@ -20,7 +20,7 @@ from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
-from diffusion_runtime.models.weight_fingerprint import Fingerprints, fingerprint, weight_fingerprints
+from diffusion_runtime.models.weight_fingerprint import Fingerprints, fingerprint, weight_bytes, weight_fingerprints
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.cached_folder import commit_of
@@ -76,7 +76,7 @@ class PipelineDescription:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
-        the files that `runtime` and `attention` name), `attention`, `version`."""
+        the files that `runtime` and `attention` name), `weight_bytes` (sizes of such files), `attention`, `version`."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
         parsed = {name: self._recorded(given) for name, given in levels.items()}
@@ -97,6 +97,7 @@ class PipelineDescription:
                 "dtype": self.dtype,
             },
             **({"weights": weights} if (weights := self._fingerprints()) else {}),
+            **({"weight_bytes": sizes} if (sizes := weight_bytes(self.config)) else {}),
             "attention": [planned.to_dict() for planned in self.attention],
             **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }

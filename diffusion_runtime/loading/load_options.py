@@ -9,6 +9,9 @@ from typing import Any, TypedDict
 class LoadOptions(TypedDict, total=False):
     """Options of RuntimeConfig by name; in comments, the defaults."""
 
+    like: str | None  # None
+    models_dir: Any  # ()
+    download: bool  # False
     backend: str  # 'auto'
     device: str  # 'auto'
     dtype: str  # 'auto'
@@ -22,6 +25,8 @@ class LoadOptions(TypedDict, total=False):
     vocoder_path: str | None  # None
     text_encoder_path: str | None  # None
     text_encoder_2_path: str | None  # None
+    connectors_path: str | None  # None
+    image_encoder_path: str | None  # None
     mmproj_path: str | None  # None
     variant: str | None  # None
     upsampler_path: str | None  # None

@@ -27,6 +27,7 @@ from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.load_options import LoadOptions
 from diffusion_runtime.loading.native_preparation import prepare_native
+from diffusion_runtime.models.found_files import is_all_in_files, with_found_files
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.registry import is_supported
@@ -117,9 +118,10 @@ def prepare(
     fusion_is_on()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
+    config = with_found_files(config)
     found = (
         find_configs(config.model_path, revision=config.revision, offline=config.offline)
-        if is_dry_run
+        if is_dry_run or is_all_in_files(config)
         # Which variants there are is only seen once they are here.
         else ConfigFolder(
             resolve_model_folder(

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
-from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.models.published import PublishedModel, published_models
-from diffusion_runtime.models.published_folders import packaged_folder
-from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+from diffusion_runtime.models.recognised_files import models_that_fit
 from diffusion_runtime.models.weight_summary import holds_weights, summarise_weights
-from diffusion_runtime.weights.transformer_files import SUFFIXES, TransformerFile
+from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import listed
 
-_logger = logging.getLogger(__name__)
-
 # What takes a file of a component, by the component of its summary.
-_FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path"}
+_FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path", "image_encoder": "--image-encoder-path"}
 # Folders of ComfyUI's models: those of transformers and whole checkpoints, and of the other parts.
 _TRANSFORMERS = ("diffusion_models", "unet", "checkpoints")
-_PARTS = {"vae": "--vae-path", "text_encoders": "--text-encoder-path", "clip": "--text-encoder-path"}
-_MAX_NAMES = 4
+_PARTS = ("vae", "text_encoders", "clip")
 
 
 def advice_for_file(path: Path) -> str:
@@ -44,36 +36,15 @@ def advice_for_file(path: Path) -> str:
             "its tensors are those of no family that is known here; give the folder of a diffusers model, which its "
             "authors publish as well"
         )
-    names = models_that_fit(path)
     family = " or ".join(summary.families)
-    if not names:
+    if models_that_fit(path):
         return (
-            f"it holds a transformer of {family}, of no published size that is known here; write --model-path FOLDER "
-            f"--transformer-path {file}, with the diffusers folder of its model"
+            f"it holds a transformer of {family}; write --model-path {file}: its other parts are looked for around it"
         )
-    others = f" (it fits {listed(names[1:])} as well)" if names[1:] else ""
-    return f"it holds a transformer of {family}; write --model-path {names[0]} --transformer-path {file}{others}"
-
-
-def models_that_fit(path: Path) -> list[str]:
-    """Return the names of published models whose transformer has a file's tensors, of these sizes."""
-    return [model.name for model in published_models() if model.is_download and _fits(path, model)]
-
-
-def _fits(path: Path, published: PublishedModel) -> bool:
-    place = packaged_folder(published.model_path)
-    if place is None:
-        return False
-    try:
-        model = family_for_folder(place).describe(place)
-        model = model.with_transformer_files(
-            [TransformerFile(str(path), "transformer_path", "transformer")], lora_names_of_families
-        )
-        model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])
-    except (ModelLoadError, ConfigError) as error:
-        _logger.debug("%s does not fit %s: %s", path, published.name, error)
-        return False
-    return True
+    return (
+        f"it holds a transformer of {family}, of no published size that is known here; write --model-path {file} "
+        "--like FOLDER, with the diffusers folder of its model, whose settings it runs with"
+    )
 
 
 def advice_for_comfyui(path: Path) -> str | None:
@@ -82,18 +53,12 @@ def advice_for_comfyui(path: Path) -> str | None:
     if folder is None:
         return None
     files = _files(folder, _TRANSFORMERS)
-    parts: Mapping[str, str] = {
-        flag: shlex.quote(str(found[0])) for name, flag in _PARTS.items() if (found := _files(folder, (name,)))
-    }
     if not files:
         return f"it is a folder of ComfyUI without a transformer in {', '.join(_TRANSFORMERS)}; give a name of `models`"
-    names = models_that_fit(files[0])
-    beside = "".join(f" {flag} {file}" for flag, file in parts.items())
     more = f"; its transformers: {listed(file.name for file in files)}" if files[1:] else ""
     return (
         "it is a folder of ComfyUI, which holds the parts of models as files: write --model-path "
-        f"{names[0] if names else 'MODEL'} --transformer-path {shlex.quote(str(files[0]))}{more}. Its other parts may "
-        f"be read from there too:{beside or ' --vae-path, --text-encoder-path'}; `diffusion-runtime info FILE` says "
+        f"{shlex.quote(str(files[0]))}{more}. Its other parts are found there too; `diffusion-runtime info FILE` says "
         "what a file is for"
     )
 

@@ -114,11 +114,11 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
     if cached is None:
         return ConfigFolder(packaged, published.downloads_gb, is_packaged=True)
     # A download that was interrupted, or of the json alone.
-    missing = {name: size for name, size in published.downloads_gb.items() if not _has_weights(cached, name)}
+    missing = {name: size for name, size in published.downloads_gb.items() if not has_weights(cached, name)}
     return ConfigFolder(cached, missing or None)
 
 
-def _has_weights(folder: Path, component: str) -> bool:
+def has_weights(folder: Path, component: str) -> bool:
     """Return whether all weight files of a component are there."""
     try:
         find_weight_files(folder / component, STEMS[component_class(folder, component)[0]])
@@ -163,9 +163,9 @@ def fetch_weights(
     variant: str | None = None,
 ) -> None:
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
-    folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
-    resolve_model_folder raises."""
-    if _is_local(model_path):
+    folder has them, and beside the json of this package all weights are other files. elsewhere: components whose
+    weights are read from other files, and not downloaded. Raises what resolve_model_folder raises."""
+    if _is_local(model_path) or (isinstance(folder, ModelFolder) and folder.is_packaged):
         return
     # The commit that was opened, whatever its branch is by now.
     path = folder.path if isinstance(folder, ModelFolder) else folder

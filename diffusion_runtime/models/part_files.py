@@ -64,9 +64,11 @@ PART_KEYS = {
     "vocoder_path": "vocoder",
     "text_encoder_path": "text_encoder",
     "text_encoder_2_path": "text_encoder_2",
+    "connectors_path": "connectors",
+    "image_encoder_path": "image_encoder",
 }
 # Components that are recognised by their tensors alone.
-_BY_NAMES = ("audio_vae", "vocoder")
+BY_NAMES = ("audio_vae", "vocoder", "connectors")
 # Keys of a config.json that change no computed number.
 _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
 
@@ -122,6 +124,21 @@ def with_parts(
     if variant is not None:
         places |= _variants(folder, variant, (*places, *elsewhere))
     return folder.with_parts(places) if places else folder
+
+
+def misfit_of(
+    folder: ModelFolder, part: PartFile, modules: Sequence[DiffusersComponent]
+) -> DiffusionRuntimeError | None:
+    """Return why a file is not a component of a model; None for one that is. modules: of diffusers, that the model
+    has."""
+    try:
+        changed = with_parts(folder, [part], None, ())
+        for module in modules:
+            if module.name == part.component:
+                module.check_weights(changed)
+    except DiffusionRuntimeError as error:
+        return error
+    return None
 
 
 # Any of these makes a tokenizer.
@@ -180,7 +197,7 @@ def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence
 def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     entry = read_index(folder).get(part.component)
     # A class of a pipeline's own folder is one of diffusers' models, too.
-    library = "diffusers" if part.component in _BY_NAMES else entry[0] if isinstance(entry, list) and entry else None
+    library = "diffusers" if part.component in BY_NAMES else entry[0] if isinstance(entry, list) and entry else None
     if not isinstance(entry, list) or len(entry) != 2 or library not in STEMS:
         raise ConfigError(f"{part.key}: the model has no {part.component}; leave out {part.flag}")
     stem = STEMS[library]
@@ -258,11 +275,11 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
     if part.component == "vae":
         fits = is_shard or (kind is not None and kind.component == "vae")
         expected = "an autoencoder"
-    elif part.component in _BY_NAMES:
+    elif part.component in BY_NAMES:
         return prefix
     else:
         fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
-        expected = f"the text encoder of the model, of model_type {wanted!r}"
+        expected = f"the {part.component.rstrip('_2').replace('_', ' ')} of the model, of model_type {wanted!r}"
     if fits:
         _check_width(path, part, own, shapes)
         return prefix
@@ -354,7 +371,9 @@ def _prefix_in(shapes: Mapping[str, tuple[int, ...]], part: PartFile, own: Mappi
 def describe_part(part: FilePart) -> str:
     """Describe a part of a file in words, for a message."""
     title = "a transformer" if part.is_transformer else "something else" if part.kind is None else part.kind.title
-    return f"{title} ({part.prefix}...)" if part.prefix else f"{len(part.names)} other tensors"
+    if part.kind is None and not part.prefix:
+        return f"{len(part.names)} other tensors"
+    return f"{title} ({part.prefix}...)" if part.prefix else title
 
 
 def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) -> bool:
@@ -366,11 +385,13 @@ def _has_width(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]) ->
 def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a text encoder has the size of the model's. Raises ModelLoadError."""
     wanted, found = _widths(shapes, own)
-    is_text = part.component.startswith("text_encoder") and all(isinstance(size, int) for size in wanted)
-    if is_text and found is not None and found != wanted:
+    is_text = part.component.startswith("text_encoder")
+    is_encoder = is_text or part.component == "image_encoder"
+    if is_encoder and all(isinstance(size, int) for size in wanted) and found is not None and found != wanted:
+        sizes, kind = ("patch", "image") if part.component == "image_encoder" else ("vocabulary", "text")
         raise ModelLoadError(
             f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)} with embeddings {list(found)}, "
-            f"expected {list(wanted)} (vocabulary, width): use the file of this model's own text encoder"
+            f"expected {list(wanted)} ({sizes}, width): use the file of this model's own {kind} encoder"
         )
     text = own.get("text_config") or own
     most = text.get("num_layers", text.get("num_hidden_layers"))
@@ -384,7 +405,13 @@ def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Map
 def _widths(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Any]
 ) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
-    """Return (vocabulary and width of the model's text encoder, the shape of a file's embeddings)."""
+    """Return (vocabulary and width of the model's text encoder, or patch and width of its image encoder, the same of a
+    file's embeddings)."""
+    if "patch_size" in own:
+        # Of pictures: [width, colours, patch, patch].
+        name = next((name for name in shapes if name.endswith("patch_embedding.weight")), None)
+        wanted = (own["patch_size"], own.get("hidden_size"))
+        return wanted, None if name is None else (shapes[name][-1], shapes[name][0])
     text = own.get("text_config") or own
     wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
     return wanted, next((shape for name, shape in shapes.items() if name.endswith(EMBEDDINGS)), None)

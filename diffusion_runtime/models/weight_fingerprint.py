@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.config import LoraConfig, RuntimeConfig, weight_paths
 from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.untrusted.files import open_file, user_path
@@ -42,6 +42,12 @@ def weight_fingerprints(config: RuntimeConfig) -> Fingerprints:
         if digest is not None:
             found[field.name] = digest
     return with_loras(found, config.lora)
+
+
+def weight_bytes(config: RuntimeConfig) -> dict[str, int]:
+    """Return the size of every file of a part that a config names and that is on this machine."""
+    places = {key: user_path(path, key) for key in weight_paths() if (path := getattr(config, key)) is not None}
+    return {key: place.stat().st_size for key, place in places.items() if place.is_file()}
 
 
 def with_loras(fingerprints: Fingerprints, loras: Sequence[LoraConfig]) -> Fingerprints:

@@ -83,8 +83,8 @@ def summarise_weights(path: Path) -> WeightSummary:
     for part in parts:
         with contextlib.closing(SafetensorsFile(path, part.prefix)) as file:
             heads = file.heads if part.prefix else {name: file.heads[name] for name in part.names}
-            if part.kind is None and not part.is_transformer:
-                summaries.append(dataclasses.replace(_left_over(path, heads), prefix=part.prefix))
+            if not part.prefix or (part.kind is None and not part.is_transformer):
+                summaries.append(dataclasses.replace(_left_over(path, heads, part), prefix=part.prefix))
                 continue
             refuse_unmarked(path, {name: head.kind for name, head in heads.items()})
             summary = _summary(path, [file])
@@ -102,11 +102,12 @@ def _parts_in(path: Path) -> tuple[FilePart, ...]:
         return parts_of(tuple(file.heads))
 
 
-def _left_over(path: Path, heads: Mapping[str, TensorHead]) -> WeightSummary:
+def _left_over(path: Path, heads: Mapping[str, TensorHead], part: FilePart) -> WeightSummary:
+    holds, component = ("what no component here reads", "")
+    if part.kind is not None:
+        holds, component = part.kind.title, part.kind.component
     kinds = dict(Counter(head.kind for head in heads.values()).most_common())
-    return WeightSummary(
-        path, "safetensors", "what no component here reads", "", (), "", len(heads), 0, kinds, {}, None
-    )
+    return WeightSummary(path, "safetensors", holds, component, (), "", len(heads), 0, kinds, {}, None)
 
 
 def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:

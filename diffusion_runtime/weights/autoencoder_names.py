@@ -15,9 +15,9 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.weights.file_kinds import kind_of
-from diffusion_runtime.weights.level_list_names import UNREAD, level_list_names, vocoder_names
+from diffusion_runtime.weights.level_list_names import UNREAD, connector_names, level_list_names, vocoder_names
 from diffusion_runtime.weights.stored_tensors import Rows
-from diffusion_runtime.weights.weight_files import listed
+from diffusion_runtime.weights.weight_files import listed, without_prefix
 
 Shapes = Mapping[str, tuple[int, ...]]
 # In front of the names in files that hold more than an autoencoder; that of other components is their name.
@@ -59,6 +59,12 @@ def by_diffusers_names(path: Path, rows: Rows, expected: Shapes, component: str 
     """
     if all(name in rows for name in expected):
         return rows
+    if component == "connectors":
+        # Beside a transformer, with its prefix; the projections are outside of it.
+        original = connector_names(expected)
+        names = {without_prefix(name): name for name in rows}
+        if all(name in names for name in original):
+            return {ours: (rows[names[name]][0].as_shape(expected[ours]),) for name, ours in original.items()}
     found = _without_prefix(rows, _PREFIXES.get(component, (f"{component}.",)))
     if all(name in found for name in expected):
         return found

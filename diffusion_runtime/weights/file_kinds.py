@@ -43,6 +43,7 @@ _KINDS = (
         "a CLIP image encoder",
         (r"(vision_model\.)?encoder\.layers\.0\.self_attn\.q_proj\.weight", r".*embeddings\.patch_embedding\.weight"),
         ("clip_vision_model", "siglip_vision_model"),
+        "image_encoder",
     ),
     FileKind(
         "a CLIP text encoder",

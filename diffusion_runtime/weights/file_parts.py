@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion_runtime.weights.file_kinds import FileKind, kind_of
-from diffusion_runtime.weights.weight_files import PREFIXES
+from diffusion_runtime.weights.weight_files import PREFIXES, without_prefix
 
 # Longer ones first.
 _CONTAINER = re.compile(
@@ -32,12 +32,15 @@ _BY_PREFIX = {
     "audio_vae.": FileKind("an autoencoder of sound", (), component="audio_vae"),
     "vocoder.": FileKind("a vocoder", (), component="vocoder"),
 }
+# Beside a transformer of LTX-2, with its prefix, and outside of it.
+_CONNECTORS = re.compile(r"((video|audio)_embeddings_connector|text_embedding_projection)\.")
+_CONNECTORS_KIND = FileKind("connectors from the text to the transformer", (), component="connectors")
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """prefix: of its tensors' names, empty for what is left over; names: of these, without it. kind: None for a
-    transformer, and for what is left over."""
+    """prefix: of its tensors' names, empty for connectors and for what is left over; names: of these, without it. kind:
+    None for a transformer, and for what is left over."""
 
     prefix: str
     names: tuple[str, ...]
@@ -60,9 +63,13 @@ def parts_of(names: Sequence[str]) -> tuple[FilePart, ...]:
         found[""] += found.pop(prefix)
     if sum(bool(prefix) for prefix in found) < 2:
         return ()
-    prefixes = [prefix for prefix in found if prefix]
-    left_over = [""] if found[""] else []
-    return tuple(_part(prefix, found[prefix]) for prefix in (*prefixes, *left_over))
+    connectors = {name: None for name in names if _CONNECTORS.match(without_prefix(name))}
+    own = {prefix: [name for name in found[prefix] if name not in connectors] for prefix in found}
+    prefixes = [prefix for prefix in own if prefix]
+    parts = [_part(prefix, own[prefix]) for prefix in prefixes]
+    if connectors:
+        parts.append(FilePart("", tuple(connectors), _CONNECTORS_KIND))
+    return (*parts, _part("", own[""])) if own.get("") else tuple(parts)
 
 
 def _part(prefix: str, names: Sequence[str]) -> FilePart:

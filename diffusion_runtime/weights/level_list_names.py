@@ -44,6 +44,18 @@ def vocoder_names(expected: Collection[str]) -> dict[str, str]:
     return {".".join(_VOCODER.get(part, part) for part in name.split(".")): name for name in expected}
 
 
+def connector_names(expected: Collection[str]) -> dict[str, str]:
+    """The authors' name -> diffusers', of LTX-2's connectors from the text encoder to the transformer."""
+
+    def original(name: str) -> str:
+        name = re.sub(r"^(\w+_)?text_proj_in\.", r"text_embedding_projection.\1aggregate_embed.", name)
+        name = re.sub(r"^(video|audio)_connector\.", r"\1_embeddings_connector.", name)
+        name = name.replace(".transformer_blocks.", ".transformer_1d_blocks.")
+        return re.sub(r"\.norm_([qk])\.", r".\1_norm.", name)
+
+    return {original(name): name for name in expected}
+
+
 def _levels(expected: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield pairs of a part that has its own level, by diffusers' name (`decoder.up_blocks.1.upsamplers.0`), and the
     level."""

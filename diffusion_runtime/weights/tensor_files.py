@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.untrusted.files import check_file, open_file
 from diffusion_runtime.weights.parallel_reads import ParallelReads, StoredBytes
 from diffusion_runtime.weights.tensor_part import Ranges
-from diffusion_runtime.weights.weight_files import CONVERT, SAFETENSORS, check_whole, stored_offsets
+from diffusion_runtime.weights.weight_files import CONVERT, SAFETENSORS, stored_heads, stored_offsets
 
 # safetensors' names of what is read without it: bytes as they are.
 _DTYPES = {
@@ -83,28 +85,34 @@ class SafetensorsFile(TensorFile):
     reads: ParallelReads | None = None
 
     def __init__(self, path: Path, prefix: str = "") -> None:
-        from safetensors import SafetensorError, safe_open
-
-        check_whole(path)
         self.path = path
         self._prefix = prefix
+        heads, self.metadata = stored_heads(path)
+        self.heads = {
+            name.removeprefix(prefix): TensorHead(head.shape, head.kind)
+            for name, head in heads.items()
+            if name.startswith(prefix)
+        }
+        self._offsets = {name: (head.begin, head.end) for name, head in heads.items()}
+        self._stack = contextlib.ExitStack()
+        self._descriptor = self._stack.enter_context(open_file(path, error=ModelLoadError)).fileno()
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        """The file as safetensors maps it, which a file larger than the machine's memory cannot be: most tensors are
+        read without. Raises ModelLoadError."""
+        from safetensors import SafetensorError, safe_open
+
         try:
-            # First: it bounds how many tensors there are.
-            self._offsets = stored_offsets(path)
-            self._stack = contextlib.ExitStack()
-            self._file = self._stack.enter_context(safe_open(path, framework="pt"))
-            heads = {}
-            for name in self._file.keys():  # noqa: SIM118 - it is not a mapping
-                if not name.startswith(prefix):
-                    continue
-                tensor = self._file.get_slice(name)
-                heads[name.removeprefix(prefix)] = TensorHead(tuple(tensor.get_shape()), tensor.get_dtype())
-            self.heads = heads
-            self.metadata = dict(self._file.metadata() or {})
-            self._descriptor = self._stack.enter_context(open_file(path, error=ModelLoadError)).fileno()
+            return self._stack.enter_context(safe_open(self.path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
-                f"{path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it again"
+                f"{self.path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it "
+                "again"
+            ) from error
+        except RuntimeError as error:
+            raise ModelLoadError(
+                f"{self.path} cannot be mapped into this machine's memory: {first_line(error)}"
             ) from error
 
     def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:

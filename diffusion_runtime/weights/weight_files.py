@@ -7,8 +7,10 @@ largest component has been read for nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from diffusion_runtime.core.model_folder import (
     read_json,
     read_json_in,
 )
-from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
+from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown, shown_name
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import check_path, open_file
@@ -61,7 +63,7 @@ QUANTIZATION_METADATA = "_quantization_metadata"
 # Texts and marks beside 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.")
 
 # What to do about a file whose numbers cannot be used.
 DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
@@ -137,33 +139,89 @@ def check_whole(path: Path) -> None:
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def stored_dtypes(path: Path, prefix: str = "") -> dict[str, str]:
+def stored_dtypes(path: Path, prefix: str = "", max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, str]:
     """Read the kind of number of every tensor of a safetensors file, such as `BF16`, from its head alone. prefix: of
-    the part that is meant (file_parts.py).
+    the part that is meant (file_parts.py). max_bytes: of a head that is read.
 
     Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
     """
-    head = _head(path, "dtype").items()
-    return {name.removeprefix(prefix): str(entry["dtype"]) for name, entry in head if name.startswith(prefix)}
+    entries = _head(path, max_bytes)[0].items()
+    return {name.removeprefix(prefix): str(entry["dtype"]) for name, entry in entries if name.startswith(prefix)}
 
 
 def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
     """Return where every tensor of a safetensors file begins and ends in it, in bytes, from the head of the file alone.
-    Raises the errors of stored_dtypes."""
-    head = _head(path, "data_offsets")
-    with open_file(path, error=ModelLoadError) as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-    return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in head.items()}
+    Raises the errors of stored_heads."""
+    return {name: (head.begin, head.end) for name, head in stored_heads(path)[0].items()}
 
 
-def _head(path: Path, key: str) -> dict[str, Any]:
-    """Return the entry of every tensor in the head of a safetensors file; each has `key`."""
+@dataclass(frozen=True)
+class StoredHead:
+    """The entry of a tensor in the head of a safetensors file. begin, end: of its numbers in the file, in bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+# Bits of a number, by safetensors' names.
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+
+
+def stored_heads(path: Path) -> tuple[dict[str, StoredHead], dict[str, str]]:
+    """Return the entry of every tensor of a safetensors file, by name in alphabetical order, and its metadata, from the
+    head alone; nothing is mapped into memory.
+
+    Raises the errors of stored_dtypes, also for tensors that overlap, have gaps between them, do not fill the file, or
+    have other bytes than their shape.
+    """
+    entries, metadata, start = _head(path)
+    damaged = f"{path} is damaged or not a whole safetensors file"
+    heads: dict[str, StoredHead] = {}
+    kind: Any
+    shape: Any
+    places: Any
+    for name, entry in entries.items():
+        kind, shape, places = entry["dtype"], entry.get("shape"), entry.get("data_offsets")
+        is_whole = isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and str(kind) in _BITS
+        if not is_whole or not all(type(each) is int and each >= 0 for each in (*shape, *places)):
+            raise ModelLoadError(f"{damaged} (the entry of {shown_name(name)}); copy or download it again")
+        num_bytes = places[1] - places[0]
+        if num_bytes * 8 != math.prod(shape) * _BITS[str(kind)]:
+            raise ModelLoadError(
+                f"{damaged} ({shown_name(name)} has {num_bytes} bytes, expected those of {kind} {shape[:8]}); copy or "
+                "download it again"
+            )
+        heads[name] = StoredHead(str(kind), tuple(shape), start + places[0], start + places[1])
+    reached = start
+    for head in sorted(heads.values(), key=lambda each: (each.begin, each.end)):
+        if head.begin != reached:
+            raise ModelLoadError(f"{damaged} (tensors overlap, or have gaps between them); copy or download it again")
+        reached = head.end
+    if reached != path.stat().st_size:
+        raise ModelLoadError(
+            f"{damaged} (its tensors end at byte {reached} of {path.stat().st_size}); copy or download it again"
+        )
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise ModelLoadError(f"{damaged} (its metadata are no texts); copy or download it again")
+    return dict(sorted(heads.items())), metadata
+
+
+def _head(path: Path, max_bytes: int = _MAX_HEADER_BYTES) -> tuple[dict[str, dict[str, Any]], dict[str, Any], int]:
+    """Return the entry of every tensor in the head of a safetensors file, its metadata, and where numbers begin."""
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
+            if length > max_bytes:
+                raise DocumentError(f"its header would be {length} bytes, more than {max_bytes}")
             content = file.read(length)
         # Each has one of these words, which are counted before a mapping is made of each.
         if (num_tensors := content.count(b'"data_offsets"')) > MAX_TENSORS:
@@ -171,8 +229,9 @@ def _head(path: Path, key: str) -> dict[str, Any]:
         head = parse_json(content)
         if len(head) > MAX_TENSORS + 1:
             raise DocumentError(f"it would hold {len(head)} tensors, more than {MAX_TENSORS}")
-        return {name: {key: entry[key]} for name, entry in head.items() if name != "__metadata__"}
-    except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
+        entries = {name: {"dtype": entry["dtype"], **entry} for name, entry in head.items() if name != "__metadata__"}
+        return entries, dict(head.get("__metadata__") or {}), 8 + length
+    except (OSError, DocumentError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise ModelLoadError(
             f"{path} is damaged or not a safetensors file ({first_line(error)}); copy or download it again"
         ) from error

@@ -78,14 +78,14 @@ def wan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_transformer_file(tmp_path_factory.mktemp("my files") / "wan.safetensors", "wan2.1-1.3b")
 
 
-def test_a_transformer_in_one_file_names_the_model_and_the_command_that_works(wan_file: Path, command: Command) -> None:
-    refused = command("generate", "a cat", "--model-path", str(wan_file), "--dry-run")
-    assert (refused.code, "torchvision" in refused.err) == (1, False), refused.err
-    assert "it holds a transformer of Wan; write --model-path wan2.1-1.3b --transformer-path" in refused.said
-    (words,) = advised(refused.err)
-    shown = command("generate", "a cat", *words, "--dry-run", "--json")
-    assert shown.code == 0, shown.err
-    assert shown.json["schema"]
+def test_a_transformer_in_one_file_names_its_model_and_what_is_missing(wan_file: Path, command: Command) -> None:
+    for words in (("--model-path", str(wan_file)), (str(wan_file),)):
+        refused = command("generate", "a cat", *words, "--dry-run")
+        assert (refused.code, "torchvision" in refused.err) == (1, False), refused.err
+        for text in ("parts of wan2.1-1.3b are missing", "wan_2.1_vae.safetensors", "umt5_xxl_fp8_e4m3fn_scaled"):
+            assert text in refused.said
+    refused = command("generate", "a cat", str(wan_file), "--model-path", "shapes", "--dry-run")
+    assert (refused.code, "model_path: expected one model" in refused.said) == (2, True)
 
 
 def test_a_folder_of_comfyui_is_answered_with_a_command_that_works(
@@ -98,5 +98,4 @@ def test_a_folder_of_comfyui_is_answered_with_a_command_that_works(
         refused = command("generate", "a cat", "--model-path", str(tmp_path / given), "--dry-run")
         assert "it is a folder of ComfyUI" in refused.said, refused.err
         words = advised(refused.err.replace(". Its", "; Its"))[0]
-        assert words[:2] == ["--model-path", "wan2.1-1.3b"]
-        assert command("generate", "a cat", *words, "--dry-run").code == 0
+        assert "parts of wan2.1-1.3b are missing" in command("generate", "a cat", *words, "--dry-run").said

@@ -55,7 +55,8 @@ def test_every_option_is_declared_and_resume_compares_what_changes_the_output() 
     assert compared == OTHERS.keys()
     # Chosen for the machine: the same frames, in the same order of sums or as on another device.
     assert {name for name, option in options.items() if not option.changes_output} == {
-        *("device", "parallel", "self_check", "offload", "memory_limit", "cuda_graphs", "offline")
+        *("device", "parallel", "self_check", "offload", "memory_limit", "cuda_graphs", "offline"),
+        *("models_dir", "download"),
     }
 
 

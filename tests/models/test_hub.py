@@ -261,3 +261,23 @@ def test_one_variant_of_each_component_is_read() -> None:
     assert sorted(needed_files(names, weights=False)) == sorted(["model_index.json", index, "x/y/deep.json"])
     assert "b/model.safetensors.index.bf16.json" in needed_files(names, elsewhere=["b"])
     assert b not in needed_files(names, elsewhere=["b"])
+
+
+def test_a_file_takes_the_other_parts_from_the_hub_where_it_may(hub: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "models" / "unet" / "any.safetensors"
+    file.parent.mkdir(parents=True)
+    shutil.copy(hub.root / "owner" / "tiny" / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    options: dict[str, Any] = {"device": "cpu", "like": "owner/tiny"}
+    with pytest.raises(ModelLoadError, match=r"^like: owner/tiny: .*--download"):
+        load_pipeline(str(file), **options)
+    with pytest.raises(ConfigError, match=r"^download: offline"):
+        load_pipeline(str(file), **options, download=True, offline=True)
+    assert hub.requests == []
+    recipe = load_pipeline(str(file), **options, download=True).recipe
+    assert (recipe["runtime"]["model_path"], recipe["runtime"]["transformer_path"]) == ("owner/tiny", str(file))
+    here = {path.parent.name for path in hub.cache.rglob("snapshots/**/*.safetensors")}
+    assert {"vae", "text_encoder"} <= here
+    assert "transformer" not in here
+    hub.requests.clear()
+    assert load_pipeline(str(file), **options).recipe["runtime"]["vae_path"] is None
+    assert hub.requests == []

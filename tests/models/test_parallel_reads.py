@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import threading
 from pathlib import Path
@@ -9,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tables import table
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.weights import parallel_reads
 from diffusion_runtime.weights.checkpoint import Checkpoint
 from diffusion_runtime.weights.parallel_reads import ParallelReads, StoredBytes
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.weight_loading import load_weights, own_pieces
 
 CPU = torch.device("cpu")
@@ -164,3 +169,54 @@ def test_one_checkpoint_fills_a_gpu_and_the_cpu_in_turn(tmp_path: Path) -> None:
             target = torch.empty(weight.shape, dtype=torch.float32, device=device)
             checkpoint.begin_copy("weight", target)()
             assert torch.equal(target.cpu(), weight.float()), device
+
+
+def head_file(path: Path, head: dict[str, Any], num_bytes: int) -> Path:
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + num_bytes)
+    return path
+
+
+def entry(kind: Any, shape: Any, *places: Any) -> dict[str, Any]:
+    return {"dtype": kind, "shape": shape, "data_offsets": list(places)}
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    size = 2**40
+    head = {"large": entry("U8", [size], 16, 16 + size), "small": entry("F32", [4], 0, 16), "__metadata__": {"a": "b"}}
+    with contextlib.closing(SafetensorsFile(head_file(tmp_path / "a.safetensors", head, size + 16))) as file:
+        assert list(file.heads) == ["large", "small"]
+        assert file.metadata == {"a": "b"}
+        assert torch.equal(file.read("small"), torch.zeros(4))
+        assert torch.equal(file.read("large", slice(size - 3, size)), torch.zeros(3, dtype=torch.uint8))
+
+
+@table(
+    "head",
+    [
+        {"a": entry("F32", [4], 0, 12)},
+        {"a": entry("F32", [4], 0, 16), "b": entry("F32", [1], 8, 12)},
+        {"a": entry("F32", [3], 0, 12), "b": entry("U8", [2], 14, 16)},
+        {"a": entry("F32", [3], 0, 12)},
+        {"a": entry("F32", [4], 4, 20)},
+        {"a": entry("F99", [4], 0, 16)},
+        {"a": entry(["F32"], [4], 0, 16)},
+        {"a": entry("F32", [-2, -2], 0, 16)},
+        {"a": entry("F32", [4.0], 0, 16)},
+        {"a": entry("F32", "4", 0, 16)},
+        {"a": entry("F32", [4], 0)},
+        {"a": entry("F32", [4], 0, None)},
+        {"a": {"dtype": "F32", "shape": [4]}},
+        {"a": []},
+        {"a": entry("F32", [4], 0, 16), "__metadata__": {"a": 1}},
+        {"a": entry("F32", [4], 0, 16), "__metadata__": "text"},
+    ],
+)
+def test_a_head_that_lies_is_damaged(head: dict[str, Any], tmp_path: Path) -> None:
+    """Each is what safetensors refuses as well."""
+    path = head_file(tmp_path / "a.safetensors", head, 16)
+    with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
+        pass
+    with pytest.raises(ModelLoadError, match=r"a.safetensors is damaged or not a (whole )?safetensors file"):
+        SafetensorsFile(path)

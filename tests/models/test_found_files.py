@@ -1,0 +1,311 @@
+"""A model from single files: which one a transformer is of, the parts that are found around it, and what is said of
+parts that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from original_names import flux1_as_authors
+from PIL import Image
+from published_files import write_transformer_file
+from safetensors.torch import load_file, save_file
+from tables import table
+from tiny_families import WRITERS, small_request
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
+from diffusion_runtime.models.found_files import VARIABLE, with_found_files
+from diffusion_runtime.models.recognised_files import recognise_transformer
+
+Tensors = Mapping[str, torch.Tensor]
+FOLDERS = {
+    "transformer": "diffusion_models",
+    "transformer_2": "diffusion_models",
+    "vae": "vae",
+    "audio_vae": "vae/sound",
+    "vocoder": "vae",
+    "connectors": "checkpoints",
+    "text_encoder": "text_encoders",
+    "text_encoder_2": "clip",
+    "image_encoder": "clip_vision",
+}
+
+
+def tensors_of(folder: Path, component: str) -> dict[str, torch.Tensor]:
+    return {name: each for file in (folder / component).glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def write(path: Path, tensors: Tensors, prefix: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({f"{prefix}{name}": each.clone().contiguous() for name, each in tensors.items()}, path)
+    return path
+
+
+def settings_of(folder: Path, place: Path) -> Path:
+    """A copy without weights."""
+    return shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def in_comfyui(folder: Path, root: Path, prefix: str = "model.diffusion_model.") -> Path:
+    """Every component of a folder as a file of its own, named after nothing; returns the transformer's."""
+    for component in sorted(FOLDERS.keys() & {path.name for path in folder.iterdir()}):
+        noise = {"transformer": "high", "transformer_2": "low"}.get(component, "")
+        place = root / FOLDERS[component] / f"{noise}{component[-4:]}.safetensors"
+        write(place, tensors_of(folder, component), prefix if noise else "")
+    return root / "diffusion_models" / "highrmer.safetensors"
+
+
+def connectors_as_authors(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """By the names of Lightricks' files, in which the transformer's prefix is in front of all but the projections."""
+    made = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"^(video_|audio_|)text_proj_in", r"text_embedding_projection.\1aggregate_embed", name)
+        name = re.sub(r"^(video|audio)_connector", r"model.diffusion_model.\1_embeddings_connector", name)
+        name = name.replace("transformer_blocks", "transformer_1d_blocks")
+        made[name.replace("norm_q", "q_norm").replace("norm_k", "k_norm")] = tensor
+    return made
+
+
+def all_of_flux1(folder: Path, root: Path) -> Path:
+    parts = {
+        "model.diffusion_model.": flux1_as_authors(tensors_of(folder, "transformer")),
+        "text_encoders.clip_l.transformer.": tensors_of(folder, "text_encoder"),
+        "text_encoders.t5xxl.transformer.": tensors_of(folder, "text_encoder_2"),
+        "vae.": tensors_of(folder, "vae"),
+        "": {"something.else": torch.zeros(3)},
+    }
+    whole = {f"{prefix}{name}": each for prefix, part in parts.items() for name, each in part.items()}
+    return write(root / "checkpoints" / "all.safetensors", whole)
+
+
+def most_of_ltx2(folder: Path, root: Path) -> Path:
+    """All but the text encoder, which is elsewhere."""
+    whole = {f"model.diffusion_model.{name}": each for name, each in tensors_of(folder, "transformer").items()}
+    whole |= connectors_as_authors(tensors_of(folder, "connectors"))
+    for component in ("vae", "audio_vae", "vocoder"):
+        whole |= {f"{component}.{name}": each for name, each in tensors_of(folder, component).items()}
+    write(root / "text_encoders" / "deeper" / "any.sft", tensors_of(folder, "text_encoder"))
+    return write(root / "checkpoints" / "most.safetensors", whole)
+
+
+# The folder, as a family or its writer; its files; what a request needs.
+Layout = Callable[[Path, Path], Path]
+CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = {
+    **{family: (family, in_comfyui, {}) for family in WRITERS if family not in ("flux1", "flux2", "ltx2")},
+    "flux1 in one file": ("flux1", all_of_flux1, {}),
+    "flux2": ("flux2", partial(in_comfyui, prefix="net."), {}),
+    "ltx2 in two files": ("ltx2", most_of_ltx2, {}),
+    "two experts": (partial(write_tiny_wan, boundary_ratio=0.875), partial(in_comfyui, prefix=""), {}),
+    "an image encoder": (partial(write_tiny_wan, condition="clip and tokens"), in_comfyui, {"image_path": "image.png"}),
+}
+
+
+def latents_of(path: Path, request: dict[str, Any], **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    pipeline = load_pipeline(str(path), device="cpu", dtype="float32", **options)
+    media = pipeline(dataclasses.replace(small_request(pipeline), **request))
+    return torch.as_tensor(media.frames), media.recipe
+
+
+@table("name", CASES)
+def test_files_in_comfyuis_folders_give_the_frames_of_the_folder(
+    name: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, layout, request = CASES[name]
+    whole = tiny_folder_of(source) if isinstance(source, str) else source(tmp_path / "whole")
+    if "image_path" in request:
+        request = {"image_path": str(tmp_path / request["image_path"])}
+        Image.new("RGB", (64, 64), "red").save(request["image_path"])
+    expected, _ = latents_of(whole, request)
+    file = layout(whole, tmp_path / "ComfyUI" / "models")
+    folder = settings_of(whole, tmp_path / "settings")
+    found, recipe = latents_of(file, request, like=str(folder))
+    assert torch.equal(found, expected)
+    paths = {key: path for key, path in recipe["runtime"].items() if key.endswith("_path") and path is not None}
+    assert paths.pop("model_path") == str(folder)
+    assert paths.keys() == recipe["weight_bytes"].keys() == recipe["weights"].keys()
+    assert all(recipe["weight_bytes"][key] == Path(path).stat().st_size for key, path in paths.items())
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_wan(tmp_path_factory.mktemp("wan") / "model")
+
+
+@pytest.fixture
+def file(wan: Path, tmp_path: Path) -> Path:
+    return in_comfyui(wan, tmp_path / "models")
+
+
+def found(file: Path, like: Path | None = None, **options: Any) -> RuntimeConfig:
+    return with_found_files(RuntimeConfig(str(file), like=None if like is None else str(like), **options))
+
+
+@pytest.fixture
+def settings(wan: Path, tmp_path: Path) -> Path:
+    return settings_of(wan, tmp_path / "settings")
+
+
+def test_places_that_are_looked_at(file: Path, settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it, in folders that are named, in the model's own folder; what a flag names is not looked for."""
+    elsewhere = tmp_path / "elsewhere" / "models" / "vae" / "deep" / "x.safetensors"
+    elsewhere.parent.mkdir(parents=True)
+    vae = (tmp_path / "models" / "vae" / "vae.safetensors").rename(elsewhere)
+    with pytest.raises(ModelLoadError, match=r"parts of .* are missing:\n  vae") as missing:
+        found(file, settings)
+    assert all(text in str(missing.value) for text in ("--vae-path", "--models-dir", VARIABLE))
+    assert found(file, settings, models_dir=str(tmp_path / "elsewhere")).vae_path == str(vae)
+    assert found(file, settings, vae_path=str(vae)).vae_path == str(vae)
+    monkeypatch.setenv(VARIABLE, os.pathsep.join([str(tmp_path), str(tmp_path / "elsewhere" / "models")]))
+    config = found(file, settings)
+    assert (config.vae_path, config.model_path, config.transformer_path) == (str(vae), str(settings), str(file))
+    # Beside it and in the named folder, as a link: one file.
+    (tmp_path / "models" / "vae" / "link.safetensors").symlink_to(vae)
+    assert found(file, settings).vae_path == str(tmp_path / "models" / "vae" / "link.safetensors")
+    monkeypatch.delenv(VARIABLE)
+    shutil.rmtree(tmp_path / "models" / "vae")
+    shutil.copytree(tmp_path / "elsewhere" / "models" / "vae" / "deep", settings / "vae", dirs_exist_ok=True)
+    (settings / "vae" / "x.safetensors").rename(settings / "vae" / "diffusion_pytorch_model.safetensors")
+    assert found(file, settings).vae_path is None
+
+
+def two_that_fit(file: Path, settings: Path) -> None:
+    shutil.copy(file.parents[1] / "vae" / "vae.safetensors", file.parents[1] / "vae" / "other.safetensors")
+
+
+def no_tokenizer(file: Path, settings: Path) -> None:
+    shutil.rmtree(settings / "tokenizer")
+
+
+def a_text_encoder(file: Path, settings: Path) -> None:
+    shutil.copy(file.parents[1] / "text_encoders" / "oder.safetensors", file)
+
+
+def a_lora(file: Path, settings: Path) -> None:
+    write(
+        file,
+        {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(4, 8), "blocks.0.attn1.to_q.lora_B.weight": torch.ones(8, 4)},
+    )
+
+
+Change = Callable[[Path, Path], None]
+
+
+@table(
+    ("change", "options", "expected", "texts"),
+    [
+        (
+            two_that_fit,
+            {},
+            ConfigError,
+            ("2 files fit as the vae", "vae/other.safetensors", "vae/vae.safetensors", "--vae-path"),
+        ),
+        (no_tokenizer, {}, ModelLoadError, ("tokenizer: ", "--download", "--like FOLDER")),
+        (
+            None,
+            {"like": None},
+            ModelLoadError,
+            ("it holds a transformer of Wan, of no published size", "--like FOLDER"),
+        ),
+        (a_text_encoder, {"like": None}, ModelLoadError, ("it holds a UMT5 text encoder", "--text-encoder-path")),
+        (a_lora, {"like": None}, ModelLoadError, ("it is a LoRA", "--lora")),
+        (
+            None,
+            {"transformer_path": "other.safetensors"},
+            ConfigError,
+            ("transformer_path: other.safetensors", "one of them"),
+        ),
+        (None, {"models_dir": "nowhere"}, ConfigError, ("models_dir: nowhere: expected a folder of models",)),
+        (
+            None,
+            {"like": "wan2.2-t2v-a14b"},
+            ModelLoadError,
+            ("of low noise", "such as lowrmer.safetensors", "--transformer-2-path"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_type(
+    change: Change | None,
+    options: dict[str, Any],
+    expected: type[DiffusionRuntimeError],
+    texts: tuple[str, ...],
+    wan: Path,
+    tmp_path: Path,
+) -> None:
+    file = in_comfyui(wan, tmp_path / "models")
+    settings = settings_of(wan, tmp_path / "settings")
+    if change is not None:
+        change(file, settings)
+    with pytest.raises(expected) as error:
+        with_found_files(RuntimeConfig(str(file), **{"like": str(settings), **options}))
+    assert [text for text in texts if text not in str(error.value)] == [], str(error.value)
+
+
+@table("options", [{"like": "wan2.1-1.3b"}, {"models_dir": "."}, {"download": True}])
+def test_options_of_the_search_are_for_a_file(options: dict[str, Any], wan: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(options))}: for a model that is one file"):
+        with_found_files(RuntimeConfig(str(wan), **options))
+
+
+def test_experts_are_told_by_their_names(wan: Path, tmp_path: Path) -> None:
+    folder = write_tiny_wan(tmp_path / "model", boundary_ratio=0.875)
+    high = in_comfyui(folder, tmp_path / "models")
+    low, like = high.with_name("lower_2.safetensors"), settings_of(folder, tmp_path / "settings")
+    assert found(high, like).transformer_2_path == str(low)
+    with pytest.raises(ConfigError, match="of low noise, the second of two: give the one of high noise"):
+        found(low, like)
+    shutil.copy(low, low.with_name("low_again.safetensors"))
+    with pytest.raises(ConfigError, match="2 files fit as the second transformer"):
+        found(high, like)
+    same = low.rename(low.with_name("lowrmer.safetensors"))
+    assert found(high, like).transformer_2_path == str(same)
+
+
+def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> None:
+    """FIFOs, loops, a header that lies, one of 100 MB, text and a thousand files beside those that fit."""
+    vae = tmp_path / "models" / "vae"
+    os.mkfifo(vae / "fifo.safetensors")
+    (vae / "itself.safetensors").symlink_to(vae / "itself.safetensors")
+    (vae / "loop").symlink_to(vae)
+    (vae / "text.safetensors").write_text("not a safetensors file")
+    (vae / "lie.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    with (vae / "large.safetensors").open("wb") as large:
+        large.write(struct.pack("<Q", 99_000_000))
+        large.truncate(99_000_100)
+    assert found(file, settings).vae_path == str(vae / "vae.safetensors")
+    (vae / "vae.safetensors").unlink()
+    for index in range(1000):
+        (vae / f"{index}.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    unread = "Not readable as weights: large.safetensors, lie.safetensors, text.safetensors"
+    with pytest.raises(ModelLoadError, match=rf"(?s)are missing:\n  vae.*{unread}"):
+        with_found_files(RuntimeConfig(str(file), like=str(settings)))
+
+
+@table(
+    ("model", "name", "metadata", "expected", "told_by"),
+    [
+        ("ltx-video-0.9.0", "model", {}, "ltx-video-0.9.0", ""),
+        ("ltx-video-0.9.0", "ltx-video-2b-v0.9.1", {}, "ltx-video-0.9.1", "name"),
+        ("z-image", "z_image_turbo_bf16", {}, "z-image-turbo", "name"),
+        ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
+        ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
+    ],
+)
+def test_a_published_model_is_recognised(
+    model: str, name: str, metadata: dict[str, str], expected: str, told_by: str, tmp_path: Path
+) -> None:
+    file = write_transformer_file(tmp_path / f"{name}.safetensors", model, metadata)
+    recognised = recognise_transformer(file)
+    assert recognised is not None
+    assert (recognised.name, recognised.told_by) == (expected, told_by)
+    assert expected not in recognised.others
