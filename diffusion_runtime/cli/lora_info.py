@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.consoles import console_on_stdout
@@ -24,7 +23,10 @@ def is_lora_path(path: str) -> bool:
     """Return whether a path names a LoRA rather than a generated file."""
     if path in SHIPPED_LORAS:
         return True
-    return path.endswith((".safetensors", ".sft")) or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
+    suffixes = (".safetensors", ".sft")
+    return path.endswith(suffixes) or (
+        os.path.isdir(path) and any(name.endswith(suffixes) for name in os.listdir(path))
+    )
 
 
 def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:

@@ -40,6 +40,8 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
+from diffusion_runtime.models.lora_sources import located
+from diffusion_runtime.models.weight_fingerprint import with_loras_of
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
@@ -152,7 +154,7 @@ class DiffusersPipeline:
         Raises ConfigError and ModelLoadError for files that cannot be used, and leaves everything unchanged;
         PipelineBusyError while a generation runs.
         """
-        configs = RuntimeConfig(lora=loras).lora
+        configs = located(RuntimeConfig(lora=loras).lora, offline=self.recipe["runtime"].get("offline", False))
         with self._one_generation.held(), quiet_transformers():
             wanted = plan_loras(type(self.pipeline), configs, models_of(self.pipeline))
             try:
@@ -165,8 +167,7 @@ class DiffusersPipeline:
                 self._compiled.renew()
             self._loras = wanted
             self.rules = dataclasses.replace(self.rules, lora_remarks=remarks_of(wanted))
-            runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
-            self.recipe = {**self.recipe, "runtime": runtime}
+            self.recipe = with_loras_of(self.recipe, configs)
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
@@ -207,7 +208,7 @@ class DiffusersPipeline:
             fps=request.fps or 1,
             recipe={
                 **self.recipe,
-                "request": self._made(request, frames.shape).to_dict(),
+                "request": self._made(request, frames.shape).recorded(),
                 **({"inputs": inputs} if inputs else {}),
                 "notes": notes,
             },

@@ -27,6 +27,7 @@ from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.load_options import LoadOptions
 from diffusion_runtime.loading.native_preparation import prepare_native
+from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.registry import is_supported
@@ -102,8 +103,8 @@ def prepare(
     is_dry_run: bool = False,
     plan_for: str | None = None,
 ) -> Prepared:
-    """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
-    self-check is made. `load` of the result reads the weights.
+    """Open a model and decide its attention, from the folder's json alone: no weight of the model is read or
+    downloaded, and no self-check is made; LoRA files are read. `load` of the result reads the weights.
 
     world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
     every request that will come runs two branches of guidance, asked where processes could share them; None: the
@@ -132,6 +133,8 @@ def prepare(
             )
         )
     )
+    loras = located(config.lora, offline=config.offline, is_dry_run=is_dry_run)
+    config = dataclasses.replace(config, lora=loras)
     folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
     if has_both_indexes(found.path):

@@ -22,7 +22,7 @@ from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, r
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.untrusted.document import DocumentError
-from diffusion_runtime.weights.cached_folder import COMMIT, commit_of, commits_in, read_ref
+from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, read_ref
 from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
@@ -130,10 +130,8 @@ def download(
     offline: from the cache alone. Other arguments are needed_files'. Raises ModelLoadError with what to type.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    _keep_logs_quiet()
 
     def select(names: Iterable[str]) -> list[str]:
         return needed_files(names, weights=weights, elsewhere=elsewhere, variant=variant)
@@ -157,15 +155,62 @@ def download(
     return folder
 
 
-def download_file(hub_id: str, name: str, commit: str) -> None:
-    """Download one file into the hub's cache; an interrupted download resumes where it stopped. Raises
-    ModelLoadError."""
+def repository_files(hub_id: str, revision: str | None, *, offline: bool) -> tuple[str, list[HubFile]]:
+    """Return the commit that a revision is now and the files of it, of a repository of any kind; those of the cache
+    with `offline`, or where the hub cannot be reached. Raises ModelLoadError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder = cache_path() / f"models--{hub_id.replace('/', '--')}"
+    commit = revision if revision is not None and COMMIT.fullmatch(revision) else read_ref(folder, revision or "main")
+    if commit is None and revision is None:
+        commit = _only_commit(hub_id)
+    here = {} if commit is None else _files_in(folder / SNAPSHOTS / commit)
+    reason: Exception | None = None
+    if not offline and not is_offline():
+        try:
+            # Asked once, as in _names.
+            found = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+        except HfHubHTTPError as error:
+            raise hub_error(error, hub_id, revision) from error
+        except Exception as error:  # whatever the transport raises: the cache is asked
+            reason = error
+        else:
+            there = _files_in(folder / SNAPSHOTS / str(found.sha))
+            files = [(file.rfilename, file.size or 0) for file in found.siblings or ()]
+            return str(found.sha), [HubFile(name, size, name in there) for name, size in files]
+    if commit is None or not here:
+        named = hub_id if revision is None else f"{hub_id}@{revision}"
+        raise ModelLoadError(
+            f"{named} is not in the hub's cache, and {_why_alone(offline)}; run once with a network, or give the path "
+            "of a copy"
+        ) from reason
+    return commit, [HubFile(name, size, is_here=True) for name, size in here.items()]
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files below a folder by their names."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def download_file(hub_id: str, name: str, revision: str, *, offline: bool = False) -> Path:
+    """Download one file into the hub's cache and return its path there; an interrupted download resumes where it
+    stopped. offline: from the cache alone. Raises ModelLoadError."""
     from huggingface_hub import hf_hub_download
 
+    _keep_logs_quiet()
     try:
-        hf_hub_download(hub_id, name, revision=commit)
+        return Path(hf_hub_download(hub_id, name, revision=revision, local_files_only=offline))
     except Exception as error:  # as above
-        raise hub_error(error, hub_id, commit) from error
+        raise hub_error(error, hub_id, revision, offline=offline) from error
+
+
+def _keep_logs_quiet() -> None:
+    """Leave out the library's progress bars where standard error is a file."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
@@ -275,12 +320,9 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
             "or leave it out for the main branch"
         )
     if isinstance(error, LocalEntryNotFoundError):
+        why = _why_alone(offline)
         if offline:
-            why = f"--offline is given: leave it out, or `diffusion-runtime models download {named}` with a network"
-        elif is_offline():
-            why = "HF_HUB_OFFLINE is set: unset it"
-        else:
-            why = "the hub cannot be reached: check the network"
+            why += f", or `diffusion-runtime models download {named}` with a network"
         here = commits_in(cache_path() / f"models--{hub_id.replace('/', '--')}")
         if here and revision is None:
             return ModelLoadError(
@@ -289,3 +331,10 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
             )
         return ModelLoadError(f"{named} is neither a folder here nor whole in the hub's cache, and {why}; {instead}")
     return ModelLoadError(f"{named} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped")
+
+
+def _why_alone(offline: bool) -> str:
+    """Return why the hub is not asked, and what to do about it."""
+    if offline:
+        return "--offline is given: leave it out"
+    return "HF_HUB_OFFLINE is set: unset it" if is_offline() else "the hub cannot be reached: check the network"
