@@ -53,10 +53,11 @@ def _bound(file: LoraFile, model_path: str) -> Lora:
     from diffusion_runtime.config import LoraConfig
     from diffusion_runtime.core.model_folder import ModelFolder
     from diffusion_runtime.models.model_sources import find_configs
+    from diffusion_runtime.models.modular_folder import open_folder
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
     from diffusion_runtime.weights.lora.binding import bind
 
-    folder = ModelFolder(find_configs(model_path).path)
+    folder = open_folder(ModelFolder(find_configs(model_path).path))
     target = family_for_folder(folder).describe(folder).lora_target(lora_names_of_families)
     # Both experts of a model have the same layers.
     component = "auto" if len(target.shapes) == 1 else "transformer"

@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObser
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
 from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, models_of, plan_loras, remarks_of
+from diffusion_runtime.diffusers_bridge.modular import load_modular, run_pipeline
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -193,7 +194,7 @@ class DiffusersPipeline:
         compile_cost, cost_recorder = CompileCost(self._compiled), AttentionRecorder()
         with observer, self._attention(observer) as attention, CachedDenoisers(self.pipeline, settings) as cached:
             with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
-                result = self.pipeline(**arguments)
+                result = run_pipeline(self.pipeline, arguments, interface)
             timings = {**self._load_timings, **observer.finish(), **compile_cost.report(cost_recorder)}
             self._load_timings = {}
         frames = frames_of(result, interface.name)
@@ -311,13 +312,17 @@ def load_passthrough(
     advice = "A dtype of bfloat16 needs half of what float32 does"
     with explain_memory_shortage("loading", advice), quiet_transformers(), _without_progress_bars():
         try:
-            pipeline = plan.pipeline_class.from_pretrained(
-                folder.path,
-                dtype=dtype,
-                variant=variant,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
+            pipeline = (
+                plan.pipeline_class.from_pretrained(
+                    folder.path,
+                    dtype=dtype,
+                    variant=variant,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                )
+                if folder.modular is None
+                else load_modular(plan.pipeline_class, folder, dtype, variant)
             )
             _check_complete(folder, pipeline)
             _check_numbers(folder, pipeline)

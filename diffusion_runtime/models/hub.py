@@ -18,8 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, read_index
-from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    MODULAR_CONFIG_FILE,
+    MODULAR_INDEX_FILE,
+    HubPart,
+    check_model_files,
+    read_json,
+)
+from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, read_ref
@@ -29,7 +36,16 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRevisionInfo
 
 # Only files of components: many repositories hold a second, single-file copy of the weights at the top.
-_JSON_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
+_JSON_FILES = (
+    INDEX_FILE,
+    MODULAR_INDEX_FILE,
+    MODULAR_CONFIG_FILE,
+    "generation.json",
+    "*/*.json",
+    "*/*.txt",
+    "*/*.model",
+    "*/*.jinja",
+)
 _WEIGHT_FILES = ("*/*.safetensors",)
 # A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
 # components, which nothing reads.
@@ -155,6 +171,36 @@ def download(
     return folder
 
 
+def component_files(
+    part: HubPart, *, offline: bool = False, weights: bool = True, variant: str | None = None
+) -> tuple[str, list[HubFile]]:
+    """Return the commit and the files of one component of a repository, in a folder of it or at its top. Other
+    arguments are needed_files'. Raises ModelLoadError."""
+    commit, files = repository_files(part.hub_id, part.revision, offline=offline)
+    start = f"{part.subfolder}/" if part.subfolder else ""
+    inside = {each.name.removeprefix(start): each for each in files if each.name.startswith(start)}
+    # needed_files knows files by their component's folder.
+    wanted = variant or part.variant
+    names = needed_files((f"c/{name}" for name in inside if "/" not in name), weights=weights, variant=wanted)
+    if not names:
+        raise ModelLoadError(f"{part.hub_id}, commit {commit}: there is no component in {shown(part.subfolder or '.')}")
+    return commit, [inside[name.removeprefix("c/")] for name in names]
+
+
+def download_component(
+    part: HubPart, *, offline: bool = False, weights: bool = True, variant: str | None = None
+) -> Path:
+    """Download the files of one component into the hub's cache; return their folder. Arguments are component_files'.
+    Raises ModelLoadError."""
+    commit, files = component_files(part, offline=offline, weights=weights, variant=variant)
+    # By the name of its revision, which the cache then knows.
+    named = part.revision or "main"
+    places = [
+        download_file(part.hub_id, each.name, commit if each.is_here else named, offline=offline) for each in files
+    ]
+    return places[0].parent
+
+
 def repository_files(hub_id: str, revision: str | None, *, offline: bool) -> tuple[str, list[HubFile]]:
     """Return the commit that a revision is now and the files of it, of a repository of any kind; those of the cache
     with `offline`, or where the hub cannot be reached. Raises ModelLoadError."""
@@ -230,12 +276,15 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     # snapshot_download does the same, and imports the hub's whole interface: 0.3 of the 3.4 s of `explain`.
     from huggingface_hub.file_download import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision or _only_commit(hub_id))
-    except (OSError, ValueError):
-        # A cache that cannot be read; a name that the hub's library refuses.
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    for name in (INDEX_FILE, MODULAR_INDEX_FILE):
+        try:
+            found = try_to_load_from_cache(hub_id, name, revision=revision or _only_commit(hub_id))
+        except (OSError, ValueError):
+            # A cache that cannot be read; a name that the hub's library refuses.
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
 
 
 def _only_commit(hub_id: str) -> str | None:
@@ -278,13 +327,15 @@ def cached_models() -> tuple[list[CachedModel], list[str]]:
 def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
     folder = Path(revision.snapshot_path)
     pipeline, is_native, lacks = None, False, None
-    if (folder / INDEX_FILE).is_file():
+    place = next((folder / name for name in (INDEX_FILE, MODULAR_INDEX_FILE) if (folder / name).is_file()), None)
+    if place is not None:
         try:
-            index = read_index(folder)
+            index = read_json(place)
             pipeline = str(index.get("_class_name"))
             entry = index.get("transformer")
-            is_native = isinstance(entry, list) and len(entry) == 2 and is_supported(str(entry[1]))
-            check_component_files(folder)
+            is_native = isinstance(entry, list) and len(entry) in (2, 3) and is_supported(str(entry[1]))
+            if place.name == INDEX_FILE:
+                check_component_files(folder)
         except (ModelLoadError, DocumentError) as error:
             # The folder is known.
             lacks = str(error).removeprefix(f"{folder}/")

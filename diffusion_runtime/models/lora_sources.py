@@ -122,7 +122,7 @@ def _of_hub(lora: LoraConfig, hub_id: str, file: str | None, offline: bool, is_d
             *(hub_id, chosen.name, commit, size_text(chosen.num_bytes)),
         )
         return dataclasses.replace(lora, path=f"{hub_id}/{chosen.name}", revision=revision)
-    place = hub.download_file(hub_id, chosen.name, revision, offline=offline)
+    place = hub.download_file(hub_id, chosen.name, commit if chosen.is_here else revision, offline=offline)
     # Its settings, where peft wrote them beside it; of a file with another name than peft's they count for its folder.
     settings = (Path(chosen.name).parent / CONFIG_FILE).as_posix()
     if settings in by_name:
