@@ -105,14 +105,21 @@ def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = F
     return _with_guidance(native, parts)
 
 
+def read_places(folder: Path) -> tuple[str, dict[str, tuple[str, Path | HubPart]]]:
+    """Return the class of a modular folder, and of every component its class and its place, by the index alone. Raises
+    ModelLoadError."""
+    where = folder / MODULAR_INDEX_FILE
+    index = read_json(where)
+    found = _specifications(where, index).items()
+    places = {name: (f"{pair[0]} {pair[1]}", _located(folder, name, spec)) for name, (pair, spec) in found}
+    return str(index.get("_class_name")), places
+
+
 def parts_elsewhere(folder: Path) -> dict[str, HubPart]:
     """Return the components of a modular folder that other repositories hold, by its index alone; none for any other
     folder. Raises ModelLoadError."""
-    if not is_modular(folder):
-        return {}
-    specifications = _specifications(folder / MODULAR_INDEX_FILE, read_json(folder / MODULAR_INDEX_FILE))
-    located = {component: _located(folder, component, spec) for component, (_, spec) in specifications.items()}
-    return {component: found for component, found in located.items() if isinstance(found, HubPart)}
+    places = read_places(folder)[1] if is_modular(folder) else {}
+    return {name: place for name, (_, place) in places.items() if isinstance(place, HubPart)}
 
 
 def _specifications(where: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[str], Mapping[str, Any]]]:

@@ -122,6 +122,10 @@ def test_components_of_other_repositories(
         edit(model, **{component: {"pretrained_model_name_or_path": "owner/modular"}})
     edit(model, vae={"pretrained_model_name_or_path": "parts/all"})
     edit(model, transformer={"pretrained_model_name_or_path": "parts/alone", "subfolder": ""})
+    assert run(["info", str(model)]) == 0
+    assert "AutoencoderKL parts/all/vae@main" in " ".join(capsys.readouterr().out.split())
+    assert run(["info", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["elsewhere"] == ["transformer", "vae"]
     # A folder of that name here is not what the hub's index means.
     Path("parts/all").mkdir(parents=True)
     with caplog.at_level(logging.INFO):
