@@ -241,25 +241,42 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
+# A branch, a tag, a pull request (refs/pr/1) or a commit.
+REVISION = r"^(?!.*\.\.)[A-Za-z0-9_]([A-Za-z0-9_.-]|/(?!/)){0,199}$"
 LORA_COMPONENTS = ("auto", "transformer", "transformer_2", "both")
+# [hf://]ORG/NAME[/FILE]@REVISION: a LoRA of the hub.
+_LORA_AT_REVISION = re.compile(r"((?:hf://)?[A-Za-z0-9_][\w.-]*/[\w.-]+(?:/[^@]+)?)@(.+)")
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """A LoRA file that is merged into the transformer when it is loaded.
 
-    path: a safetensors file of any trainer, or a folder of PEFT's. scale: the strength, a factor of all that it adds.
+    path: a safetensors file of any trainer, a folder of PEFT's, or a file of the hub: `ORG/NAME`, `ORG/NAME/FILE` or
+    `hf://ORG/NAME/FILE`, each also with `@REVISION`; what exists here is taken before the hub's. scale: the strength, a
+    factor of all that it adds.
     component: in models with two transformers, which one it is for: `transformer` (high noise, the first steps),
-    `transformer_2` (low noise) or `both`; `auto` follows the keys, and is an error where these do not say.
+    `transformer_2` (low noise) or `both`; `auto` follows the keys, and is an error where these do not say. revision: a
+    branch, a tag or a commit of the hub's repository; None for its main branch, and for files here.
     """
 
     path: str
     scale: float = 1.0
     component: str = "auto"
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError(f"lora.path: expected the path of a safetensors file, got {shown(self.path)}")
+        match = None if os.path.exists(self.path) else _LORA_AT_REVISION.fullmatch(self.path)
+        if match is not None and self.revision not in (None, match[2]):
+            raise ConfigError(
+                f"lora.revision: path says {shown(match[2])} and revision {shown(self.revision)}; give one of them"
+            )
+        if match is not None:
+            object.__setattr__(self, "path", match[1])
+            object.__setattr__(self, "revision", match[2])
+        Text("a branch, a tag or a commit", REVISION, is_optional=True)("lora.revision", self.revision)
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         if not is_number or not -MAX_LORA_SCALE <= self.scale <= MAX_LORA_SCALE:
             raise ConfigError(
@@ -292,8 +309,6 @@ class LoraConfig:
 
 # NAME@REVISION and OWNER/NAME@REVISION; a path that starts with a dot, a slash or a tilde is neither.
 _AT_REVISION = re.compile(r"([A-Za-z0-9_][\w.-]*(?:/[\w.-]+)?)@(.+)")
-# A branch, a tag, a pull request (refs/pr/1) or a commit.
-REVISION = r"^(?!.*\.\.)[A-Za-z0-9_]([A-Za-z0-9_.-]|/(?!/)){0,199}$"
 
 
 def split_revision(model_path: str) -> tuple[str, str | None]:

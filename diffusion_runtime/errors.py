@@ -4,6 +4,7 @@
     ├── UsageError (also a ValueError)    2  caller  a value that was given is wrong
     │   ├── ConfigError                              a key or value of a config, an option or a flag
     │   └── RequestError                             a prompt, size, step count or seed that cannot be generated
+    │       └── ForbiddenAddressError                an address that nothing is fetched from
     ├── BackendUnavailableError           3  caller  an explicit attention choice that cannot run here
     ├── DeviceMemoryError                 4          the device ran out of memory
     ├── BatchFailedError                  5          some items of a batch failed, the others are on disk
@@ -60,6 +61,10 @@ class ConfigError(UsageError):
 
 class RequestError(UsageError):
     """A prompt, size, step count or seed that cannot be generated."""
+
+
+class ForbiddenAddressError(RequestError):
+    """An address that nothing is fetched from: its host is not allowed, or is one of this machine's network."""
 
 
 class BackendUnavailableError(DiffusionRuntimeError):

@@ -30,8 +30,9 @@ from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.sampling import Sampling
-from diffusion_runtime.models.weight_fingerprint import with_loras
+from diffusion_runtime.models.weight_fingerprint import with_loras_of
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -239,7 +240,7 @@ class Pipeline:
         Raises ConfigError and ModelLoadError for files that cannot be used, and leaves everything as it was;
         PipelineBusyError while a generation runs.
         """
-        configs = RuntimeConfig(lora=loras).lora
+        configs = located(RuntimeConfig(lora=loras).lora, offline=self.recipe.get("runtime", {}).get("offline", False))
         with self._one_generation.held(), device_guard(self.device):
             if self.parts.loras is None:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
@@ -247,10 +248,7 @@ class Pipeline:
             self.parts.participants(self.device).abandon()
             self.parts.loras.switch(configs)
             self.rules = self.parts.rules_with_loras(self.rules, configs, self.parts.loras.loras)
-            runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
-            weights = with_loras(self.recipe.get("weights", {}), configs)
-            others = {key: value for key, value in self.recipe.items() if key != "weights"}
-            self.recipe = {**others, "runtime": runtime, **({"weights": weights} if weights else {})}
+            self.recipe = with_loras_of(self.recipe, configs)
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
@@ -321,7 +319,7 @@ class Pipeline:
             moved = participants.after_denoising(recorder)
             made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
             recipes = [
-                {**self.recipe, "request": request.to_dict(), **made, "notes": list(notes)}
+                {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
             ]
             clips: dict[int, tuple[torch.Tensor, Audio | None]] = {}

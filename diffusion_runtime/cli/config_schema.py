@@ -14,7 +14,14 @@ import re
 from collections.abc import Iterable
 
 from diffusion_runtime.cli.attention_schema import NUMBER, Schema, attention_definitions
-from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig, ParallelConfig, RuntimeConfig
+from diffusion_runtime.config import (
+    LORA_COMPONENTS,
+    MAX_LORA_SCALE,
+    REVISION,
+    LoraConfig,
+    ParallelConfig,
+    RuntimeConfig,
+)
 from diffusion_runtime.core.options import NONE, MethodText
 from diffusion_runtime.core.runtime_options import options_of
 from diffusion_runtime.models.published import published_models
@@ -138,6 +145,7 @@ def _parallel() -> Schema:
 def _lora() -> Schema:
     scale = {"type": "number", "minimum": -MAX_LORA_SCALE, "maximum": MAX_LORA_SCALE}
     values: dict[str, Schema] = {"path": _NAME, "scale": scale, "component": {"enum": list(LORA_COMPONENTS)}}
+    values["revision"] = {"type": "string", "pattern": REVISION}
     described = {name: {**value, "description": _documented(LoraConfig)[name]} for name, value in values.items()}
     mapping = {"type": "object", "properties": described, "required": ["path"], "additionalProperties": False}
     return {"anyOf": [_NAME, mapping, {"type": "array", "items": [_NAME, scale], "minItems": 2, "maxItems": 2}]}

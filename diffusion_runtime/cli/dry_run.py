@@ -12,7 +12,9 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
-from diffusion_runtime.request.generation_request import REQUEST_FIELDS
+from diffusion_runtime.models.lora_sources import recorded_loras, waits_on_hub
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
+from diffusion_runtime.request.given_images import recorded_images
 from diffusion_runtime.session.batch import Item
 from diffusion_runtime.session.outputs import Outputs
 
@@ -62,7 +64,7 @@ def show_plan(
         if (value := getattr(description.config, name)) != option.default
     ]
     for name, declared in REQUEST_FIELDS.items():
-        value = getattr(makeable[0], name)
+        value = recorded_images(getattr(makeable[0], name)) if name in INPUT_FIELDS else getattr(makeable[0], name)
         if not declared.differs_in_batch and not (value is None and declared.may_stay_none):
             facts.append((name, "the pipeline's own" if value is None else _shown(value)))
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
@@ -130,7 +132,10 @@ def _shown(value: Any) -> Any:
 def _lora_row(lora: LoraConfig) -> str:
     """Return a LoRA as `--lora` takes it."""
     component = "" if lora.component == "auto" else f"{lora.component}="
-    return f"{component}{lora.path}@{lora.scale:g}"
+    (recorded,) = recorded_loras([lora])
+    revision = "" if lora.revision is None else f"@{lora.revision}"
+    waits = "; a run downloads it from the hub" if waits_on_hub(lora) else ""
+    return f"{component}{recorded['path']}{revision}{':' if revision else '@'}{lora.scale:g}{waits}"
 
 
 def attention_plan(description: PipelineDescription) -> Any:
@@ -170,7 +175,7 @@ def _to_json_object(
                 {
                     "path": str(next(waiting)),
                     **known,
-                    "request": item.request.to_dict(),
+                    "request": item.request.recorded(),
                     "remarks": list(description.rules.unused(item.request)),
                 }
             )

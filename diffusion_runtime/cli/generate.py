@@ -89,6 +89,7 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
         settings=source.set_values or (),
         repeat=source.from_file,
         preset=source.preset,
+        allow_url=source.allow_url or (),
     )
 
 

@@ -32,8 +32,11 @@ def info(
     """Show what a file is: how it was made, or which model a LoRA or weights are for."""
     from diffusion_runtime.cli.info import run_info
     from diffusion_runtime.cli.lora_info import is_lora_path, run_lora_info
+    from diffusion_runtime.cli.modular_info import is_modular_path, run_modular_info
     from diffusion_runtime.cli.weights_info import is_weights_path, run_weights_info
 
+    if model_path is None and is_modular_path(file):
+        raise typer.Exit(run_modular_info(file, as_json=as_json))
     if is_weights_path(file):
         raise typer.Exit(run_weights_info(file, model_path, as_json=as_json))
     if is_lora_path(file):

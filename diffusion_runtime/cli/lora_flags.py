@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,19 @@ from diffusion_runtime.errors import UsageError
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """`[COMPONENT=]FILE[@STRENGTH]`, such as `transformer_2=low_noise.safetensors@0.8`. What is before `=` or behind
-    `@` and is neither a component nor a number belongs to the file's name."""
+    """Parse `[COMPONENT=]FILE[@STRENGTH]`, such as `transformer_2=low_noise.safetensors@0.8`, or with `:STRENGTH`,
+    before which the hub's `ORG/NAME/FILE@REVISION` may stand. What is before `=` and behind `@` or `:` and is neither a
+    component nor a number belongs to the file's name."""
     values: dict[str, Any] = {}
     component, _, rest = text.partition("=")
     if component in LORA_COMPONENTS and rest:
         values["component"] = component
         text = rest
-    path, _, strength = text.rpartition("@")
-    with contextlib.suppress(ValueError):
-        if path:
-            values["scale"] = float(strength)
-            text = path
+    for mark in ":@":
+        path, _, strength = text.rpartition(mark)
+        with contextlib.suppress(ValueError):
+            if path and not os.path.exists(text):
+                return {"path": path, **values, "scale": float(strength)}
     return {"path": text, **values}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.consoles import console_on_stdout
@@ -24,7 +23,10 @@ def is_lora_path(path: str) -> bool:
     """Return whether a path names a LoRA rather than a generated file."""
     if path in SHIPPED_LORAS:
         return True
-    return path.endswith((".safetensors", ".sft")) or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
+    suffixes = (".safetensors", ".sft")
+    return path.endswith(suffixes) or (
+        os.path.isdir(path) and any(name.endswith(suffixes) for name in os.listdir(path))
+    )
 
 
 def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
@@ -51,10 +53,11 @@ def _bound(file: LoraFile, model_path: str) -> Lora:
     from diffusion_runtime.config import LoraConfig
     from diffusion_runtime.core.model_folder import ModelFolder
     from diffusion_runtime.models.model_sources import find_configs
+    from diffusion_runtime.models.modular_folder import open_folder
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
     from diffusion_runtime.weights.lora.binding import bind
 
-    folder = ModelFolder(find_configs(model_path).path)
+    folder = open_folder(ModelFolder(find_configs(model_path).path))
     target = family_for_folder(folder).describe(folder).lora_target(lora_names_of_families)
     # Both experts of a model have the same layers.
     component = "auto" if len(target.shapes) == 1 else "transformer"

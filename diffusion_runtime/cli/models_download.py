@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from diffusion_runtime.core.model_folder import HubPart
     from diffusion_runtime.models.hub import HubFile
 
 SCHEMA = "diffusion_runtime.download/1"
@@ -48,8 +50,10 @@ def download(
     terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
+        from diffusion_runtime.core.model_folder import INDEX_FILE, MODULAR_INDEX_FILE
         from diffusion_runtime.models import hub
         from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
+        from diffusion_runtime.models.modular_folder import parts_elsewhere
         from diffusion_runtime.models.published import model_of_name
         from diffusion_runtime.weights.cached_folder import commit_of
 
@@ -61,15 +65,29 @@ def download(
         if hub_id.count("/") != 1:
             raise ModelLoadError(f"{hub_id}: expected a name of `diffusion-runtime models` or a hub id, OWNER/NAME")
         commit, files = hub.list_files(hub_id, asked.revision)
-        wanted = set(hub.needed_files((file.name for file in files), variant=asked.variant))
+        elsewhere: dict[str, HubPart] = {}
+        if any(file.name == MODULAR_INDEX_FILE for file in files):
+            # Of which other repositories its components are, these files say: a few kB, in a dry run too.
+            indexes = [file.name for file in files if file.name in (INDEX_FILE, MODULAR_INDEX_FILE)]
+            places = [hub.download_file(hub_id, name, commit) for name in indexes]
+            elsewhere = parts_elsewhere(places[0].parent)
+        names = [file.name for file in files]
+        wanted = set(hub.needed_files(names, elsewhere=tuple(elsewhere), variant=asked.variant))
         needed = [file for file in files if file.name in wanted]
         if not needed:
             raise ModelLoadError(f"{hub_id} has no file that a load reads: it is no diffusers folder in safetensors")
+        sources = [(hub_id, commit, file) for file in needed]
+        for part in elsewhere.values():
+            at, found = hub.component_files(part, variant=asked.variant)
+            sources += [(part.hub_id, at, file) for file in found]
+        needed = [
+            file if of == hub_id else dataclasses.replace(file, name=f"{of}/{file.name}") for of, _, file in sources
+        ]
         _show_sizes(needed, len(files), f"{hub_id}, commit {commit}", terminal)
         path = None
         if not dry_run:
-            _fetch([file for file in needed if not file.is_here], hub_id, commit, terminal)
-            path = hub.download(hub_id, revision=asked.revision, variant=asked.variant)
+            _fetch([each for each in sources if not each[2].is_here], terminal)
+            path = hub.download(hub_id, revision=asked.revision, variant=asked.variant, elsewhere=tuple(elsewhere))
             if commit_of(path) != commit:
                 terminal.warn(f"{hub_id} moved on while it was downloaded: this is {path.name}")
     if as_json:
@@ -104,12 +122,13 @@ def _show_sizes(needed: Sequence[HubFile], num_files: int, title: str, terminal:
     )
 
 
-def _fetch(files: Sequence[HubFile], hub_id: str, commit: str, terminal: Terminal) -> None:
-    """One file after the other, the largest last, so that what is wrong with a folder is known early."""
+def _fetch(files: Sequence[tuple[str, str, HubFile]], terminal: Terminal) -> None:
+    """One file after the other, the largest last, so that what is wrong with a folder is known early. files: with their
+    repositories and commits."""
     from diffusion_runtime.models import hub
 
-    total, done, started = sum(file.num_bytes for file in files), 0, time.perf_counter()
-    for number, file in enumerate(sorted(files, key=lambda file: file.num_bytes), 1):
+    total, done, started = sum(file.num_bytes for _, _, file in files), 0, time.perf_counter()
+    for number, (hub_id, commit, file) in enumerate(sorted(files, key=lambda each: each[2].num_bytes), 1):
         hub.download_file(hub_id, file.name, commit)
         done += file.num_bytes
         seconds = time.perf_counter() - started

@@ -41,8 +41,8 @@ Lora: TypeAlias = Annotated[
     list[str] | None,
     option(
         WHAT,
-        "A LoRA file of any trainer, with its strength: FILE@0.8; again for several. For one of two transformers: "
-        "transformer_2=FILE.",
+        "A LoRA file of any trainer, or of the hub (ORG/NAME/FILE), with its strength: FILE@0.8; again for several. "
+        "For one of two transformers: transformer_2=FILE.",
         "--lora",
         metavar="FILE",
     ),
@@ -109,6 +109,15 @@ class SourceFlags:
             "Set one value of the config: request.height=128. Also as a flag: --request.height 128.",
             "--set",
             metavar="KEY=VALUE",
+        ),
+    ] = None
+    allow_url: Annotated[
+        list[str] | None,
+        option(
+            WHAT,
+            "A host that images may be fetched from; *.NAME too; again for several.",
+            "--allow-url",
+            metavar="HOST",
         ),
     ] = None
     preset: Annotated[

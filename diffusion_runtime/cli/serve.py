@@ -59,7 +59,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     access = Access(
         api_keys=_keys(own["api_key_file"]),
         hosts=tuple(own["allowed_host"] or ()),
-        url_hosts=tuple(own["allow_url"] or ()),
+        url_hosts=tuple(given["allow_url"] or ()),
     )
     settings = ServerSettings(
         storage=Path(own["storage"]),
@@ -161,7 +161,6 @@ _SERVER_FLAGS = (
     _flag(_SERVER, str | None, "api_key_file", f"Keys, one per line; also the variable {_KEY_VARIABLE}.", None, "FILE"),
     _flag(_SERVER, bool, "insecure", "Listen on other addresses without a key.", False),
     _flag(_SERVER, list[str] | None, "allowed_host", "A name by which clients call this server.", None, "NAME"),
-    _flag(_SERVER, list[str] | None, "allow_url", "A host that images may be fetched from; *.NAME too.", None, "HOST"),
     _flag(_SERVER, list[str] | None, "named_lora", "A LoRA that requests may name.", None, "NAME=FILE[@0.8]"),
     _flag(_SERVER, str | None, "model_name", "Name of the model in requests.", None, "NAME"),
     _flag(_SERVER, bool, "no_metrics", "Do not answer /metrics.", False),

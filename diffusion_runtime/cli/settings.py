@@ -19,7 +19,8 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
-from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request.given_images import fetched_images
 from diffusion_runtime.request.layers import layered
 
 _RUNTIME_KEYS = tuple(runtime_options())
@@ -30,7 +31,8 @@ _REPEATED_RUNTIME = tuple(name for name, option in runtime_options().items() if 
 class Flags:
     """The flags of `generate` about what to make and where, as they were typed; None or empty means not given.
 
-    request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given.
+    request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given. allow_url: hosts
+    that images may be fetched from.
     """
 
     prompts: Sequence[str | PromptRow] = ()
@@ -44,6 +46,7 @@ class Flags:
     settings: Sequence[str] = ()
     repeat: str | None = None
     preset: str | None = None
+    allow_url: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def _build_requests(
         own = {**layered(*files, row.values, *typed), "prompt": row.prompt}
         if not (own_negative and "negative_prompt" in row.values):
             own["negative_prompt"] = negative_prompt
-        requests += [_build_request({**own, "seed": seed}, flags.repeat, row.where) for seed in row_seeds]
+        requests += [_build_request({**own, "seed": seed}, flags, row.where) for seed in row_seeds]
     given = layered(*typed, {"seed": typed_seeds, "negative_prompt": flags.negative_prompts})
     return tuple(requests), _replaced_values(given, rows)
 
@@ -187,9 +190,13 @@ def _replaced_values(typed: Mapping[str, Any], rows: Sequence[PromptRow]) -> lis
     return notes
 
 
-def _build_request(values: Mapping[str, Any], repeat: str | None, where: str = "") -> GenerationRequest:
+def _build_request(values: Mapping[str, Any], flags: Flags, where: str = "") -> GenerationRequest:
+    """Return the request of these values, with the images that they name by https: addresses."""
+    repeat = flags.repeat
     try:
-        return GenerationRequest.from_dict(values)
+        given = {name: REQUEST_FIELDS[name].check.read(values[name]) for name in INPUT_FIELDS if values.get(name)}
+        fetched = {name: fetched_images(name, value, flags.allow_url) for name, value in given.items()}
+        return GenerationRequest.from_dict({**values, **fetched})
     except UsageError as error:
         if where:
             raise RequestError(f"{where}: {error}") from error

@@ -79,11 +79,12 @@ def _check_fit(path: str, model_path: str, component: str) -> None:
     from diffusion_runtime.attention.policy import AttentionPolicy
     from diffusion_runtime.core.model_folder import ModelFolder
     from diffusion_runtime.models.model_sources import find_configs
+    from diffusion_runtime.models.modular_folder import open_folder
     from diffusion_runtime.models.part_files import check_part
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
     from diffusion_runtime.weights.transformer_files import TransformerFile
 
-    folder = ModelFolder(find_configs(model_path).path)
+    folder = open_folder(ModelFolder(find_configs(model_path).path))
     family = family_for_folder(folder)
     if component:
         check_part(folder, path, component, family.files.diffusers_components)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BatchFailedError
+from diffusion_runtime.models.lora_sources import recorded_loras
 from diffusion_runtime.quality.paired_test import PairedTest, mcnemar
 from diffusion_runtime.quality.shapes.checker import Verdict
 from diffusion_runtime.quality.shapes.scoring import Accuracy, summarise
@@ -249,7 +250,7 @@ class Comparison:
             "attention_density_is_counted": row.is_counted,
             "peak_memory": dict(row.peak_memory),
             "runtime": None if row.runtime is None else _plain(row.runtime),
-            "request": None if row.request is None else row.request.to_dict(),
+            "request": None if row.request is None else row.request.recorded(),
             "clips": [clip.to_dict() for clip in row.clips],
         }
 
@@ -260,7 +261,7 @@ def _plain(runtime: RuntimeConfig) -> dict[str, Any]:
         given = values[name]
         values[name] = given.to_dict() if hasattr(given, "to_dict") else given
     values["parallel"] = asdict(runtime.parallel)
-    values["lora"] = [asdict(lora) for lora in runtime.lora]
+    values["lora"] = recorded_loras(runtime.lora)
     values["quantization_ignored_layers"] = list(runtime.quantization_ignored_layers)
     return values
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
 import os
-import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +22,8 @@ from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_fil
 INDEX_FILE = "model_index.json"
 # What a folder of diffusers' modular pipelines has instead, or in addition.
 MODULAR_INDEX_FILE = "modular_model_index.json"
-# A repository of the hub, as a modular index names it.
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Of modular blocks that are code in the folder itself.
+MODULAR_CONFIG_FILE = "modular_config.json"
 
 # A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
 LINKS = ".links"
@@ -39,11 +40,34 @@ MAX_SIZE = 2**20
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class HubPart:
+    """A component in another repository of the hub. revision: the commit, once it is known."""
+
+    hub_id: str
+    subfolder: str
+    revision: str | None
+    variant: str | None
+
+
+@dataclass(frozen=True)
+class ModularIndex:
+    """The index of a modular folder. class_name, blocks: of diffusers; index: as model_index.json has it, of an
+    ordinary pipeline where one stands for it; elsewhere: components in other repositories; defaults: request values."""
+
+    class_name: str
+    index: Mapping[str, Any]
+    elsewhere: Mapping[str, HubPart]
+    blocks: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ModelFolder:
     """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
     see the same content. `folder / name` is a path inside it. downloads_gb: of a published model, of each component
     whose weights are still on the hub, in 10 ** 9 bytes; None where all are here. parts: where components are that come
-    from elsewhere. is_packaged: whether the json is this package's own."""
+    from elsewhere. is_packaged: whether the json is this package's own. modular: its modular index, where that counts,
+    in place of model_index.json."""
 
     def __init__(
         self,
@@ -52,28 +76,40 @@ class ModelFolder:
         parts: Mapping[str, Path] = MappingProxyType({}),
         *,
         is_packaged: bool = False,
+        modular: ModularIndex | None = None,
     ) -> None:
         self.path = path
         self.downloads_gb = downloads_gb
         self.parts = parts
         self.is_packaged = is_packaged
+        self.modular = modular
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
 
     def __truediv__(self, name: str | Path) -> Path:
+        if self.modular is not None and name == INDEX_FILE:
+            return self.path / MODULAR_INDEX_FILE
         first, *rest = Path(name).parts or ("",)
         return self.parts[first].joinpath(*rest) if first in self.parts else self.path / name
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
         """Return the same folder with components from elsewhere."""
-        return ModelFolder(self.path, self.downloads_gb, {**self.parts, **parts}, is_packaged=self.is_packaged)
+        return self._copy(parts={**self.parts, **parts})
+
+    def with_modular(self, modular: ModularIndex, parts: Mapping[str, Path]) -> ModelFolder:
+        """Return the same folder by a modular index, with its components where they are."""
+        return self._copy(modular=modular, parts={**self.parts, **parts})
+
+    def _copy(self, **changes: Any) -> ModelFolder:
+        kept = {"downloads_gb": self.downloads_gb, "parts": self.parts, "modular": self.modular}
+        return ModelFolder(self.path, is_packaged=self.is_packaged, **{**kept, **changes})
 
     def without_downloads(self, components: Collection[str]) -> ModelFolder:
         """Return the same folder, marking these components as not to be downloaded."""
         if self.downloads_gb is None:
             return self
         left = {name: size for name, size in self.downloads_gb.items() if name not in components}
-        return ModelFolder(self.path, left, self.parts, is_packaged=self.is_packaged)
+        return self._copy(downloads_gb=left)
 
     @property
     def download_gb(self) -> float | None:
@@ -85,6 +121,8 @@ class ModelFolder:
 
     def read_json(self, *names: str) -> dict[str, Any]:
         """Read a JSON object once. names: of the folders in between and the file. Returns the caller's own copy."""
+        if names == (INDEX_FILE,) and self.modular is not None:
+            return copy.deepcopy(dict(self.modular.index))
         path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)
@@ -97,11 +135,17 @@ class ModelFolder:
         different models. Reads those that nothing has read yet."""
         digest = hashlib.sha256()
         whole = [self.path / INDEX_FILE, self.path / "generation.json"]
-        for path in sorted([*whole, *self.path.glob("[!.]*/*.json")]):
+        if self.modular is None:
+            files = [(path.relative_to(self.path).as_posix(), path) for path in self.path.glob("[!.]*/*.json")]
+        else:
+            # Places in the index differ from one machine to another.
+            digest.update(json.dumps(self.modular.index, sort_keys=True).encode() + b"\0")
+            files = [(f"{name}/{path.name}", path) for name, part in self.parts.items() for path in part.glob("*.json")]
+        for name, path in sorted([*((path.name, path) for path in whole), *files]):
             if path.is_file():
                 known = self._contents.get(path)
                 content = read_file(path, max_bytes=MAX_TEXT_BYTES, error=ModelLoadError) if known is None else known
-                digest.update(path.relative_to(self.path).as_posix().encode() + b"\0" + content + b"\0")
+                digest.update(name.encode() + b"\0" + content + b"\0")
         return digest.hexdigest()
 
 
@@ -137,46 +181,14 @@ def read_json_in(folder: AnyFolder, *names: str) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     if not os.path.exists(path):
         if path.name == INDEX_FILE and (path.parent / MODULAR_INDEX_FILE).is_file():
-            raise _modular_alone(path.parent)
+            raise ModelLoadError(
+                f"{path} is missing: this is the folder of a modular pipeline, of which the whole model can be run and "
+                f"nothing else; give a folder with {INDEX_FILE}"
+            )
         raise ModelLoadError(
             f"{path} is missing; a diffusers model folder has it, so copy or download the whole folder"
         )
     return read_file(path, max_bytes=MAX_JSON_BYTES, error=ModelLoadError)
-
-
-def has_both_indexes(folder: Path) -> bool:
-    """Tell whether a folder is one of an ordinary and of a modular pipeline; the ordinary one is used."""
-    return all((folder / name).is_file() for name in (INDEX_FILE, MODULAR_INDEX_FILE))
-
-
-def modular_class(path: Path, name: str, folder: object) -> ModelLoadError:
-    """Return the error for a model_index.json, at `path`, that names the class of a modular pipeline."""
-    return ModelLoadError(
-        f"{path}: key '_class_name': {shown(name)} is a modular pipeline of diffusers, and modular pipelines are not "
-        f"supported yet: {_modular_advice(folder)}"
-    )
-
-
-def _modular_advice(folder: object) -> str:
-    return (
-        f"in a script of your own, pipeline = diffusers.ModularPipeline.from_pretrained({str(folder)!r}) and "
-        "pipeline.load_components() run it, and diffusion_runtime.attach(pipeline.transformer) puts attention backends "
-        "of ours into it"
-    )
-
-
-def _modular_alone(folder: Path) -> ModelLoadError:
-    path = folder / MODULAR_INDEX_FILE
-    index = _parse(path, _read(path))
-    specifications = [entry[2] for entry in index.values() if isinstance(entry, list) and len(entry) == 3]
-    named = [each.get("pretrained_model_name_or_path") for each in specifications if isinstance(each, dict)]
-    others = [each for each in dict.fromkeys(named) if isinstance(each, str) and _HUB_ID.fullmatch(each)]
-    ordinary = f", such as --model-path {others[0]}, which it takes components of," if others else ""
-    return ModelLoadError(
-        f"{folder} is the folder of a modular pipeline ({shown(index.get('_class_name'))}): it has "
-        f"{MODULAR_INDEX_FILE} and no {INDEX_FILE}, and modular pipelines are not supported yet. Give the model's "
-        f"folder with {INDEX_FILE}{ordinary} or run this one with diffusers: {_modular_advice(folder)}"
-    )
 
 
 def _parse(path: Path, content: bytes) -> dict[str, Any]:
@@ -228,8 +240,6 @@ def refuse_other_pipelines(folder: AnyFolder, known: Collection[str]) -> None:
     of the same class, such as editing an image."""
     path = folder / INDEX_FILE
     name = read_index(folder).get("_class_name")
-    if isinstance(name, str) and name.endswith("ModularPipeline"):
-        raise modular_class(path, name, folder)
     if name is not None and name not in known:
         raise ModelLoadError(
             f"{path}: key '_class_name': expected {' or '.join(known)}, got {shown(name)}: this runtime has no "

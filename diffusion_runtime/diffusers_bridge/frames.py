@@ -12,7 +12,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media.audio import Audio
 
 # The result fields of pipelines, in the order in which they are tried.
-VIDEO_FIELDS = ("frames", "video")
+VIDEO_FIELDS = ("frames", "video", "videos")
 PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
 
 

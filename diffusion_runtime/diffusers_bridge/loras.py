@@ -18,6 +18,7 @@ import torch
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.weight_range import unusable_numbers
+from diffusion_runtime.models.lora_sources import waits_on_hub
 from diffusion_runtime.weights.lora.reading import lora_file
 from diffusion_runtime.weights.lora.settings import CONFIG_FILE, METADATA_KEY, read_settings
 from diffusion_runtime.weights.lora.shipped import lora_path
@@ -72,7 +73,7 @@ def plan_loras(
         )
     if configs and find_spec("peft") is None:
         raise ConfigError("lora: diffusers loads LoRA files with peft, which is not installed: pip install peft")
-    return tuple(_plan(pipeline_class, config, models) for config in configs)
+    return tuple(_plan(pipeline_class, config, models) for config in configs if not waits_on_hub(config))
 
 
 def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:

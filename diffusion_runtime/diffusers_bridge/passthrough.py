@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObser
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
 from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, models_of, plan_loras, remarks_of
+from diffusion_runtime.diffusers_bridge.modular import load_modular, run_pipeline
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -40,6 +41,8 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
+from diffusion_runtime.models.lora_sources import located
+from diffusion_runtime.models.weight_fingerprint import with_loras_of
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
@@ -152,7 +155,7 @@ class DiffusersPipeline:
         Raises ConfigError and ModelLoadError for files that cannot be used, and leaves everything unchanged;
         PipelineBusyError while a generation runs.
         """
-        configs = RuntimeConfig(lora=loras).lora
+        configs = located(RuntimeConfig(lora=loras).lora, offline=self.recipe["runtime"].get("offline", False))
         with self._one_generation.held(), quiet_transformers():
             wanted = plan_loras(type(self.pipeline), configs, models_of(self.pipeline))
             try:
@@ -165,8 +168,7 @@ class DiffusersPipeline:
                 self._compiled.renew()
             self._loras = wanted
             self.rules = dataclasses.replace(self.rules, lora_remarks=remarks_of(wanted))
-            runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
-            self.recipe = {**self.recipe, "runtime": runtime}
+            self.recipe = with_loras_of(self.recipe, configs)
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
@@ -192,7 +194,7 @@ class DiffusersPipeline:
         compile_cost, cost_recorder = CompileCost(self._compiled), AttentionRecorder()
         with observer, self._attention(observer) as attention, CachedDenoisers(self.pipeline, settings) as cached:
             with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
-                result = self.pipeline(**arguments)
+                result = run_pipeline(self.pipeline, arguments, interface)
             timings = {**self._load_timings, **observer.finish(), **compile_cost.report(cost_recorder)}
             self._load_timings = {}
         frames = frames_of(result, interface.name)
@@ -207,7 +209,7 @@ class DiffusersPipeline:
             fps=request.fps or 1,
             recipe={
                 **self.recipe,
-                "request": self._made(request, frames.shape).to_dict(),
+                "request": self._made(request, frames.shape).recorded(),
                 **({"inputs": inputs} if inputs else {}),
                 "notes": notes,
             },
@@ -310,13 +312,17 @@ def load_passthrough(
     advice = "A dtype of bfloat16 needs half of what float32 does"
     with explain_memory_shortage("loading", advice), quiet_transformers(), _without_progress_bars():
         try:
-            pipeline = plan.pipeline_class.from_pretrained(
-                folder.path,
-                dtype=dtype,
-                variant=variant,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
+            pipeline = (
+                plan.pipeline_class.from_pretrained(
+                    folder.path,
+                    dtype=dtype,
+                    variant=variant,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                )
+                if folder.modular is None
+                else load_modular(plan.pipeline_class, folder, dtype, variant)
             )
             _check_complete(folder, pipeline)
             _check_numbers(folder, pipeline)

@@ -20,7 +20,7 @@ from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.core.model_folder import INDEX_FILE, ModelFolder, modular_class, read_index
+from diffusion_runtime.core.model_folder import INDEX_FILE, MODULAR_INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import check_compilable
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
@@ -28,6 +28,7 @@ from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backe
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
+from diffusion_runtime.diffusers_bridge.modular import is_modular_class, modular_interface, modular_pipeline
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
@@ -129,7 +130,8 @@ def plan_passthrough(
     index = read_index(folder)
     with quiet_transformers():
         pipeline_class = _pipeline_class(folder, index)
-        interface = PipelineInterface.of(pipeline_class)
+        modular = None if folder.modular is None else modular_pipeline(pipeline_class, folder)
+        interface = PipelineInterface.of(pipeline_class) if modular is None else modular_interface(modular)
         _check_can_run(folder, interface)
         choice = AttentionChoice.of(config, environment)
         if choice.dispatcher is not None:
@@ -139,7 +141,9 @@ def plan_passthrough(
         if config.compile != "off":
             check_compilable(models)
         loras = plan_loras(pipeline_class, config.lora, models)
-        sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
+        # The blocks of a modular pipeline check sizes when they run.
+        unloaded = meta_pipeline(pipeline_class, folder, index, models) if modular is None else None
+        sizes = SizeRules.of(interface, unloaded)
     handles = _planned(models, choice, device, dtype, checker) if choice.ours else []
     text_attention = _text_attention(index, config, device, dtype)
     settings = generation_settings(folder)
@@ -284,9 +288,12 @@ def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
             )
     found: Any = getattr(diffusers, name, None)
     is_class = inspect.isclass(found)
-    if is_class and issubclass(found, diffusers.ModularPipeline):
-        raise modular_class(where, name, folder)
-    if is_class and not issubclass(found, diffusers.DiffusionPipeline):
+    if is_modular_class(found) and folder.modular is None:
+        raise ModelLoadError(
+            f"{where}: key '_class_name': {shown(name)} is a modular pipeline of diffusers, and the folder has no "
+            f"{MODULAR_INDEX_FILE}; copy or download the whole folder"
+        )
+    if is_class and not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
         raise ModelLoadError(
             f"{where}: key '_class_name': expected the name of a diffusers pipeline, got {shown(name)}, which is "
             "another class of diffusers"

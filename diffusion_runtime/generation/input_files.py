@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.clips import MAX_CLIP_BYTES
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.request.given_images import recorded_images
 from diffusion_runtime.request.step_cache_options import MagCacheOptions, StepCacheSettings, TeaCacheOptions
 from diffusion_runtime.untrusted.files import open_file
 
@@ -48,8 +49,9 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
     for each in requests:
         for name in _FIELDS:
             for path in _paths_in(each, name):
-                if (name, path) in known and known[name, path] != _digest(path, name):
-                    changed[path] = None
+                recorded = recorded_images(path)
+                if (name, recorded) in known and known[name, recorded] != _digest(path, name):
+                    changed[recorded] = None
     return tuple(changed)
 
 

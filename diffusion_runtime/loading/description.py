@@ -20,6 +20,7 @@ from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
+from diffusion_runtime.models.lora_sources import recorded_loras
 from diffusion_runtime.models.weight_fingerprint import Fingerprints, fingerprint, weight_bytes, weight_fingerprints
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -85,7 +86,7 @@ class PipelineDescription:
             "runtime": {
                 **dataclasses.asdict(plain),
                 **parsed,
-                "lora": [dataclasses.asdict(lora) for lora in plain.lora],
+                "lora": recorded_loras(plain.lora),
                 "quantization_ignored_layers": list(plain.quantization_ignored_layers),
             },
             "model": {

@@ -30,6 +30,7 @@ from diffusion_runtime.loading.native_model import PreparedModel, build_transfor
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.lora_sources import waits_on_hub
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import check_sees, named_components, part_files, with_parts
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
@@ -254,7 +255,7 @@ def _weights_of(
     _warn_of_lossy_commits(layers)
     check_graphs(config, devices.device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
-    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
+    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora if not waits_on_hub(lora))
     return _Weights(transformer, layers, self_checks, quantization, loras)
 
 

@@ -11,13 +11,7 @@ from typing import Any, Unpack
 
 from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.hardware import resolve_device
-from diffusion_runtime.core.model_folder import (
-    INDEX_FILE,
-    MODULAR_INDEX_FILE,
-    ModelFolder,
-    has_both_indexes,
-    read_index,
-)
+from diffusion_runtime.core.model_folder import ModelFolder, read_index
 from diffusion_runtime.core.planned_device import NAMED_CARDS, PlannedDevice, any_card, named_device
 from diffusion_runtime.decoders.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
@@ -28,7 +22,9 @@ from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.load_options import LoadOptions
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.models.found_files import is_all_in_files, with_found_files
+from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
+from diffusion_runtime.models.modular_folder import open_folder
 from diffusion_runtime.models.part_files import named_components
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
@@ -103,8 +99,8 @@ def prepare(
     is_dry_run: bool = False,
     plan_for: str | None = None,
 ) -> Prepared:
-    """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
-    self-check is made. `load` of the result reads the weights.
+    """Open a model and decide its attention, from the folder's json alone: no weight of the model is read or
+    downloaded, and no self-check is made; LoRA files are read. `load` of the result reads the weights.
 
     world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
     every request that will come runs two branches of guidance, asked where processes could share them; None: the
@@ -134,10 +130,11 @@ def prepare(
             )
         )
     )
+    loras = located(config.lora, offline=config.offline, is_dry_run=is_dry_run)
+    config = dataclasses.replace(config, lora=loras)
     folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
+    folder = open_folder(folder, backend=config.backend, offline=config.offline)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
-    if has_both_indexes(found.path):
-        _logger.info("%s: %s is ignored, %s is used", found.path, MODULAR_INDEX_FILE, INDEX_FILE)
     if _is_passthrough(config.backend, folder):
         if planned_on is not None:
             raise ConfigError(
@@ -193,6 +190,8 @@ def _is_passthrough(backend: str, folder: ModelFolder) -> bool:
 
     Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
     """
+    if folder.modular is not None:
+        return str(read_index(folder).get("_class_name")) == folder.modular.class_name
     if backend != "auto":
         return backend == "diffusers"
     index = read_index(folder)

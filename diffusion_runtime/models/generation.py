@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_json_in
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, ModelFolder, read_json_in
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.request.generation_request import GenerationRequest, request_field_types
 
@@ -32,8 +32,10 @@ def generation_settings(folder: AnyFolder) -> GenerationSettings:
     Raises ModelLoadError that names the file and the key for one that is not a request value.
     """
     path = folder / FILE_NAME
+    modular = folder.modular if isinstance(folder, ModelFolder) else None
+    own = {} if modular is None else modular.defaults
     if not path.exists():
-        return GenerationSettings()
+        return GenerationSettings(own)
     values = read_json_in(folder, FILE_NAME)
     for key in values:
         if key not in _KEYS:
@@ -43,7 +45,7 @@ def generation_settings(folder: AnyFolder) -> GenerationSettings:
         max_text_tokens = ConfigFile(path, values).whole_number("max_text_tokens")
     presets = _mapping(values.get("presets", {}), f"{path}: key 'presets'")
     return GenerationSettings(
-        _request_values(values.get("defaults", {}), f"{path}: key 'defaults'"),
+        {**own, **_request_values(values.get("defaults", {}), f"{path}: key 'defaults'")},
         {name: _request_values(preset, f"{path}: key 'presets.{name}'") for name, preset in presets.items()},
         max_text_tokens,
     )

@@ -18,18 +18,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.core.model_folder import INDEX_FILE, check_model_files, read_index
-from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    MODULAR_CONFIG_FILE,
+    MODULAR_INDEX_FILE,
+    HubPart,
+    check_model_files,
+    read_json,
+)
+from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.untrusted.document import DocumentError
-from diffusion_runtime.weights.cached_folder import COMMIT, commit_of, commits_in, read_ref
+from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, read_ref
 from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRevisionInfo
 
 # Only files of components: many repositories hold a second, single-file copy of the weights at the top.
-_JSON_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
+_JSON_FILES = (
+    INDEX_FILE,
+    MODULAR_INDEX_FILE,
+    MODULAR_CONFIG_FILE,
+    "generation.json",
+    "*/*.json",
+    "*/*.txt",
+    "*/*.model",
+    "*/*.jinja",
+)
 _WEIGHT_FILES = ("*/*.safetensors",)
 # A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
 # components, which nothing reads.
@@ -130,10 +146,8 @@ def download(
     offline: from the cache alone. Other arguments are needed_files'. Raises ModelLoadError with what to type.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    _keep_logs_quiet()
 
     def select(names: Iterable[str]) -> list[str]:
         return needed_files(names, weights=weights, elsewhere=elsewhere, variant=variant)
@@ -157,15 +171,92 @@ def download(
     return folder
 
 
-def download_file(hub_id: str, name: str, commit: str) -> None:
-    """Download one file into the hub's cache; an interrupted download resumes where it stopped. Raises
-    ModelLoadError."""
+def component_files(
+    part: HubPart, *, offline: bool = False, weights: bool = True, variant: str | None = None
+) -> tuple[str, list[HubFile]]:
+    """Return the commit and the files of one component of a repository, in a folder of it or at its top. Other
+    arguments are needed_files'. Raises ModelLoadError."""
+    commit, files = repository_files(part.hub_id, part.revision, offline=offline)
+    start = f"{part.subfolder}/" if part.subfolder else ""
+    inside = {each.name.removeprefix(start): each for each in files if each.name.startswith(start)}
+    # needed_files knows files by their component's folder.
+    wanted = variant or part.variant
+    names = needed_files((f"c/{name}" for name in inside if "/" not in name), weights=weights, variant=wanted)
+    if not names:
+        raise ModelLoadError(f"{part.hub_id}, commit {commit}: there is no component in {shown(part.subfolder or '.')}")
+    return commit, [inside[name.removeprefix("c/")] for name in names]
+
+
+def download_component(
+    part: HubPart, *, offline: bool = False, weights: bool = True, variant: str | None = None
+) -> Path:
+    """Download the files of one component into the hub's cache; return their folder. Arguments are component_files'.
+    Raises ModelLoadError."""
+    commit, files = component_files(part, offline=offline, weights=weights, variant=variant)
+    # By the name of its revision, which the cache then knows.
+    named = part.revision or "main"
+    places = [
+        download_file(part.hub_id, each.name, commit if each.is_here else named, offline=offline) for each in files
+    ]
+    return places[0].parent
+
+
+def repository_files(hub_id: str, revision: str | None, *, offline: bool) -> tuple[str, list[HubFile]]:
+    """Return the commit that a revision is now and the files of it, of a repository of any kind; those of the cache
+    with `offline`, or where the hub cannot be reached. Raises ModelLoadError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder = cache_path() / f"models--{hub_id.replace('/', '--')}"
+    commit = revision if revision is not None and COMMIT.fullmatch(revision) else read_ref(folder, revision or "main")
+    if commit is None and revision is None:
+        commit = _only_commit(hub_id)
+    here = {} if commit is None else _files_in(folder / SNAPSHOTS / commit)
+    reason: Exception | None = None
+    if not offline and not is_offline():
+        try:
+            # Asked once, as in _names.
+            found = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+        except HfHubHTTPError as error:
+            raise hub_error(error, hub_id, revision) from error
+        except Exception as error:  # whatever the transport raises: the cache is asked
+            reason = error
+        else:
+            there = _files_in(folder / SNAPSHOTS / str(found.sha))
+            files = [(file.rfilename, file.size or 0) for file in found.siblings or ()]
+            return str(found.sha), [HubFile(name, size, name in there) for name, size in files]
+    if commit is None or not here:
+        named = hub_id if revision is None else f"{hub_id}@{revision}"
+        raise ModelLoadError(
+            f"{named} is not in the hub's cache, and {_why_alone(offline)}; run once with a network, or give the path "
+            "of a copy"
+        ) from reason
+    return commit, [HubFile(name, size, is_here=True) for name, size in here.items()]
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files below a folder by their names."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def download_file(hub_id: str, name: str, revision: str, *, offline: bool = False) -> Path:
+    """Download one file into the hub's cache and return its path there; an interrupted download resumes where it
+    stopped. offline: from the cache alone. Raises ModelLoadError."""
     from huggingface_hub import hf_hub_download
 
+    _keep_logs_quiet()
     try:
-        hf_hub_download(hub_id, name, revision=commit)
+        return Path(hf_hub_download(hub_id, name, revision=revision, local_files_only=offline))
     except Exception as error:  # as above
-        raise hub_error(error, hub_id, commit) from error
+        raise hub_error(error, hub_id, revision, offline=offline) from error
+
+
+def _keep_logs_quiet() -> None:
+    """Leave out the library's progress bars where standard error is a file."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
@@ -185,12 +276,15 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     # snapshot_download does the same, and imports the hub's whole interface: 0.3 of the 3.4 s of `explain`.
     from huggingface_hub.file_download import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision or _only_commit(hub_id))
-    except (OSError, ValueError):
-        # A cache that cannot be read; a name that the hub's library refuses.
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    for name in (INDEX_FILE, MODULAR_INDEX_FILE):
+        try:
+            found = try_to_load_from_cache(hub_id, name, revision=revision or _only_commit(hub_id))
+        except (OSError, ValueError):
+            # A cache that cannot be read; a name that the hub's library refuses.
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
 
 
 def cached_file(hub_id: str, name: str) -> Path | None:
@@ -243,13 +337,15 @@ def cached_models() -> tuple[list[CachedModel], list[str]]:
 def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
     folder = Path(revision.snapshot_path)
     pipeline, is_native, lacks = None, False, None
-    if (folder / INDEX_FILE).is_file():
+    place = next((folder / name for name in (INDEX_FILE, MODULAR_INDEX_FILE) if (folder / name).is_file()), None)
+    if place is not None:
         try:
-            index = read_index(folder)
+            index = read_json(place)
             pipeline = str(index.get("_class_name"))
             entry = index.get("transformer")
-            is_native = isinstance(entry, list) and len(entry) == 2 and is_supported(str(entry[1]))
-            check_component_files(folder)
+            is_native = isinstance(entry, list) and len(entry) in (2, 3) and is_supported(str(entry[1]))
+            if place.name == INDEX_FILE:
+                check_component_files(folder)
         except (ModelLoadError, DocumentError) as error:
             # The folder is known.
             lacks = str(error).removeprefix(f"{folder}/")
@@ -285,12 +381,9 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
             "or leave it out for the main branch"
         )
     if isinstance(error, LocalEntryNotFoundError):
+        why = _why_alone(offline)
         if offline:
-            why = f"--offline is given: leave it out, or `diffusion-runtime models download {named}` with a network"
-        elif is_offline():
-            why = "HF_HUB_OFFLINE is set: unset it"
-        else:
-            why = "the hub cannot be reached: check the network"
+            why += f", or `diffusion-runtime models download {named}` with a network"
         here = commits_in(cache_path() / f"models--{hub_id.replace('/', '--')}")
         if here and revision is None:
             return ModelLoadError(
@@ -299,3 +392,10 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
             )
         return ModelLoadError(f"{named} is neither a folder here nor whole in the hub's cache, and {why}; {instead}")
     return ModelLoadError(f"{named} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped")
+
+
+def _why_alone(offline: bool) -> str:
+    """Return why the hub is not asked, and what to do about it."""
+    if offline:
+        return "--offline is given: leave it out"
+    return "HF_HUB_OFFLINE is set: unset it" if is_offline() else "the hub cannot be reached: check the network"

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import split_revision
-from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files, component_class
+from diffusion_runtime.core.model_folder import (
+    INDEX_FILE,
+    MODULAR_INDEX_FILE,
+    AnyFolder,
+    ModelFolder,
+    check_model_files,
+    component_class,
+)
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.misplaced_files import advice_for_comfyui, advice_for_file
@@ -65,7 +72,7 @@ def resolve_model_folder(
         raise ModelLoadError(f"the embedded model is not in {embedded}; install diffusion-runtime again")
     path = user_path(model_path, "model_path")
     if path.is_dir():
-        if not (path / INDEX_FILE).exists():
+        if not any((path / name).exists() for name in (INDEX_FILE, MODULAR_INDEX_FILE)):
             if (snapshot := snapshot_in(path, revision)) is not None:
                 check_model_files(snapshot)
                 return snapshot
@@ -165,12 +172,18 @@ def fetch_weights(
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
     folder has them, and beside the json of this package all weights are other files. elsewhere: components whose
     weights are read from other files, and not downloaded. Raises what resolve_model_folder raises."""
+    parts = folder.modular.elsewhere if isinstance(folder, ModelFolder) and folder.modular is not None else {}
+    for name, part in parts.items():
+        if name not in elsewhere:
+            hub.download_component(part, offline=offline, variant=variant)
     if _is_local(model_path) or (isinstance(folder, ModelFolder) and folder.is_packaged):
         return
     # The commit that was opened, whatever its branch is by now.
     path = folder.path if isinstance(folder, ModelFolder) else folder
     commit = commit_of(path)
-    found = resolve_model_folder(model_path, elsewhere=elsewhere, revision=commit, offline=offline, variant=variant)
+    found = resolve_model_folder(
+        model_path, elsewhere=[*elsewhere, *parts], revision=commit, offline=offline, variant=variant
+    )
     if str(found) != str(folder):
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
 
@@ -181,6 +194,9 @@ def check_weights_are_there(
     """Check that weights are there where `fetch_weights` downloads nothing; reads none of them. elsewhere: see
     fetch_weights. Raises ModelLoadError for a component without weight files."""
     is_in_package = isinstance(folder, ModelFolder) and folder.is_packaged
+    if isinstance(folder, ModelFolder) and folder.modular is not None and not (offline or hub.is_offline()):
+        # A run downloads what other repositories hold.
+        elsewhere = [*elsewhere, *folder.modular.elsewhere]
     if not is_in_package and (_is_local(model_path) or offline or hub.is_offline()):
         find_component_files(folder, elsewhere)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from diffusion_runtime.config import LoraConfig, RuntimeConfig, weight_paths
 from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.models.lora_sources import commits_of, recorded_loras
 from diffusion_runtime.untrusted.files import open_file, user_path
 from diffusion_runtime.weights.lora.shipped import lora_path
 from diffusion_runtime.weights.weight_files import GGUF, SAFETENSORS
@@ -51,9 +52,22 @@ def weight_bytes(config: RuntimeConfig) -> dict[str, int]:
 
 
 def with_loras(fingerprints: Fingerprints, loras: Sequence[LoraConfig]) -> Fingerprints:
-    """Return the fingerprints with those of these LoRA files, in place of others."""
-    others = {name: digest for name, digest in fingerprints.items() if name != "lora"}
-    return {**others, "lora": [fingerprint(lora_path(lora.path)) for lora in loras]} if loras else others
+    """Return the fingerprints with those of these LoRA files, located, in place of others; of the hub's also the
+    commits."""
+    others = {name: digest for name, digest in fingerprints.items() if name not in ("lora", "lora_commits")}
+    if not loras:
+        return others
+    commits = commits_of(loras)
+    of_hub: Fingerprints = {"lora_commits": commits} if any(commits) else {}
+    return {**others, "lora": [fingerprint(lora_path(lora.path)) for lora in loras], **of_hub}
+
+
+def with_loras_of(recipe: Mapping[str, Any], loras: Sequence[LoraConfig]) -> dict[str, Any]:
+    """Return a recipe with these LoRA files, located, in place of others."""
+    runtime = {**recipe["runtime"], "lora": recorded_loras(loras)}
+    weights = with_loras(recipe.get("weights", {}), loras)
+    others = {key: value for key, value in recipe.items() if key != "weights"}
+    return {**others, "runtime": runtime, **({"weights": weights} if weights else {})}
 
 
 def changed_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

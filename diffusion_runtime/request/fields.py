@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, Protocol
 
 from diffusion_runtime.errors import RequestError, nearest, shown
-from diffusion_runtime.request.given_images import as_image_paths
+from diffusion_runtime.request.given_images import as_image_paths, check_given
 
 # A panel of `generate --help`; the others are those of runtime options.
 SIZE = "Size and steps"
@@ -109,6 +109,7 @@ class ImageFile:
         for path in paths:
             if not isinstance(path, str) or not path:
                 raise RequestError(f"{name}: expected the path of an image, got {shown(path)}")
+            check_given(name, path)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,14 @@ class VideoFile(InputFile):
     """The path of a video, an animation or a still image."""
 
     noun: ClassVar[str] = "a video or an image"
+
+    def read(self, value: object) -> object:
+        """Return a path as it is, and an image that is a value as a file."""
+        return as_image_paths(value)
+
+    def __call__(self, name: str, value: object) -> None:
+        super().__call__(name, value)
+        check_given(name, str(value))
 
 
 @dataclass(frozen=True)

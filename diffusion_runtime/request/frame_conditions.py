@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.request.fields import MAX_COUNT, ImageFile
+from diffusion_runtime.request.given_images import as_image_paths, check_given
 
 # (frame of the video from 0, path of an image, strength).
 FrameCondition: TypeAlias = tuple[int, str, float]
@@ -54,6 +55,7 @@ class FrameConditions(ImageFile):
                 raise RequestError(f"{name}: expected a frame of the video from 0, got {shown(frame)}; {_FORM}")
             if not isinstance(path, str) or not path:
                 raise RequestError(f"{name}: expected the path of an image, got {shown(path)}; {_FORM}")
+            check_given(name, path)
             if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= 1:
                 raise RequestError(
                     f"{name}: expected a strength from 0 to 1, got {shown(strength)} for frame {frame}; {_FORM}"
@@ -69,7 +71,7 @@ def _parsed(item: object) -> object:
         path, strength = found["path"], 1.0
         if with_strength := _STRENGTH.fullmatch(path):
             path, strength = with_strength["path"], float(with_strength["strength"])
-        return int(found["frame"]), path, strength
+        return int(found["frame"]), as_image_paths(path), strength
     if isinstance(item, list | tuple) and len(item) in (2, 3):
-        return (*item, 1.0) if len(item) == 2 else tuple(item)
+        return (item[0], as_image_paths(item[1]), *(item[2:] or (1.0,)))
     return item

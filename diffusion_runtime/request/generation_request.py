@@ -41,6 +41,7 @@ from diffusion_runtime.request.fields import (
     request_field,
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions
+from diffusion_runtime.request.given_images import recorded_images
 from diffusion_runtime.request.layers import SamplerName, layered
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
@@ -391,6 +392,11 @@ class GenerationRequest:
         """Plain values, as JSON has them, for a recipe."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def recorded(self) -> dict[str, Any]:
+        """Return `to_dict` as recipes hold it: images that were values by their digests, fetched ones by address."""
+        values = self.to_dict()
+        return {**values, **{name: recorded_images(values[name]) for name in INPUT_FIELDS}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

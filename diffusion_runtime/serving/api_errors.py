@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError
+from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError, ForbiddenAddressError
 from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -82,7 +82,10 @@ def api_error(error: Exception, files: ResultFiles) -> ApiError:
         return _refused(error.details, files)
     if isinstance(error, DiffusionRuntimeError) and error.is_callers_fault:
         reasons = error.reasons if isinstance(error, BackendUnavailableError) else ()
-        return _refused({"message": str(error), "is_callers_fault": True, "reasons": reasons, "kind": ""}, files)
+        refused = _refused({"message": str(error), "is_callers_fault": True, "reasons": reasons, "kind": ""}, files)
+        if isinstance(error, ForbiddenAddressError):
+            refused.code = "forbidden_parameter"
+        return refused
     return ApiError(500, "internal_error", "the server failed; its log says how", kind=SERVER)
 
 

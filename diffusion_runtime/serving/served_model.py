@@ -26,6 +26,7 @@ from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.sampling_presets import shipped_lora_of
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
@@ -68,12 +69,13 @@ class ServedModel:
     processes that run it together, each of which calls `load` and `generate` alike; the other methods are of rank 0."""
 
     def __init__(self, config: RuntimeConfig, loras: Mapping[str, LoraConfig], world: World | None = None) -> None:
-        self._config = config
-        self._loras = dict(loras)
+        # Located once: a request asks the hub nothing.
+        self._config = dataclasses.replace(config, lora=located(config.lora, offline=config.offline))
+        self._loras = dict(zip(loras, located(loras.values(), offline=config.offline), strict=True))
         self._world = world
         self._prepared = functools.lru_cache(maxsize=_MAX_VARIANTS)(self._prepare)
         self._pipeline: GenerationPipeline | None = None
-        self._merged = config.lora
+        self._merged = self._config.lora
         self._recipe: Mapping[str, Any] = {}
 
     def load(self, on_stage: OnStage | None = None) -> None:

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from diffusion_runtime.serving.api_errors import ApiError, invalid
 from diffusion_runtime.serving.bodies import Body, read_body
 from diffusion_runtime.serving.dispatcher import Dispatcher
-from diffusion_runtime.serving.input_images import check_image, data_of_url, fetch_image
+from diffusion_runtime.serving.input_images import check_image
 from diffusion_runtime.serving.jobs import Job, new_id
 from diffusion_runtime.serving.request_fields import Draft, check_limits, read_draft
+from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
 
 _MAX_KEY = 255
 
@@ -116,7 +117,8 @@ class Submission:
             return content
         if content.startswith("data:"):
             return data_of_url(field, content)
-        return await asyncio.to_thread(fetch_image, field, content, self._dispatcher.settings.access.url_hosts)
+        hosts = self._dispatcher.settings.access.url_hosts
+        return await asyncio.to_thread(fetch_image, field, content, hosts, "send the image")
 
     @contextlib.asynccontextmanager
     async def _alone(self, name: str | None) -> AsyncIterator[str | None]:

@@ -64,7 +64,7 @@ class Outcome:
             "seconds": round(self.seconds, 4),
             "timings": {name: round(seconds, 4) for name, seconds in self.timings.items()},
             "peak_memory": self.peak_memory,
-            "request": self.request.to_dict(),
+            "request": self.request.recorded(),
             "attention_report": self.attention_report,
         }
 
@@ -83,7 +83,7 @@ class Done:
             "prompt": self.request.prompt,
             "seed": self.request.seed,
             "done_already": True,
-            "request": self.request.to_dict(),
+            "request": self.request.recorded(),
         }
 
 

@@ -43,7 +43,7 @@ def find_finished(
     finished: list[Path | None] = []
     numbers = _numbers_in(outputs.folder)
     all_wanted = [
-        output_identity({**description, "request": request.to_dict(), "inputs": input_digests(request)})
+        output_identity({**description, "request": request.recorded(), "inputs": input_digests(request)})
         for request in requests
     ]
     for request, wanted in zip(requests, all_wanted, strict=True):

@@ -393,7 +393,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             prompt_switches=shown or None,
             seed_switches=seeds or None,
         )
-        return {**self._source.recipe, "request": request.to_dict(), "notes": list(self._place.notes)}
+        return {**self._source.recipe, "request": request.recorded(), "notes": list(self._place.notes)}
 
     @property
     def attention_report(self) -> AttentionReport:

@@ -18,6 +18,7 @@ from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.generation.interface import InspectablePipeline
+from diffusion_runtime.models.lora_sources import recorded_loras
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.budget import all_met, least_slack
@@ -80,7 +81,7 @@ class _Run:
             "config_sha256": description.model_folder.digest,
             "device": description.device,
             "dtype": description.dtype,
-            "lora": [dataclasses.asdict(lora) for lora in description.config.lora],
+            "lora": recorded_loras(description.config.lora),
             "quantization": description.config.quantization,
             "clip_path": self.tuning.clip_path,
             "dense": self.plan.dense.to_dict(),

@@ -100,7 +100,7 @@ def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
     assert (values["families"], values["num_modules"]) == (["Wan"], 66)
     missing = command("generate", "a ring", "--dry-run", "--lora", "low_noise=a.safetensors:0.8")
     assert (
-        "low_noise=a.safetensors:0.8: no such file. Give a file or a folder on this machine: --lora FILE"
+        "low_noise=a.safetensors: no such file. Give a file or a folder on this machine, or the hub's ORG/NAME"
         in missing.said
     )
     refused = command("generate", "a ring", "--dry-run", "--lora", "shapes_fast")

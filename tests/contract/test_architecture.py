@@ -77,7 +77,7 @@ HOMES = {
     "fastapi": ("serving",),
     "starlette": ("serving",),
     "uvicorn": ("serving/server.py",),
-    "httpx": ("serving",),
+    "httpx": ("serving", "untrusted/image_urls.py"),
     "prometheus_client": ("serving/metrics.py",),
     "sqlite3": ("serving",),
     "matplotlib": ("benchmark/plot",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import numpy
 import pytest
 from safetensors.torch import load_file, save_file
 from tables import table
-from tiny_models import write_tiny_wan
 
-import diffusion_runtime
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import (
@@ -60,7 +57,7 @@ def test_choices_fail_before_the_weights_are_read(video_folder: Path, tmp_path: 
         ({"_class_name": "UNet2DConditionModel"}, "got 'UNet2DConditionModel', which is another class of diffusers"),
         (
             {"_class_name": "MiniMaxH3ModularPipeline"},
-            "'MiniMaxH3ModularPipeline' is a modular pipeline .*not supported",
+            "'MiniMaxH3ModularPipeline' is a modular pipeline .* the folder has no modular_model_index",
         ),
         ({"scheduler": ["my_code", "Scheduler"]}, "'my_code' is code that comes with the folder"),
         ({"transformer": [None, None]}, "CogVideoXPipeline has no transformer and no UNet among "),
@@ -169,45 +166,3 @@ def test_documented_settings_of_a_name_that_are_not_applied_are_named(
     caplog.clear()
     inspect_pipeline(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", backend="diffusers"))
     assert not [record for record in caplog.records if "not applied" in record.getMessage()]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_folder_of_a_modular_pipeline_says_so_and_what_it_advises_works(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The whole folder is there, and diffusers has the class: neither is to be downloaded. Beside an ordinary index,
-    the modular one is ignored, and that is said."""
-    import diffusers
-
-    folder = write_tiny_wan(tmp_path / "model")
-    pipeline = diffusers.ModularPipeline.from_pretrained(str(folder))
-    pipeline.load_components()
-    pipeline.save_pretrained(str(tmp_path / "modular"))
-    for backend in ("auto", "native", "diffusers"):
-        with pytest.raises(ModelLoadError) as caught:
-            load_pipeline(str(tmp_path / "modular"), device="cpu", backend=backend)
-        told = str(caught.value)
-        assert "it has modular_model_index.json and no model_index.json" in told
-        assert "not supported yet" in told
-        assert "download" not in told
-    advised = re.search(r"pipeline = (diffusers\.ModularPipeline\.from_pretrained\('[^']+'\))", told)
-    assert advised is not None
-    typed = eval(advised[1], {"diffusers": diffusers})
-    typed.load_components()
-    with diffusion_runtime.attach(typed.transformer):
-        pass
-    index = tmp_path / "modular" / "modular_model_index.json"
-    values = json.loads(index.read_text())
-    values["vae"][2]["pretrained_model_name_or_path"] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-    index.write_text(json.dumps(values))
-    with pytest.raises(ModelLoadError, match=r"such as --model-path Wan-AI/Wan2\.1-T2V-1\.3B-Diffusers"):
-        load_pipeline(str(tmp_path / "modular"), device="cpu")
-    shutil.copy(index, folder)
-    with caplog.at_level(logging.INFO, logger="diffusion_runtime"):
-        inspect_pipeline(RuntimeConfig(model_path=str(folder), device="cpu"))
-    assert "modular_model_index.json is ignored, model_index.json is used" in caplog.text
-    changed = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanModularPipeline"}
-    (folder / "model_index.json").write_text(json.dumps(changed))
-    for backend in ("auto", "diffusers"):
-        with pytest.raises(ModelLoadError, match="'WanModularPipeline' is a modular pipeline of diffusers"):
-            load_pipeline(str(folder), device="cpu", backend=backend)

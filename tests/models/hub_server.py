@@ -68,7 +68,7 @@ class Hub(BaseHTTPRequestHandler):
                 }
                 for path in files
             ]
-        siblings = [{"rfilename": path.relative_to(model).as_posix()} for path in files]
+        siblings = [{"rfilename": path.relative_to(model).as_posix(), "size": path.stat().st_size} for path in files]
         return {"id": "/".join(parts[:2]), "sha": commit, "private": False, "tags": [], "siblings": siblings}
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:

@@ -16,8 +16,8 @@ from PIL import Image
 from running_server import SMALL, RunningServer, finished, running_server
 from tables import table
 
-from diffusion_runtime.serving.api_errors import ApiError
-from diffusion_runtime.serving.input_images import checked_address, is_public
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.untrusted.image_urls import checked_address, is_public
 
 
 @pytest.fixture(scope="module")
@@ -242,14 +242,14 @@ def test_addresses_are_checked_where_a_name_leads(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     hosts = ("allowed.example", "inside.example")
-    assert checked_address("image", "https://allowed.example/x.png", hosts) == ("allowed.example", "93.184.216.34")
+    assert checked_address("image", "https://allowed.example/x.png", hosts, "") == ("allowed.example", "93.184.216.34")
     for url in (
         "https://inside.example/",
         "https://other.example/",
         "http://allowed.example/",
         "https://a@allowed.example/",
     ):
-        with pytest.raises(ApiError):
-            checked_address("image", url, hosts)
+        with pytest.raises(RequestError):
+            checked_address("image", url, hosts, "")
     assert is_public("93.184.216.34")
     assert Path(SECRET).exists()

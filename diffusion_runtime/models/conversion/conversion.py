@@ -36,7 +36,7 @@ from diffusion_runtime.weights.lora.reading import read_lora_file
 from diffusion_runtime.weights.stored_tensors import Rows, stored_rows
 from diffusion_runtime.weights.tensor_files import stream_tensors
 from diffusion_runtime.weights.tensor_names import by_diffusers_names
-from diffusion_runtime.weights.weight_files import COMPONENT_STEM, listed
+from diffusion_runtime.weights.weight_files import COMPONENT_STEM, SAFETENSORS, listed
 
 BASE_MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 LINKED = ("vae", "text_encoder", "tokenizer", "scheduler")
@@ -121,7 +121,7 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
     """Write a safetensors file of a pickled LoRA of Wan. Raises what convert_model raises."""
     if not check_path(source, "FILE").is_file():
         raise ModelLoadError(f"{source}: expected a checkpoint that torch.save wrote, but there is no such file")
-    if output.suffix != ".safetensors":
+    if output.suffix not in SAFETENSORS:
         raise ConfigError(
             f"OUT: {output}: a LoRA becomes one .safetensors file; for a model add --as {' | '.join(CHECKPOINTS)} and "
             "--base FOLDER"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
-    INDEX_FILE,
     AnyFolder,
     ConfigFile,
-    component_class,
     read_config,
     read_index,
-    read_json_in,
 )
-from diffusion_runtime.errors import ModelLoadError
 
 _QK_NORM = "rms_norm"
 TASKS = ("t2v", "i2v")
@@ -41,8 +36,6 @@ _KNOWN_KEYS = (
     "task_type",
     "use_meanflow",
 )
-# Settings of a guider besides its scale, where they have no effect.
-_PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
 @dataclass(frozen=True)
@@ -141,28 +134,6 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
         temporal_factor=file.whole_number("temporal_compression_ratio", 4),
         patch=transformer.patch,
     )
-
-
-def read_guidance_scale(folder: AnyFolder) -> float | None:
-    """Read the scale of classifier-free guidance in the folder's guider; None when the folder has no guider.
-
-    Raises ModelLoadError for a guider that does something else.
-    """
-    if read_index(folder).get("guider") in (None, [None, None]):
-        return None
-    _, name = component_class(folder, "guider")
-    if name != "ClassifierFreeGuidance":
-        raise ModelLoadError(
-            f"{folder / INDEX_FILE}: key 'guider': expected ClassifierFreeGuidance, got {name}; this is not supported"
-        )
-    path = folder / "guider" / "guider_config.json"
-    file = ConfigFile(path, read_json_in(folder, "guider", "guider_config.json"))
-    file.refuse_unknown((*_PLAIN_GUIDER, "enabled", "guidance_scale"))
-    settings: dict[str, Any] = file.settings()
-    for key, plain in _PLAIN_GUIDER.items():
-        if settings.get(key, plain) != plain:
-            raise file.error(key, repr(plain), settings[key])
-    return file.number("guidance_scale", 7.5) if file.flag("enabled", True) else 1.0
 
 
 def wide_size(target_size: int, multiple: int) -> tuple[int, int]:

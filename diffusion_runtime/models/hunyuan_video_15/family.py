@@ -9,13 +9,13 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.guider import read_guidance_scale
 from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
     IMAGE_TO_VIDEO,
     TEXT_TO_VIDEO,
     HunyuanVideo15Config,
     read_geometry,
-    read_guidance_scale,
     read_transformer_config,
     wide_size,
 )

@@ -32,12 +32,13 @@ from diffusion_runtime.weights.lora.keys import LOHA, LOKR, LoraKey, Names, Role
 from diffusion_runtime.weights.lora.settings import AdapterSettings, read_settings
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS, lora_path
 from diffusion_runtime.weights.tensor_files import read_tensors
-from diffusion_runtime.weights.weight_files import DAMAGED, listed
+from diffusion_runtime.weights.weight_files import DAMAGED, SAFETENSORS, listed
 
 # What peft, diffusers and trainers call the file inside a folder.
-_FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 _HOW_TO_GIVE = (
-    "Give a file or a folder on this machine: --lora FILE, FILE@0.8, or transformer=FILE, transformer_2=FILE, both=FILE"
+    "Give a file or a folder on this machine, or the hub's ORG/NAME or ORG/NAME/FILE: --lora FILE, FILE@0.8, or "
+    "transformer=FILE, transformer_2=FILE, both=FILE"
 )
 
 
@@ -122,7 +123,7 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
         tuple(unknown),
         tuple(dict.fromkeys(parsed.names for parsed in parsed_keys)),
         _kinds({parsed.role for parsed in parsed_keys}),
-        few_step_hint(place.parent.name if place.name in _FILES_IN_FOLDERS else place.stem, metadata),
+        few_step_hint(place.parent.name if place.name in FILES_IN_FOLDERS else place.stem, metadata),
     )
 
 
@@ -136,13 +137,13 @@ def lora_file(given: str, key: str) -> Path:
     if not path.is_dir():
         return path
     path = snapshot_in(path) or path
-    for name in _FILES_IN_FOLDERS:
+    for name in FILES_IN_FOLDERS:
         if (path / name).exists():
             return path / name
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(each for each in path.iterdir() if each.suffix in SAFETENSORS)
     if len(files) != 1:
         raise ConfigError(
-            f"{key}: {path}: this is a folder, expected {' or '.join(_FILES_IN_FOLDERS)} in it, or one safetensors "
+            f"{key}: {path}: this is a folder, expected {' or '.join(FILES_IN_FOLDERS)} in it, or one safetensors "
             f"file, found {listed(file.name for file in files) or 'none'}; give the path of the file itself"
         )
     return files[0]
