@@ -58,7 +58,8 @@ def test_auto_decodes_in_tiles_where_a_whole_decode_does_not_fit(tmp_path: Path,
     assert len(notes) == 1
     assert "a whole decode does not fit: the plan decodes in tiles (vae_tiling: on), slower" in notes[0]
     assert tiled < whole / 2
-    assert planned("--memory-limit", "3GB", "--vae-tiling", "256")[:2] < ("256", tiled)
+    # At this size the middle block, which attends to the whole, takes the most.
+    assert planned("--memory-limit", "3GB", "--vae-tiling", "256") == ("256", tiled, [])
     refused = command(*generate, "--memory-limit", "3GB", "--vae-tiling", "off")
     assert refused.code == 4
-    assert "--vae-tiling on (" in refused.json["error"]["message"], refused.json
+    assert "--vae-tiling on (" in refused.json["error"], refused.json
