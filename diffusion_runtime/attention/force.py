@@ -21,8 +21,8 @@ from diffusion_runtime.attention.roles import TEXT_ENCODER, is_role, known_roles
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, nearest
 
 _COMPILED = (
-    "force_attention_backend: expected outside of a compiled function, where it would be a constant of the graph; enter "
-    "it around the call, or give the backend to `attention`"
+    "force_attention_backend: expected outside of a compiled function, where it would be a constant of the graph; "
+    "enter it around the call, or give the backend to `attention`"
 )
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
