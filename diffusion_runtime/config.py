@@ -53,9 +53,9 @@ ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
 VAE_TILING_CHOICES = ("auto", "on", "off")
-_TILES = r"([0-9]{2,5})(?::([0-9]{1,5}))?"
-# Pixels; two latents of the coarsest decoder.
-MIN_TILE = 64
+# Pixels; the least is two latents of the coarsest decoder.
+MIN_TILE, MAX_TILE = 64, 99999
+_TILES = r"(6[4-9]|[7-9][0-9]|[1-9][0-9]{2,4})(?::([0-9]{1,5}))?"
 COMPILE_MODES = ("off", "regional")
 CUDA_GRAPH_MODES = ("auto", "off", "on")
 OFFLOAD_MODES = ("auto", "none", "model", "layers")
@@ -81,19 +81,17 @@ class Tiles:
             return self.words(name, value)
         if not re.fullmatch(_TILES, text):
             raise ConfigError(
-                f"{name}: expected SIZE or SIZE:OVERLAP in pixels, such as 512:64, or one of "
-                f"{', '.join(VAE_TILING_CHOICES)}, got {shown(value)}"
+                f"{name}: expected SIZE or SIZE:OVERLAP in pixels, from {MIN_TILE} to {MAX_TILE}, such as 512:64, or "
+                f"one of {', '.join(VAE_TILING_CHOICES)}, got {shown(value)}"
             )
         size, overlap = tile_pixels(text)
-        if size < MIN_TILE or (overlap or 0) > size // 2:
-            raise ConfigError(
-                f"{name}: expected a size of {MIN_TILE} pixels or more and an overlap of at most half of it, "
-                f"got {shown(text)}"
-            )
+        if (overlap or 0) > size // 2:
+            raise ConfigError(f"{name}: expected an overlap of at most half the size, got {shown(text)}")
         return text
 
     def schema(self) -> dict[str, Any]:
-        return {"anyOf": [self.words.schema(), {"type": "string", "pattern": f"^{_TILES}$"}, {"type": "integer"}]}
+        number = {"type": "integer", "minimum": MIN_TILE, "maximum": MAX_TILE}
+        return {"anyOf": [self.words.schema(), {"type": "string", "pattern": f"^{_TILES}$"}, number]}
 
 
 @dataclass(frozen=True)
