@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from diffusion_runtime.core.memory_size import parse_size
 from diffusion_runtime.core.runtime_options import (
@@ -54,9 +54,45 @@ ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
 VAE_TILING_CHOICES = ("auto", "on", "off")
+# Pixels; the least is two latents of the coarsest decoder.
+MIN_TILE, MAX_TILE = 64, 99999
+_TILES = r"(6[4-9]|[7-9][0-9]|[1-9][0-9]{2,4})(?::([0-9]{1,5}))?"
 COMPILE_MODES = ("off", "regional")
 CUDA_GRAPH_MODES = ("auto", "off", "on")
 OFFLOAD_MODES = ("auto", "none", "model", "layers")
+
+
+def tile_pixels(choice: str) -> tuple[int, int | None]:
+    """Return (size, overlap) of a value of RuntimeConfig.vae_tiling that names them; None for no overlap of its own."""
+    found = re.fullmatch(_TILES, choice)
+    assert found is not None, choice
+    return int(found[1]), None if found[2] is None else int(found[2])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The check of `vae_tiling`: one of VAE_TILING_CHOICES, or the size and overlap of tiles."""
+
+    kind: ClassVar[Any] = str
+    words: ClassVar[OneOf] = OneOf(VAE_TILING_CHOICES, ("off", "on"))
+
+    def __call__(self, name: str, value: Any) -> Any:
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if not isinstance(text, str) or not text[:1].isdigit():
+            return self.words(name, value)
+        if not re.fullmatch(_TILES, text):
+            raise ConfigError(
+                f"{name}: expected SIZE or SIZE:OVERLAP in pixels, from {MIN_TILE} to {MAX_TILE}, such as 512:64, or "
+                f"one of {', '.join(VAE_TILING_CHOICES)}, got {shown(value)}"
+            )
+        size, overlap = tile_pixels(text)
+        if (overlap or 0) > size // 2:
+            raise ConfigError(f"{name}: expected an overlap of at most half the size, got {shown(text)}")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        number = {"type": "integer", "minimum": MIN_TILE, "maximum": MAX_TILE}
+        return {"anyOf": [self.words.schema(), {"type": "string", "pattern": f"^{_TILES}$"}, number]}
 
 
 @dataclass(frozen=True)
@@ -401,7 +437,8 @@ class RuntimeConfig:
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
         instead, which gives frames that differ by rounding.
     vae_tiling: whether latents are decoded in tiles that overlap and are blended, which needs less memory; `auto` does
-        as the model's authors do, `on` and `off` as they say.
+        as the model's authors do, and takes tiles where a whole decode does not fit; `on` and `off` as they say;
+        `SIZE` or `SIZE:OVERLAP` in tiles of that size, in pixels.
     vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `int8` holds
@@ -510,8 +547,8 @@ class RuntimeConfig:
     vae_tiling: str = option(
         OUTPUT,
         "auto",
-        OneOf(VAE_TILING_CHOICES, ("off", "on")),
-        Flag("Decode in blended tiles: auto, on (less memory), off.", "CHOICE"),
+        Tiles(),
+        Flag("Decode in blended tiles: auto, on (less memory), off, SIZE:OVERLAP in pixels.", "CHOICE"),
         _DECODES,
     )
     vae_decoder: str | None = option(
@@ -610,8 +647,10 @@ class RuntimeConfig:
             raise ConfigError(
                 "vae_decode: fast is a mode of the model's own decoder, and vae_decoder names another one"
             )
-        if self.vae_decoder is not None and self.vae_tiling == "on":
-            raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
+        if self.vae_decoder is not None and self.vae_tiling not in ("auto", "off"):
+            raise ConfigError(
+                f"vae_tiling: {self.vae_tiling} is for the model's own decoder, and vae_decoder names another one"
+            )
         if self.quantization_ignored_layers and self.quantization == "none":
             raise ConfigError(
                 "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"

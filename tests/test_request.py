@@ -19,6 +19,8 @@ from diffusion_runtime.request.layers import layered
     [
         ({"prompt": ""}, "empty prompt"),
         ({"prompt": "  \n"}, "empty prompt"),
+        ({"prompt": "a\0b"}, r"prompt: expected a text, got a control character, '\\x00' at 1; take it out"),
+        ({"prompt": "a", "negative_prompt": "\x1b[2J"}, "negative_prompt: .* control character"),
         ({"height": 0}, "height: expected a whole number of 1 or more, got 0"),
         ({"width": 12.5}, "width"),
         ({"num_frames": True}, "num_frames"),
@@ -35,6 +37,10 @@ from diffusion_runtime.request.layers import layered
 def test_what_cannot_be_generated_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         GenerationRequest(**{"prompt": "a red circle", **values})
+
+
+def test_line_ends_and_tabs_are_part_of_a_prompt() -> None:
+    assert GenerationRequest(prompt="a\n\tb\r\n\x85").prompt == "a\n\tb\r\n\x85"
 
 
 def test_defaults_fill_what_is_missing_and_nothing_else() -> None:

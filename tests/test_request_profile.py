@@ -68,6 +68,15 @@ def test_ranges_of_stages_steps_branches_and_attention(pipeline: Pipeline, tmp_p
     assert any(each["name"].startswith("aten::") for each in ranges(trace, cat="cpu_op"))
 
 
+def test_a_profile_is_written_once(pipeline: Pipeline, tmp_path: Path) -> None:
+    with RequestProfile(pipeline) as profile:
+        pipeline(request(3), on_progress=profile.watching())
+    written = profile.save(tmp_path / "trace.json")
+    with pytest.raises(OutputError, match=f"written already, to {written}"):
+        profile.save(tmp_path / "again.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
 def test_a_profile_changes_nothing_and_leaves_nothing(pipeline: Pipeline, tmp_path: Path) -> None:
     plain = pipeline(request(3))
     with RequestProfile(pipeline) as profile:

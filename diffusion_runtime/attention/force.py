@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from torch.compiler import is_compiling
+
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.roles import TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, nearest
 
+_COMPILED = (
+    "force_attention_backend: expected outside of a compiled function, where it would be a constant of the graph; "
+    "enter it around the call, or give the backend to `attention`"
+)
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
@@ -68,6 +74,8 @@ class force_attention_backend:
     """
 
     def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
+        if is_compiling():
+            raise ConfigError(_COMPILED)
         if role not in (None, TEXT_ENCODER) and not is_role(role):
             raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
         self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)

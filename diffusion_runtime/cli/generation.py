@@ -105,7 +105,7 @@ def _launch(
             prepared, items = prepare_items(settings, outputs)
         if output_flags.resume:
             requests = [item.request for item in items if item.failure is None]
-            find_finished(requests, outputs, prepared.description.to_dict())
+            find_finished(requests, outputs, prepared.planned_to_load(requests).description.to_dict())
 
     schema = SCHEMA if output_flags.as_json else None
     return launch_processes(command_line, num_processes, outputs, terminal, schema, on_cpu=on_cpu, check=check)
@@ -134,7 +134,9 @@ def _generate(
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
     done: tuple[Done, ...] = ()
     if output_flags.resume:
-        items, done = _skip_finished(items, outputs, description, coordinator)
+        # With what the plan of all requests decides about the output.
+        prepared = prepared.planned_to_load([item.request for item in items if item.failure is None])
+        items, done = _skip_finished(items, outputs, prepared.description, coordinator)
         for each in done:
             terminal.say(f"done already: {each.path}")
         if not items:

@@ -111,7 +111,7 @@ class CausalVideoDecoder(VideoDecoder):
                 fused,
                 lambda: FusedDecoder(ChannelsLastDecoder(autoencoder), MIN_DECIBELS, "fused kernels, fast"),
             ),
-            _tiling(autoencoder),
+            causal_tiling(autoencoder),
             takes_bands=True,
         )
         if is_ours:
@@ -129,7 +129,7 @@ def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
     return CausalVideoDecoder(autoencoder, restore, fused)
 
 
-def _tiling(autoencoder: Any) -> Tiling:
+def causal_tiling(autoencoder: Any) -> Tiling:
     """Return diffusers' tile sizes, 256 pixels a side with an overlap of 64."""
     pixels = int(autoencoder.spatial_compression_ratio)
     return Tiling(_TILE // pixels, _TILE_STRIDE // pixels, pixels, keeps_ends=True)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoencoder
+from diffusion_runtime.decoders.exact_tiles import ExactTiles
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.memory.live_bytes import peak_bytes
 
@@ -41,13 +42,12 @@ def widest_activation(autoencoder: Any) -> float:
         largest = max(largest, inputs[0].numel(), output.numel())
 
     convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
-    first = next(each for each in convolutions if isinstance(each, nn.Conv3d))
     for convolution in convolutions:
         convolution.register_forward_hook(look)
-    latents = torch.empty(1, first.in_channels, *_PROBE, dtype=first.weight.dtype, device="meta")
+    frames, height, width = _PROBE if has_frames(module) else (1, *_PROBE[1:])
+    latents = _empty_latents(module, frames, height, width)
     with torch.inference_mode():
         decode_latents(module, latents)
-    frames, height, width = _PROBE
     return largest / ((1 if _goes_by_frame(module) else frames) * height * width)
 
 
@@ -104,32 +104,70 @@ _FRAMES_IN_TURN = 3
 
 
 def decoding_bytes(
-    autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool, copies_layout: bool = False
+    autoencoder: Any,
+    height: int,
+    width: int,
+    latent_frames: int,
+    *,
+    tiling: Tiling | None = None,
+    copies_layout: bool = False,
 ) -> int:
     """Return the bytes that decoding a clip has alive at once in addition to the weights, counted on the meta device.
 
-    autoencoder: a module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles: tiles of
-    diffusers' size, of a module of diffusers'. copies_layout: as in LiveBytes.
+    autoencoder: a module on the meta device, in the dtype it computes in. height, width: in pixels. tiling: None to
+    decode at once. copies_layout: as in LiveBytes.
     """
+    pixels = pixels_per_latent(autoencoder)
+    whole = latent_frames, height // pixels, width // pixels
+    if tiling is None:
+        return _peak_of(autoencoder, *whole, copies_layout=copies_layout)
+    if tiling.is_exact:
+        latents = _empty_latents(autoencoder, *whole).unsqueeze(2)
+        exact = ExactTiles(autoencoder, tiling.size * pixels, at_most=1)
+        tile = peak_bytes(lambda: list(exact.decode(latents)), latents.device, copies_layout=copies_layout)
+        return max(tile, _as_frames(autoencoder, height * width))
+    frames, rows, columns = tiling.largest(whole)
+    tile = _peak_of(autoencoder, frames, rows, columns, copies_layout=copies_layout)
+    if (rows, columns) == whole[1:]:
+        return tile
+    # Beside a tile there are the rows of tiles before it, with what they overlap by.
+    num_frames = 1 + int(getattr(autoencoder, "temporal_compression_ratio", 1)) * (frames - 1)
+    numbers: int = 3 * num_frames * height * width
+    itemsize: int = next(autoencoder.parameters()).dtype.itemsize
+    rows_of_tiles = 2 * 3 * num_frames * tiling.size * pixels * width * tiling.size // tiling.stride
+    held: int = numbers + rows_of_tiles
+    return max(tile + held * itemsize, _as_frames(autoencoder, num_frames * height * width))
+
+
+def _as_frames(autoencoder: Any, num_pixels: int) -> int:
+    """Return the bytes of decoded pixels and of the same twice in float32: before and after their colours are moved to
+    the end."""
+    itemsize: int = next(autoencoder.parameters()).dtype.itemsize
+    return 3 * num_pixels * (itemsize + 2 * 4)
+
+
+def _peak_of(autoencoder: Any, frames: int, rows: int, columns: int, *, copies_layout: bool) -> int:
+    """Return `decoding_bytes` of latents of that size at once."""
     if isinstance(autoencoder, CausalVideoAutoencoder):
-        return _streaming_bytes(autoencoder, height, width, latent_frames)
-    convolutions = [each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
-    factor = getattr(autoencoder, "spatial_compression_ratio", None)
-    if factor is None:
-        factor = 2 ** (len(autoencoder.config.block_out_channels) - 1)
-    sizes, frames = [height // int(factor), width // int(factor)], latent_frames
-    if in_tiles:
-        tile = int(autoencoder.tile_sample_min_height) // int(factor)
-        sizes = [min(size, tile) for size in sizes]
-        if getattr(autoencoder, "use_framewise_decoding", False) or hasattr(autoencoder, "tile_sample_min_num_frames"):
-            tile_frames = autoencoder.tile_sample_min_num_frames // autoencoder.temporal_compression_ratio
-            frames = min(frames, int(tile_frames) + 1)
+        return _streaming_bytes(autoencoder, rows, columns, frames)
     autoencoder.use_tiling = autoencoder.use_framewise_decoding = False
     if _goes_by_frame(autoencoder):
         frames = min(frames, _FRAMES_IN_TURN)
-    shape = [1, convolutions[0].in_channels, *([frames] if has_frames(autoencoder) else []), *sizes]
-    latents = torch.empty(shape, dtype=convolutions[0].weight.dtype, device="meta")
+    latents = _empty_latents(autoencoder, frames, rows, columns)
     return peak_bytes(lambda: decode_latents(autoencoder, latents), latents.device, copies_layout=copies_layout)
+
+
+def _empty_latents(autoencoder: Any, frames: int, rows: int, columns: int) -> torch.Tensor:
+    """Return latents on the meta device, as the module of diffusers takes them."""
+    first = next(each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d))
+    shape = [1, first.in_channels, *([frames] if has_frames(autoencoder) else []), rows, columns]
+    return torch.empty(shape, dtype=first.weight.dtype, device="meta")
+
+
+def pixels_per_latent(autoencoder: Any) -> int:
+    """Return the pixels of a latent of the module, a side."""
+    factor = getattr(autoencoder, "spatial_compression_ratio", None)
+    return int(2 ** (len(autoencoder.config.block_out_channels) - 1) if factor is None else factor)
 
 
 def has_frames(autoencoder: Any) -> bool:
@@ -149,13 +187,10 @@ def decode_latents(autoencoder: Any, latents: torch.Tensor) -> object:
     return autoencoder.decode(latents, *times, return_dict=False)
 
 
-def _streaming_bytes(autoencoder: CausalVideoAutoencoder, height: int, width: int, latent_frames: int) -> int:
-    """Return `decoding_bytes` of a module that goes from latent frame to latent frame."""
-    weight, factor = autoencoder.post_quant_conv.weight, autoencoder.spatial_compression_ratio
-    frames = min(latent_frames, _FRAMES_IN_TURN)
-    latents = torch.empty(
-        1, weight.shape[1], frames, height // factor, width // factor, dtype=weight.dtype, device="meta"
-    )
+def _streaming_bytes(autoencoder: CausalVideoAutoencoder, rows: int, columns: int, latent_frames: int) -> int:
+    """Return `decoding_bytes` of a module that goes from latent frame to latent frame. rows, columns: of latents."""
+    weight, frames = autoencoder.post_quant_conv.weight, min(latent_frames, _FRAMES_IN_TURN)
+    latents = torch.empty(1, weight.shape[1], frames, rows, columns, dtype=weight.dtype, device="meta")
 
     def decode() -> None:
         for _ in ChannelsFirstDecoder(autoencoder, is_eager=True).decode(latents):

@@ -83,11 +83,11 @@ class LatentDecoder(ABC):
         """Return the same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
         return self
 
-    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
-        """Return the same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one
-        without tiles."""
-        if is_wanted:
-            raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
+    def in_tiles(self, choice: str) -> LatentDecoder:
+        """Return the same decoder, decoding in tiles that are blended, or all at once. choice: a value of
+        RuntimeConfig.vae_tiling. Raises ConfigError for one without tiles."""
+        if choice not in ("auto", "off"):
+            raise ConfigError(f"vae_tiling: {choice}: this decoder has no tiles; leave out --vae-tiling")
         return self
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:

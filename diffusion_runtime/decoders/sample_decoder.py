@@ -7,6 +7,7 @@ processes may share the tiles of a clip: each decodes some, and all receive them
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.config import tile_pixels
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
@@ -76,7 +78,9 @@ class Tiling:
 
     frames: latent frames of a tile and from one to the next, None for tiles of all frames. After the first, a tile
     reads one latent frame more, whose frame is left out. keeps_ends: a tile that reaches the end is the last; otherwise
-    another one follows for what lies beyond the stride, as in diffusers, however narrow that is.
+    another one follows for what lies beyond the stride, as in diffusers, however narrow that is. is_default: whether
+    the decoder works in tiles unless told otherwise, as its authors run it. is_exact: tiles of decoders/exact_tiles.py,
+    which are not blended.
     """
 
     size: int
@@ -84,6 +88,28 @@ class Tiling:
     pixels: int
     frames: tuple[int, int] | None = None
     keeps_ends: bool = False
+    is_default: bool = False
+    is_exact: bool = False
+
+    def chosen(self, choice: str) -> Tiling | None:
+        """Return the tiles for a value of RuntimeConfig.vae_tiling: of a size in pixels, with an overlap or this one's
+        share of it; None for no tiles."""
+        if choice in ("auto", "off"):
+            return self if choice == "auto" and self.is_default else None
+        if choice == "on":
+            return self
+        side, overlap = tile_pixels(choice)
+        size = side // self.pixels
+        shared = size * (self.size - self.stride) // self.size if overlap is None else overlap // self.pixels
+        return dataclasses.replace(self, size=size, stride=size - shared)
+
+    @property
+    def text(self) -> str:
+        """Return the tiles in words, for the report and the plan."""
+        side, overlap = self.size * self.pixels, (self.size - self.stride) * self.pixels
+        if self.is_exact:
+            return f"tiles of {side} pixels, to rounding as a whole decode"
+        return f"tiles of {side} pixels that overlap by {overlap}, not as a whole decode"
 
     def starts(self, length: int, size: int, stride: int) -> list[int]:
         """Return where tiles of `size` begin along an axis."""

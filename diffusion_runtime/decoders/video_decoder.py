@@ -53,11 +53,12 @@ class FusedDecoder:
 @dataclass(frozen=True)
 class Decoders:
     """Decoders of one autoencoder. module: diffusers' module, or an eager decoder with its bits. fused: by preference;
-    empty leaves everything to the module. make_fast: what the `fast` mode uses instead, built on first use."""
+    empty leaves everything to the module. make_fast: what the `fast` mode uses instead, built on first use; None where
+    there is no such mode."""
 
     module: SampleDecoder
     fused: Sequence[FusedDecoder]
-    make_fast: Callable[[], FusedDecoder]
+    make_fast: Callable[[], FusedDecoder] | None = None
 
 
 class VideoDecoder(LatentDecoder):
@@ -66,8 +67,8 @@ class VideoDecoder(LatentDecoder):
     The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
     again. `implementation` names the one that runs. Computes in its weights' dtype.
 
-    is_tiled: whether it decodes in tiles unless told otherwise. takes_bands: whether its decoders go from latent frame
-    to latent frame, and can be given a band of rows.
+    tiling: its tiles, in which it decodes where they are its default. takes_bands: whether its decoders go from latent
+    frame to latent frame, and can be given a band of rows.
     """
 
     library = "diffusers"
@@ -79,7 +80,6 @@ class VideoDecoder(LatentDecoder):
         decoders: Decoders,
         tiling: Tiling,
         *,
-        is_tiled: bool = False,
         takes_bands: bool = False,
     ) -> None:
         weight = next(autoencoder.parameters())
@@ -91,20 +91,23 @@ class VideoDecoder(LatentDecoder):
         self._fused = list(decoders.fused)
         self._make_fast = decoders.make_fast
         self._tiling = tiling
+        self._tiles: Tiling | None = None
         self._takes_bands = takes_bands
         self._compared: set[tuple[int, ...]] = set()
         self._graphs: DecoderGraphs | None = None
-        self._set_tiled(is_tiled)
+        self._set_tiling(tiling.chosen("auto"))
 
     def fast(self) -> LatentDecoder:
+        if self._make_fast is None:
+            return self
         other = self._copy()
         other._fused = [self._make_fast()]
         other._describe()
         return other
 
-    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
+    def in_tiles(self, choice: str) -> LatentDecoder:
         other = self._copy()
-        other._set_tiled(is_wanted)
+        other._set_tiling(self._tiling.chosen(choice))
         return other
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
@@ -126,7 +129,7 @@ class VideoDecoder(LatentDecoder):
 
     @contextlib.contextmanager
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
-        if self._is_tiled:
+        if self._tiles is not None:
             raise ConfigError(
                 "stream: a decoder in tiles keeps nothing between two pieces of a clip; leave out --vae-tiling on"
             )
@@ -198,19 +201,20 @@ class VideoDecoder(LatentDecoder):
 
     def _advice(self, latents: torch.Tensor) -> str:
         """Return advice on what needs less memory."""
-        frames, height, width = latents.shape[2:]
+        # As the autoencoder takes them: some fold them.
+        frames, height, width = self._raw(latents).shape[2:]
         # One latent frame after the other.
         frames = 1 if self._takes_bands else frames
         return memory_advice(self._autoencoder, (frames, height, width), self._dtype, self._tiling)
 
     def _as_tiled(self, decoder: SampleDecoder) -> SampleDecoder:
-        return TiledDecoder(decoder, self._tiling) if self._is_tiled else decoder
+        return decoder if self._tiles is None else TiledDecoder(decoder, self._tiles)
 
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
         """Drop fused decoders up to the first whose frames are as expected, on all processes alike."""
         # Frames that are not finite without fused kernels either are no fault of a kernel. Tiles are decoded by every
         # process for itself: one whose kernel fails would leave the others waiting.
-        ranks = None if self._is_tiled else bands
+        ranks = None if self._tiles is not None else bands
         expected = torch.cat(list(self._as_tiled(self._module).decode(raw, ranks)), dim=2).nan_to_num()
         while self._fused:
             refused = self._fused[0]
@@ -249,18 +253,18 @@ class VideoDecoder(LatentDecoder):
         other._fused, other._compared = list(self._fused), set()
         return other
 
-    def _set_tiled(self, is_tiled: bool) -> None:
-        self._is_tiled = is_tiled
-        self.splits_rows = self._takes_bands and not is_tiled
-        self.splits_tiles = is_tiled
+    def _set_tiling(self, tiles: Tiling | None) -> None:
+        self._tiles = tiles
+        self.splits_rows = self._takes_bands and tiles is None
+        self.splits_tiles = tiles is not None and not tiles.is_exact
         self._describe()
 
     def _describe(self) -> None:
         is_ours = isinstance(self._autoencoder, CausalVideoAutoencoder)
         parts = [self._autoencoder.class_name if is_ours else type(self._autoencoder).__name__]
         parts += [self._fused[0].description] if self._fused else []
-        if self._is_tiled:
-            parts.append(f"in tiles of {self._tiling.size * self._tiling.pixels} pixels")
+        if self._tiles is not None:
+            parts.append(f"in {self._tiles.text}")
         self.implementation = ", ".join(parts)
 
 
@@ -303,6 +307,8 @@ def _whole(stream: FrameStream) -> torch.Tensor:
     """Return all chunks in one tensor; each is written to its place."""
     out, position = torch.empty(0), 0
     for frames in stream.chunks:
+        if frames.shape[1] == stream.num_frames:
+            return frames
         if position == 0:
             out = frames.new_empty(1, stream.num_frames, *frames.shape[2:])
         out[:, position : position + frames.shape[1]] = frames

@@ -10,7 +10,7 @@ from torch import nn
 from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoencoder
-from diffusion_runtime.decoders.decoder_memory import decode_latents, has_frames
+from diffusion_runtime.decoders.decoder_memory import decode_latents, has_frames, pixels_per_latent
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.memory_demand import PlannedRequest
@@ -37,8 +37,7 @@ def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torc
     module = component.build(model.folder)
     module.use_tiling = False
     convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
-    factor = getattr(module, "spatial_compression_ratio", None)
-    factor = int(factor or 2 ** (len(module.config.block_out_channels) - 1))
+    factor = pixels_per_latent(module)
     shape = [
         1,
         convolutions[0].in_channels,

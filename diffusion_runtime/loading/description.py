@@ -21,7 +21,14 @@ from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.models.lora_sources import recorded_loras
-from diffusion_runtime.models.weight_fingerprint import Fingerprints, fingerprint, weight_bytes, weight_fingerprints
+from diffusion_runtime.models.part_files import named_components
+from diffusion_runtime.models.weight_fingerprint import (
+    Fingerprints,
+    fingerprint,
+    folder_fingerprint,
+    weight_bytes,
+    weight_fingerprints,
+)
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.cached_folder import commit_of
@@ -79,6 +86,7 @@ class PipelineDescription:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
         the files that `runtime` and `attention` name), `weight_bytes` (sizes of such files), `attention`, `version`."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
+        commit = commit_of(self.folder)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
         parsed = {name: self._recorded(given) for name, given in levels.items()}
         return {
@@ -91,24 +99,27 @@ class PipelineDescription:
             },
             "model": {
                 "path": self.config.model_path,
-                **({} if (commit := commit_of(self.folder)) is None else {"commit": commit}),
+                **({} if commit is None else {"commit": commit}),
                 "family": self.family,
                 "config_sha256": self.model_folder.digest,
                 "device": self.device,
                 "dtype": self.dtype,
             },
-            **({"weights": weights} if (weights := self._fingerprints()) else {}),
+            **({"weights": weights} if (weights := self._fingerprints(commit)) else {}),
             **({"weight_bytes": sizes} if (sizes := weight_bytes(self.config)) else {}),
             "attention": [planned.to_dict() for planned in self.attention],
             **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }
 
-    def _fingerprints(self) -> Fingerprints:
-        """Fingerprints of weights that the config names, and of files that options of attention name."""
+    def _fingerprints(self, commit: str | None) -> Fingerprints:
+        """Fingerprints of the folder's weights, of those that the config names, and of files that options of attention
+        name. A commit of the hub says what its weights are."""
         options = [item for planned in self.attention for item in planned.decision.options.items()]
         files = sorted({str(value) for name, value in options if name.endswith("_file_path") and value is not None})
         of_attention: Fingerprints = {"attention": [fingerprint(Path(file)) for file in files]} if files else {}
-        return {**weight_fingerprints(self.config), **of_attention}
+        own = folder_fingerprint(self.model_folder, named_components(self.config)) if commit is None else None
+        of_folder: Fingerprints = {} if own is None else {"model_path": own}
+        return {**of_folder, **weight_fingerprints(self.config), **of_attention}
 
     def _recorded(self, given: Any) -> Any:
         """A level's choices as plain values; a name of diffusers' is kept as it is where diffusers reads it."""

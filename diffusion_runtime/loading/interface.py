@@ -47,6 +47,10 @@ class Prepared(Protocol):
         Raises DeviceMemoryError where it does not fit, with what would.
         """
 
+    def planned_to_load(self, requests: Sequence[GenerationRequest]) -> Prepared:
+        """The same with the plan that `load` makes where it needs one, and what that decides; itself where none is
+        needed. Every process of a run calls it. Raises what `planned_for` raises."""
+
     def check_files(self) -> None:
         """Raises ModelLoadError where the weight files of a part are not there, as `load` does; reads none of them, and
         leaves out what `load` would download."""

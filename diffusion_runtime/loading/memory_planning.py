@@ -152,7 +152,6 @@ def demand_of(
 ) -> PlannedDemand | None:
     """Return the demand of one request, or a batch; None where it cannot be computed. transformer: on the meta device;
     device: that computes; notes: to go with it; quantization, changes: as of memory_demand."""
-    in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decoding.is_tiled)
     sharers = degrees.ulysses * degrees.ring
     try:
         demand = memory_demand(
@@ -163,7 +162,7 @@ def demand_of(
             changes=changes,
             quantization=quantization,
             num_sharers=sharers,
-            in_tiles=in_tiles,
+            vae_tiling=config.vae_tiling,
             copies_layout=device.type == "cuda",
         )
     except (

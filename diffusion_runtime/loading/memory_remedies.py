@@ -90,7 +90,7 @@ def _in_two_passes(given: Alternative, model: Model[Any, Any]) -> Alternative | 
 
 
 def _in_tiles(given: Alternative, model: Model[Any, Any]) -> Alternative | None:
-    if not model.family.decoding.has_tiles or given.config.vae_tiling == "on":
+    if model.family.decoding.tiling is None or given.config.vae_tiling not in ("auto", "off"):
         return None
     return given.and_then("--vae-tiling on", {"decode"}, config=dataclasses.replace(given.config, vae_tiling="on"))
 

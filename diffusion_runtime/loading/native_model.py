@@ -22,7 +22,7 @@ from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.decoders.shared_decoder import SharedDecoder
 from diffusion_runtime.decoders.tiny_decoder import TinyFile
-from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError, first_line
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
@@ -76,6 +76,10 @@ from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
+_IN_TILES = (
+    "a whole decode does not fit: the plan decodes in tiles (vae_tiling: on), {}; --vae-tiling off refuses instead"
+)
+
 
 @dataclass(frozen=True)
 class PreparedModel:
@@ -116,11 +120,37 @@ class PreparedModel:
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """Return the model with the memory plan of resolved requests, as Prepared.planned_for says."""
         demand = self._largest_demand(self.transformer, requests)
-        memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
+        try:
+            memory = plan_memory(demand, self.description.config, self.device, self.description.planned_on)
+        except DeviceMemoryError:
+            in_tiles = self._planned_in_tiles(requests)
+            if in_tiles is None:
+                raise
+            return in_tiles
         planned = None if demand is None else demand.request
         return dataclasses.replace(
             self, description=dataclasses.replace(self.description, memory=memory), planned=planned
         )
+
+    def _planned_in_tiles(self, requests: Sequence[GenerationRequest]) -> PreparedModel | None:
+        """Return the model with a plan that decodes in tiles, where the config leaves that open and the plan fits."""
+        decoding = self.model.family.decoding
+        if self.description.config.vae_tiling != "auto" or decoding.tiling is None or self.tiny is not None:
+            return None
+        try:
+            planned = self._with_tiling("on").planned_for(requests)
+        except DeviceMemoryError:
+            return None
+        plan = planned.description.memory
+        assert plan is not None
+        note = _IN_TILES.format("slower" if decoding.has_exact_tiles else "whose frames differ")
+        demand = dataclasses.replace(plan.demand, notes=(*plan.demand.notes, note))
+        memory = dataclasses.replace(plan, demand=demand)
+        return dataclasses.replace(planned, description=dataclasses.replace(planned.description, memory=memory))
+
+    def _with_tiling(self, choice: str) -> PreparedModel:
+        config = dataclasses.replace(self.description.config, vae_tiling=choice)
+        return dataclasses.replace(self, description=dataclasses.replace(self.description, config=config))
 
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
@@ -156,8 +186,8 @@ class PreparedModel:
         use_expandable_segments(self.device)
         say("choosing attention")
         checked = self._check_attention()
-        checked = checked._with_plan(requests)
-        description, opened = checked.description, self.model
+        checked = checked.planned_to_load(requests)
+        description, opened, config = checked.description, self.model, checked.description.config
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.weights.files]
@@ -179,7 +209,7 @@ class PreparedModel:
                 with ReadProgress(say, "transformer", checked._transformer_bytes()):
                     transformer, rewrite = checked._load_transformer(offloading)
                 with ReadProgress(say, "decoder"):
-                    decoder = self._load_decoder()
+                    decoder = checked._load_decoder()
                 upsampler = None
                 if self.upsampler is not None:
                     with ReadProgress(say, "upsampler"):
@@ -221,7 +251,7 @@ class PreparedModel:
             dtype=self.dtype,
             recipe=description.to_dict(),
             mesh=self.mesh,
-            remarks=(*remarks_on(description.self_checks), *self._remarks_on_weights(transformer)),
+            remarks=(*remarks_on(description.self_checks), *checked._remarks_on_weights(transformer)),
         )
         pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
         return pipeline
@@ -265,9 +295,11 @@ class PreparedModel:
         return transformer, keeping_bytes(modules, rewrite)
 
     def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
-        """Return remarks on what a dry run could not know: quantised layers of the files."""
-        described = self.quantization.describe(self.model.modules(transformer))
-        return [] if described in (None, self.description.quantization) else [f"quantisation: {described}"]
+        """Return remarks on quantised layers of the files, unknown to a dry run, and on what the plan chose."""
+        described, plan = self.quantization.describe(self.model.modules(transformer)), self.description.memory
+        notes, begin = () if plan is None else plan.demand.notes, _IN_TILES.partition("{")[0]
+        remarks = [note for note in notes if note.startswith(begin)]
+        return remarks + ([] if described in (None, self.description.quantization) else [f"quantisation: {described}"])
 
     def _check_attention(self) -> PreparedModel:
         """The same with every due self-check made; a failed one makes layers decide again."""
@@ -290,14 +322,23 @@ class PreparedModel:
         )
         return dataclasses.replace(self, description=description, transformer=transformer)
 
-    def _with_plan(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
-        """The same with a plan where loading needs one and there is none."""
+    def planned_to_load(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         if self.description.memory is not None:
             return self
-        needed = is_planned(self.description.config, self.device) or (
-            self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model)
-        )
-        return self.planned_for(requests) if needed else self
+        if not is_planned(self.description.config, self.device):
+            is_large = self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model)
+            return self.planned_for(requests) if is_large else self
+        if self.world is None:
+            return self.planned_for(requests)
+        planned: list[PreparedModel] = []
+
+        def plan() -> str:
+            planned.append(self.planned_for(requests))
+            return planned[0].description.config.vae_tiling
+
+        # All processes decode alike, whatever is free on each device.
+        choice = self.world.from_first(plan)
+        return planned[0] if planned else self._with_tiling(choice).planned_for(requests)
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device
@@ -411,12 +452,12 @@ class PreparedModel:
             decoder = self.model.load_decoder(self.device, self.dtype)
             if config.vae_decode == "fast":
                 decoder = decoder.fast()
-            return decoder if config.vae_tiling == "auto" else decoder.in_tiles(config.vae_tiling == "on")
+            return decoder.in_tiles(config.vae_tiling)
 
         if self.world is None:
             return load()
         decoding = self.model.family.decoding
-        is_shared = decoding.is_shared or (decoding.has_tiles and config.vae_tiling == "on")
+        is_shared = decoding.is_shared or (config.vae_tiling not in ("auto", "off") and not decoding.has_exact_tiles)
         is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 

@@ -155,8 +155,8 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
     folder = with_controlnet(folder, config.controlnet_path, family.files.controlnet_class, family.name)
     family.decoding.check_mode(config.vae_decode, family.name)
-    family.decoding.check_tiling(config.vae_tiling, family.name)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
+    family.decoding.check_tiling(config.vae_tiling, family.name, model.geometry.spatial_factor)
     if family.text.shapes(folder, model.config).sees:
         check_sees(folder)
     for component in family.files.diffusers_components:

@@ -56,6 +56,8 @@ class PreparedPassthrough:
         del requests
         return self
 
+    planned_to_load = planned_for
+
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
         config = self.description.config

@@ -7,6 +7,7 @@ when that fails, a full disk included.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,12 @@ from diffusion_runtime.media.sidecar import RECIPE_KEY
 if TYPE_CHECKING:
     from PIL import Image
 
+logger = logging.getLogger("diffusion_runtime")
+
 # AAC in stereo: a higher bit rate makes no audible difference.
 AUDIO_BIT_RATE = "192k"
+# In Hz, of ISO/IEC 14496-3; the encoder resamples others.
+AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
 WEBP_QUALITY = 90
 # EXIF's ImageDescription: the one text field that every reader supports.
 EXIF_DESCRIPTION = 0x010E
@@ -78,10 +83,13 @@ def _sound_arguments(audio: Audio | None, folder: Path) -> Iterator[tuple[list[s
         return
     with temporary_file(folder) as samples:
         samples.write_bytes(audio.interleaved().astype("<i2").tobytes())
+        rate = next((rate for rate in AAC_RATES if rate >= audio.sample_rate), AAC_RATES[-1])
+        if rate != audio.sample_rate:
+            logger.warning("mp4: AAC has no sound of %d Hz: it is resampled to %d Hz", audio.sample_rate, rate)
         layout = ["-f", "s16le", "-ar", str(audio.sample_rate), "-ac", str(audio.num_channels)]
         yield (
             [*layout, "-i", file_argument(samples)],
-            ["-map", "0:v", "-map", "1:a", "-c:a", "aac", "-b:a", AUDIO_BIT_RATE],
+            ["-map", "0:v", "-map", "1:a", "-c:a", "aac", "-ar", str(rate), "-b:a", AUDIO_BIT_RATE],
         )
 
 

@@ -86,7 +86,7 @@ class FileWriter:
         """Open an OpenSink, for the first clip that comes. Raises OutputError where the folder cannot be written."""
         if self._header is not None or self._format in SOUND_FORMATS:
             return lambda _: None
-        check_format(self._format, header.num_frames)
+        check_format(self._format, header.num_frames, fps=header.fps)
         self._header = header
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)

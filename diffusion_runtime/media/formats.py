@@ -15,6 +15,7 @@ FORMATS_BY_FFMPEG = ("mp4",)
 FORMATS_WITH_SOUND = ("mp4",)
 # Sound alone, for models that generate sound.
 SOUND_FORMATS = ("wav",)
+MAX_GIF_FPS = 50
 
 
 # Formats of others.
@@ -44,9 +45,11 @@ def _instead(path: str | Path, suffix: str) -> str:
     return nearest(suffix, FORMATS) if suffix else ""
 
 
-def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | None = None) -> str:
-    """`name`, when it is a format that holds `num_frames` frames, and sound where has_sound is True (None: not known
-    yet). Else raises ConfigError."""
+def check_format(
+    name: str, num_frames: int | None = None, *, has_sound: bool | None = None, fps: int | None = None
+) -> str:
+    """`name`, when it is a format that holds `num_frames` frames, so many a second, and sound where has_sound is True
+    (None: not known yet). Else raises ConfigError."""
     plain = name.lower().removeprefix(".")
     if plain not in (*FORMATS, *SOUND_FORMATS):
         raise ConfigError(f"format: unknown value {shown(name)}.{nearest(plain, FORMATS)}")
@@ -59,6 +62,12 @@ def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | 
         raise ConfigError(
             f"format: {plain} holds one image, this is a video of {num_frames} frames; "
             f"use one of {others}, or ask for one frame (num_frames=1)"
+        )
+    if plain == "gif" and fps is not None and fps > MAX_GIF_FPS and num_frames != 1:
+        raise ConfigError(
+            f"format: gif counts in hundredths of a second, and players show frames of less than two at a tenth of "
+            f"their speed: expected at most {MAX_GIF_FPS} frames per second, got {fps}; use webp or mp4, or --fps "
+            f"{MAX_GIF_FPS}"
         )
     return plain
 

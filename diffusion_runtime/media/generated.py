@@ -101,7 +101,7 @@ class GeneratedMedia:
         an mp4 where there is no ffmpeg, OutputError when writing fails.
         """
         target = Path(path)
-        file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None)
+        file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None, fps=self.fps)
         check_writable(file_format, self.num_frames)
         started = time.perf_counter()
         try:
@@ -133,7 +133,7 @@ class GeneratedMedia:
         MissingPackageError for an mp4 where there is no ffmpeg, and OutputError when writing fails: encoders need room
         for the file in the system's temporary folder.
         """
-        chosen = check_format(file_format, self.num_frames, has_sound=self.audio is not None)
+        chosen = check_format(file_format, self.num_frames, has_sound=self.audio is not None, fps=self.fps)
         if self.audio is not None and chosen not in (*FORMATS_WITH_SOUND, *SOUND_FORMATS):
             carriers = ", ".join(dict.fromkeys((*FORMATS_WITH_SOUND, *SOUND_FORMATS)))
             raise ConfigError(f"format: {chosen} cannot carry the sound of this video; use one of {carriers}")

@@ -8,10 +8,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from diffusion_runtime.config import tile_pixels
 from diffusion_runtime.core.model_folder import AnyFolder, refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
+from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
@@ -125,14 +127,14 @@ class TextEncoding(Generic[C]):
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """Decoder of a family. is_shared: whether several processes decode together, so that every one needs a decoder.
-    is_fast: whether the decoder has a `fast` mode; has_tiles: whether it can decode in tiles; is_tiled: whether it does
-    unless told otherwise. tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV
-    publishes for them."""
+    is_fast: whether the decoder has a `fast` mode; tiling: an autoencoder's module -> the decoder's tiles, None for one
+    that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
+    channels -> the name of the decoder for previews that TAEHV publishes for them."""
 
     load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     is_shared: bool = False
-    has_tiles: bool = False
-    is_tiled: bool = False
+    tiling: Callable[[Any], Tiling] | None = None
+    has_exact_tiles: bool = False
     is_fast: bool = False
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
 
@@ -144,12 +146,26 @@ class Decoding:
                 "(fast is for the decoders of videos and of Qwen-Image)"
             )
 
-    def check_tiling(self, choice: str, family: str) -> None:
-        """Check RuntimeConfig.vae_tiling. Raises ConfigError where the decoder has no tiles."""
-        if choice == "on" and not self.has_tiles:
+    def check_tiling(self, choice: str, family: str, pixels: int) -> None:
+        """Check RuntimeConfig.vae_tiling. pixels: of a latent that is denoised, a side. Raises ConfigError where the
+        decoder has no tiles, or none of that size."""
+        if choice in ("auto", "off"):
+            return
+        if self.tiling is None:
             raise ConfigError(
-                f"vae_tiling: on: the decoder of {family} models has no tiles; leave out --vae-tiling (on is for "
-                "the decoders of videos and of Qwen-Image)"
+                f"vae_tiling: {choice}: the decoder of {family} models has no tiles; leave out --vae-tiling"
+            )
+        if self.has_exact_tiles and ":" in choice:
+            size, overlap = tile_pixels(choice)
+            raise ConfigError(
+                f"vae_tiling: {choice}: the tiles of {family} models are exact, an overlap of {overlap} "
+                f"would change nothing: --vae-tiling {size}"
+            )
+        wrong = [] if choice == "on" else [each for each in tile_pixels(choice) if each is not None and each % pixels]
+        if wrong:
+            near = ", ".join(f"{each} is near {max(1, round(each / pixels)) * pixels}" for each in wrong)
+            raise ConfigError(
+                f"vae_tiling: {choice}: sizes and overlaps of {family} models are multiples of {pixels}: {near}"
             )
 
 

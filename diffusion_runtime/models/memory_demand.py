@@ -74,21 +74,21 @@ def memory_demand(
     changes: Sequence[WeightChange] = (),
     quantization: Quantization | None = None,
     num_sharers: int = 1,
-    in_tiles: bool = False,
+    vae_tiling: str = "auto",
     copies_layout: bool = False,
 ) -> MemoryDemand:
     """Return the memory demand of a model and a request.
 
     transformer: on the meta device, with the layers that `quantization` quantises; it gets those that its files have
     quantised (TransformerWeights.expect_stored). changes: such as LoRA files. num_sharers: processes that share the
-    tokens. in_tiles: whether frames are decoded in tiles. copies_layout: as in LiveBytes, of a decoder of diffusers'.
+    tokens. vae_tiling: as of RuntimeConfig. copies_layout: as in LiveBytes, of a decoder of diffusers'.
     """
     modules = model.modules(transformer)
     model.weights.expect_stored(modules, dtype, changes, quantization)
     shapes = model.family.text.shapes(model.folder, model.config)
     notes: list[str] = []
     text, whole_text = _text_size(model, shapes, dtype, notes)
-    decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles, copies_layout=copies_layout)
+    decoder, decode_activations = _decoder_size(model, dtype, planned, vae_tiling, copies_layout=copies_layout)
     # An expert's tensors of the prompt are dropped when the next one takes over, unless every chunk has both.
     num_others = len(modules) - 1 if model.sampling.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
@@ -327,7 +327,7 @@ def _components(model: Model[Any, Any]) -> Iterator[tuple[str, tuple[str, str]]]
 
 
 def _decoder_size(
-    model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool, *, copies_layout: bool = False
+    model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, vae_tiling: str, *, copies_layout: bool = False
 ) -> tuple[PartSize, int]:
     """Return the size of the decoder's weights, with the encoder of an image where the request brings one, and the
     activations of a decode. copies_layout: as in LiveBytes."""
@@ -336,8 +336,8 @@ def _decoder_size(
     for component in model.family.files.diffusers_components:
         if component.name == CONNECTORS:
             continue
-        # A module of ours decodes without tiles; measuring it needs no import of diffusers.
-        own = None if takes_image or in_tiles else component.build_decoding_half(model.folder)
+        # Measuring a module of ours needs no import of diffusers.
+        own = None if takes_image else component.build_decoding_half(model.folder)
         sizes = (
             {each.name: each.num_bytes(dtype) for each in component.tensors(model.folder)}
             if own is None
@@ -349,8 +349,10 @@ def _decoder_size(
             module = own if own is not None else nn.Module.to(component.build(model.folder), dtype)
             size = planned.size
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
+            of_family = model.family.decoding.tiling
+            tiling = None if of_family is None else of_family(module).chosen(vae_tiling)
             activations = decoding_bytes(
-                module, size.height, size.width, frames, in_tiles=in_tiles, copies_layout=copies_layout
+                module, size.height, size.width, frames, tiling=tiling, copies_layout=copies_layout
             )
     for name, (library, class_name) in _components(model):
         if takes_image and library == "transformers" and name == "image_encoder":

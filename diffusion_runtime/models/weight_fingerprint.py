@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from diffusion_runtime.config import LoraConfig, RuntimeConfig, weight_paths
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.decoders.latent_upsampler import upsampler_place
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.models.lora_sources import commits_of, recorded_loras
@@ -49,6 +50,16 @@ def weight_bytes(config: RuntimeConfig) -> dict[str, int]:
     """Return the size of every file of a part that a config names and that is on this machine."""
     places = {key: user_path(path, key) for key in weight_paths() if (path := getattr(config, key)) is not None}
     return {key: place.stat().st_size for key, place in places.items() if place.is_file()}
+
+
+def folder_fingerprint(folder: ModelFolder, elsewhere: Collection[str]) -> str | None:
+    """Return the SHA-256, in hexadecimal, of the fingerprints of the weights in a model's own folders; None for a model
+    of the package, and where no weights are here. elsewhere: components whose weights are not the folder's."""
+    if folder.is_packaged:
+        return None
+    places = [path for path in folder.path.iterdir() if path.is_dir() and path.name not in elsewhere]
+    found = {place.name: digest for place in sorted(places) if (digest := fingerprint(place)) is not None}
+    return hashlib.sha256(repr(found).encode()).hexdigest() if found else None
 
 
 def with_loras(fingerprints: Fingerprints, loras: Sequence[LoraConfig]) -> Fingerprints:

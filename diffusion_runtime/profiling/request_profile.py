@@ -53,6 +53,7 @@ class RequestProfile:
         self._recording = ExitStack()
         self._step = ExitStack()
         self._is_recorded = False
+        self._saved: Path | None = None
         self.recorded_steps = range(0)
         self.num_steps = 0
 
@@ -94,9 +95,14 @@ class RequestProfile:
     def save(self, path: str | Path) -> Path:
         """Write the trace, whole or not at all; returns its path, which has a number where the name was taken.
 
-        Raises OutputError where it cannot be written, and where the steps to be recorded have not run.
+        Raises OutputError where it cannot be written, where the steps to be recorded have not run, and after the first
+        call that wrote it.
         """
         target = Path(path)
+        if self._saved is not None:
+            raise OutputError(
+                f"{target}: the trace is written already, to {self._saved}: torch gives it once; copy that file"
+            )
         if not self._is_recorded:
             raise OutputError(f"{target}: there is no trace: the generation ended before the steps to be recorded had")
         try:
@@ -107,7 +113,8 @@ class RequestProfile:
                 trace = self._with_ranges(_read_trace(exported))
             with temporary_file(target.parent) as file:
                 file.write_text(json.dumps({**trace, "traceName": target.name}))
-                return publish_numbered(file, target)
+                self._saved = publish_numbered(file, target)
+                return self._saved
         except OSError as error:
             raise cannot_write(target, error) from error
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, Protocol
+from unicodedata import category
 
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.given_images import as_image_paths, check_given
@@ -85,6 +86,12 @@ class Text(AsGiven):
             raise RequestError(
                 f"{name}: expected a text, got one with half of a character (a lone surrogate, or bytes that are "
                 f"not UTF-8): {shown(value)}"
+            )
+        # No tokenizer was trained on them, and a terminal obeys them; spaces and line ends are for the tokenizer.
+        place = next((at for at, each in enumerate(value) if category(each) == "Cc" and not each.isspace()), None)
+        if place is not None:
+            raise RequestError(
+                f"{name}: expected a text, got a control character, {shown(value[place])} at {place}; take it out"
             )
 
 

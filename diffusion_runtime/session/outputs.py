@@ -58,7 +58,7 @@ class Outputs:
         from diffusion_runtime.media import check_format, check_writable
 
         default = "png" if request.num_frames == 1 else "mp4"
-        chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound)
+        chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound, fps=request.fps)
         check_writable(chosen, request.num_frames)
         return chosen
 

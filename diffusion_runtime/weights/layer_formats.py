@@ -31,7 +31,14 @@ _INPUT_FACTORS = "pre_quant_scale"
 # Of the JSON for all layers.
 _MAX_METADATA_BYTES = 10_000_000
 # Tensors beside weights in other formats.
-_OTHER_SCALES = {".weight_scale_inv": "one scale per block of 128 x 128 numbers"}
+_OTHER_SCALES = {
+    ".weight_scale_inv": "one scale per block of 128 x 128 numbers",
+}
+# Keys of marks that a format reads, or that change no number of a weight. Any other may.
+_MARK_KEYS = {
+    *("format", "full_precision_matrix_mult", "convrot", "convrot_groupsize", "group_size", "act_unsigned"),
+    *("orig_dtype", "orig_shape", "is_weight", "linear_dtype"),
+}
 # Every suffix of a tensor beside a weight, and the one that a format knows it by.
 _SUFFIXES = {
     suffix: each.suffix
@@ -264,6 +271,12 @@ class _Search:
                 f"{where}: expected format {' or '.join(sorted(FORMATS))}, got {shown(stored)}; this runtime reads no "
                 "other. Use a file in one of these or in bfloat16"
             )
+        for key in settings.keys() - _MARK_KEYS:
+            if settings[key]:
+                raise ModelLoadError(
+                    f"{where}: key {shown(key)}: expected none but {', '.join(sorted(_MARK_KEYS))}: another may change "
+                    "the numbers. Use a file without it, or one in bfloat16"
+                )
         values = {**settings, "format": known}
         other = self.marks.get(_layer_of(layer))
         if other is not None and other.settings != values:

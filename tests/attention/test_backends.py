@@ -144,6 +144,7 @@ def test_merging_two_halves_by_lse_gives_the_whole() -> None:
         ([(4, 2, 8), (4, 2, 8), (4, 2, 8)], {}, "expected q"),
         ([(1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8)], {"causal": True}, "as many queries as keys"),
         ([(1, 4, 2, 8)] * 3, {"layout": TokenLayout((1, 1, 5))}, "describes 5 tokens, k has 4"),
+        ([(1, 4, 2, 8)] * 3, {"layout": (1, 2, 2)}, r"layout: expected a TokenLayout, got \(1, 2, 2\)"),
         ([(1, 4, 2, 8)] * 3, {"layout": TokenLayout.text(4, (4, 4))}, "holds 2 samples"),
     ],
 )

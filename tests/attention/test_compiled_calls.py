@@ -22,6 +22,7 @@ from diffusion_runtime.attention import (
     UlyssesAttention,
     USPAttention,
     attention,
+    force_attention_backend,
     list_backends,
     plan_attention,
 )
@@ -220,3 +221,21 @@ def test_a_plan_of_a_graph_keeps_the_same_pairs() -> None:
         assert (found.row_mask is not None) >= (expected.row_mask is not None), name
     with pytest.raises(ConfigError, match="has no plan"):
         compiled(functools.partial(plan_attention, backend="reference", layout=LAYOUT))(q, k)
+
+
+def test_a_forced_choice_stands_around_a_compiled_function() -> None:
+    """Inside one, torch reports the refusal; where graphs may break, the rest runs uncompiled with the choice."""
+    q = torch.randn(1, 8, 2, 16)
+
+    def forced(q: torch.Tensor) -> torch.Tensor:
+        with force_attention_backend("reference"):
+            return attention(q, q, q)
+
+    whole = torch.compile(lambda q: attention(q, q, q), fullgraph=True, backend="eager")
+    with force_attention_backend("reference"):
+        assert whole(q).equal(forced(q))
+    with pytest.raises(RuntimeError, match="force_attention_backend: expected outside of a compiled function"):
+        torch.compile(forced, fullgraph=True, backend="eager")(q)
+    # What torch has given up on once it leaves alone.
+    torch._dynamo.reset()
+    assert torch.compile(forced, backend="eager")(q).equal(forced(q))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
-from cli_support import Command
+from cli_support import Command, tiny_arguments
 from sample_media import make_media
 
 from diffusion_runtime.config import RuntimeConfig
@@ -74,6 +75,20 @@ def test_a_file_of_another_recipe_is_an_error(command: Command, tiny_flags: tupl
 
     Path("outputs/a-star-seed0.json").unlink()
     assert "its recipe is another one, or missing" in command(*arguments, "--resume").said
+
+
+def test_weights_that_changed_in_place_are_other_weights(command: Command, tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    arguments = ("generate", "a star", *tiny_arguments(folder), "--format", "npy", "--resume")
+    assert command(*arguments).code == 0
+    assert command(*arguments).out == ""
+    path = next((folder / "transformer").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    # Of the last number, the lowest bits.
+    content[-4] ^= 1
+    path.write_bytes(content)
+    refused = command(*arguments)
+    assert (refused.code, "a file of weights has changed since" in refused.said) == (2, True), refused.err
 
 
 def test_another_attention_is_another_recipe(command: Command, tiny_flags: tuple[str, ...]) -> None:

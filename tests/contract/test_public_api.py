@@ -10,9 +10,10 @@ import diffusion_runtime
 import diffusion_runtime.attention
 from diffusion_runtime import errors
 
-PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError Cancelled Client ConfigError DeviceMemoryError
-DiffusionRuntimeError GeneratedMedia GenerationRequest ModelLoadError OutputError Pipeline
-PipelineBusyError RequestError RuntimeConfig UsageError __version__ attach follow
+PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError BatchFailedError Cancelled Client ConfigError
+DeviceMemoryError DiffusionRuntimeError GeneratedMedia GenerationRequest MissingPackageError ModelLoadError OutputError
+Pipeline PipelineBusyError PipelineClosedError RequestError RuntimeConfig ThirdPartyError UsageError __version__ attach
+follow
 force_attention_backend global_force_attn_backend join_processes lead load_pipeline parse_flags""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport

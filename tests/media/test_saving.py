@@ -21,6 +21,8 @@ from sample_media import RECIPE, make_media
 
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media import FORMATS, RECIPE_SCHEMA, read_media_file, read_recipe
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.session.outputs import Outputs
 
 
 def decoded(path: Path) -> numpy.ndarray:
@@ -106,6 +108,21 @@ def test_odd_sizes_keep_every_pixel_in_an_mp4(tmp_path: Path) -> None:
     shown = decoded(path)
     assert shown.shape == (9, 48, 64, 3)
     assert numpy.abs(shown[:, :47, :63].astype(int) - media.frames.astype(int)).mean() < 2.5
+
+
+def test_a_gif_of_more_frames_than_players_show_is_refused(tmp_path: Path) -> None:
+    """Before the run, where the request says how many."""
+    make_media(num_frames=3, fps=50).save(tmp_path / "x.gif")
+    make_media(num_frames=1, fps=60).save(tmp_path / "still.gif")
+    request = GenerationRequest(prompt="a", num_frames=9, fps=60)
+    for refused in (
+        lambda: make_media(num_frames=3, fps=60).save(tmp_path / "y.gif"),
+        lambda: make_media(num_frames=3, fps=60).to_bytes("gif"),
+        lambda: Outputs.parse(str(tmp_path / "y.gif"), None).format_for(request),
+    ):
+        with pytest.raises(ConfigError, match=r"at most 50 frames per second, got 60; use webp or mp4, or --fps 50"):
+            refused()
+    assert not (tmp_path / "y.gif").exists()
 
 
 @pytest.mark.parametrize("fps", [7, 12, 30])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import resource
@@ -73,6 +74,16 @@ def test_an_mp4_carries_its_sound(tmp_path: Path) -> None:
     known = read_media_file(path)
     assert (known.num_frames, known.height, known.width, known.fps) == (9, 48, 64, 8.0)
     assert known.recipe == {"schema": RECIPE_SCHEMA, **RECIPE}
+
+
+def test_a_rate_that_aac_does_not_have_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = numpy.zeros((2, 4000), numpy.float32)
+    for rate, said in ((22_000, 22_050), (192_000, 96_000), (48_000, None)):
+        media = dataclasses.replace(make_media(), audio=Audio(samples, rate))
+        caplog.clear()
+        media.save(tmp_path / f"{rate}.mp4")
+        expected = [] if said is None else [f"mp4: AAC has no sound of {rate} Hz: it is resampled to {said} Hz"]
+        assert caplog.messages == expected, rate
 
 
 def test_an_mp4_without_sound_has_no_track_for_it(tmp_path: Path) -> None:

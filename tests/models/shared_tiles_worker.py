@@ -32,7 +32,7 @@ def main(rank: int, size: int, store: str) -> None:
             return frames
 
         decoders = norm_fused(module, network, 8 if kind == "ltx2" else 4)
-        decoder = VideoDecoder(module, by_factor(1.0), decoders, TILINGS[kind], is_tiled=True)
+        decoder = VideoDecoder(module, by_factor(1.0), decoders, TILINGS[kind]).in_tiles("on")
         latents = random_latents(module, *shape)
         alone = list(decoder.stream(latents).chunks)
         num_tiles = len(tiles)

@@ -221,7 +221,7 @@ def test_a_clip_in_pieces_has_the_frames_of_the_whole() -> None:
                 list(decode_next(other))
             rest = [*decode_fork(latents[:, :, 2:3]), *decode_fork(latents[:, :, 3:])]
             assert torch.equal(torch.cat([*begun, *rest], dim=1), whole), (kind, decoder.implementation)
-        with pytest.raises(ConfigError, match="leave out --vae-tiling"), plain.in_tiles(True).clip():
+        with pytest.raises(ConfigError, match="leave out --vae-tiling"), plain.in_tiles("on").clip():
             pass
 
 

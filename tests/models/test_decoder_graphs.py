@@ -37,7 +37,7 @@ class Decoding:
     """The embedded model's decoder, without and with graphs."""
 
     def __init__(
-        self, capture: RecordedCapture | None = None, *, is_fast: bool = False, in_tiles: bool = False
+        self, capture: RecordedCapture | None = None, *, is_fast: bool = False, in_tiles: str = "auto"
     ) -> None:
         self.capture = capture or RecordedCapture()
         self.graphs = DecoderGraphs(self.capture)
@@ -81,7 +81,7 @@ def test_images_are_replayed_and_a_video_after_them_begins_with_an_empty_history
 
 
 def test_tiles_are_clips_of_their_own() -> None:
-    decoding = Decoding(in_tiles=True)
+    decoding = Decoding(in_tiles="on")
     for seed in range(3):
         decoding.check(latents_of(seed, 2, TILES))
     report = decoding.check(latents_of(3, 2, TILES))

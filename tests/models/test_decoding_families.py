@@ -1,7 +1,9 @@
-"""Tiles and fused norms of the HunyuanVideo, LTX-2, Wan and Qwen-Image decoders, against diffusers' modules."""
+"""Tiles of every decoder and fused norms of those of videos, against diffusers' modules."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import math
 import os
@@ -13,16 +15,21 @@ import pytest
 import torch
 from cli_support import process_environment
 from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
 )
 from warm_python import start_python
 
 from diffusion_runtime.decoders.causal_video_decoder import exact_decoder
-from diffusion_runtime.decoders.decoder_memory import widest_activation
+from diffusion_runtime.decoders.decoder_memory import decoding_bytes, widest_activation
+from diffusion_runtime.decoders.exact_tiles import decode_frame
 from diffusion_runtime.decoders.fused_norms import NormSilu, fuse_norms, with_shared_weights
+from diffusion_runtime.decoders.image_decoder import ImageDecoder
 from diffusion_runtime.decoders.sample_decoder import Tiling, WholeDecoder
 from diffusion_runtime.decoders.video_decoder import (
     Decoders,
@@ -34,7 +41,9 @@ from diffusion_runtime.decoders.video_decoder import (
 )
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.models.flux1.family import FAMILY as FLUX1
+from diffusion_runtime.models.qwen_image_21.codec import QwenImage21Decoder
 
 HUNYUAN = {"block_out_channels": (4, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 HUNYUAN_15 = {"latent_channels": 8, "block_out_channels": (4, 8, 8, 16, 16), "layers_per_block": 1}
@@ -46,19 +55,34 @@ LTX = {
     "decoder_layers_per_block": (1,) * 4,
 }
 QWEN = {"base_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, True]}
+FLUX = {
+    "block_out_channels": (8, 8, 16),
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
+QWEN_21 = {"base_dim": 4, "decoder_base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 2, 2], "num_res_blocks": 1}
+QWEN_21 |= {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
 # The class, its settings, its decoder without tiles, and how tiles of a quarter of the published size are set.
 KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
     "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN, lambda m, raw: m.decoder(m.post_quant_conv(raw))),
     "hunyuan 1.5": (AutoencoderKLHunyuanVideo15, HUNYUAN_15, lambda m, raw: m.decoder(raw)),
     "ltx2": (AutoencoderKLLTX2Video, LTX, lambda m, raw: m.decoder(raw)),
     "qwen-image": (AutoencoderKLQwenImage, QWEN, lambda m, raw: m.decode(raw, return_dict=False)[0]),
+    "flux": (AutoencoderKL, FLUX, decode_frame),
+    "flux2": (AutoencoderKLFlux2, FLUX, decode_frame),
+    "qwen-image 2.1": (AutoencoderKLQwenImage21, QWEN_21, decode_frame),
 }
 TILINGS = {
     "hunyuan": Tiling(8, 6, 8, (4, 3)),
     "hunyuan 1.5": Tiling(4, 3, 16),
     "ltx2": Tiling(6, 4, 32, keeps_ends=True),
     "qwen-image": Tiling(8, 6, 4, keeps_ends=True),
+    "qwen-image 2.1": Tiling(8, 6, 16, keeps_ends=True),
 }
+_SIZES = ("size", "stride", "pixels")
 
 
 def autoencoder(kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -73,9 +97,15 @@ def autoencoder(kind: str, dtype: torch.dtype = torch.float32, device: str = "cp
     return module.eval().requires_grad_(False).to(device, dtype)
 
 
-def decoder_of(kind: str, module: Any, tiling: Tiling | None = None, *, is_tiled: bool = False) -> VideoDecoder:
+def decoder_of(kind: str, module: Any, tiling: Tiling | None = None) -> VideoDecoder:
     decoders = norm_fused(module, KINDS[kind][2], 8 if kind == "ltx2" else 4)
-    return VideoDecoder(module, by_factor(1.0), decoders, tiling or TILINGS[kind], is_tiled=is_tiled)
+    return VideoDecoder(module, by_factor(1.0), decoders, tiling or TILINGS[kind])
+
+
+def image_decoder_of(kind: str, module: Any) -> VideoDecoder:
+    if kind == "qwen-image 2.1":
+        return QwenImage21Decoder(module, by_factor(1.0))
+    return ImageDecoder(module, by_factor(1.0))
 
 
 def random_latents(module: Any, *size: int, device: str = "cpu") -> torch.Tensor:
@@ -101,7 +131,7 @@ def test_tiles_are_those_of_diffusers() -> None:
             latents = random_latents(module, *size)
             with OneDnnConvolutions():
                 expected = to_unit_range(module.decode(latents.to(dtype), return_dict=False)[0])
-            ours = decoder_of("hunyuan", module, is_tiled=True)
+            ours = decoder_of("hunyuan", module).in_tiles("on")
             assert torch.equal(ours.decode(latents), expected), (dtype, size)
             sizes = {7: [13, 12], 5: [13, 4], 3: [9], 2: [5]}[size[0]]
             assert [part.shape[1] for part in ours.stream(latents).chunks] == sizes
@@ -110,29 +140,86 @@ def test_tiles_are_those_of_diffusers() -> None:
         latents = random_latents(module, 2, 7, 9)
         with OneDnnConvolutions():
             expected = to_unit_range(module.decode(latents.to(dtype), return_dict=False)[0])
-        assert torch.equal(decoder_of("hunyuan 1.5", module, is_tiled=True).decode(latents), expected)
+        assert torch.equal(decoder_of("hunyuan 1.5", module).in_tiles("on").decode(latents), expected)
 
 
 @torch.inference_mode()
 def test_tiles_are_near_the_whole() -> None:
     """Of the decoders that have tiles only when asked; without blending, seams would show."""
-    for kind, shape, bound in (("ltx2", (2, 8, 12), 24.0), ("qwen-image", (1, 20, 14), 30.0)):
+    kinds = {
+        "ltx2": ((2, 8, 12), 24.0, decoder_of),
+        "qwen-image": ((1, 20, 14), 30.0, lambda _, module: exact_decoder(module, by_factor(1.0))),
+        "qwen-image 2.1": ((1, 20, 14), 26.0, image_decoder_of),
+    }
+    for kind, (shape, bound, make) in kinds.items():
         module = autoencoder(kind)
         latents = random_latents(module, *shape)
-        whole = exact_decoder(module, by_factor(1.0)) if kind == "qwen-image" else decoder_of(kind, module)
-        if kind == "qwen-image":
-            whole._tiling = TILINGS[kind]
-        tiled = whole.in_tiles(True)
+        whole, size, stride, pixels = make(kind, module), *(getattr(TILINGS[kind], name) for name in _SIZES)
+        tiled = whole.in_tiles(f"{size * pixels}:{(size - stride) * pixels}")
         expected, found = whole.decode(latents), tiled.decode(latents)
         assert found.shape == expected.shape
-        size, pixels = TILINGS[kind].stride, TILINGS[kind].pixels
-        whole._tiling = Tiling(size, size, pixels)
-        abutting = whole.in_tiles(True).decode(latents)
+        abutting = whole.in_tiles(f"{stride * pixels}:0").decode(latents)
         print(kind, decibels(expected, found), decibels(expected, abutting))
         assert max(bound, decibels(expected, abutting) + 1.0) < decibels(expected, found) < 100.0, kind
-        assert tiled.in_tiles(False).decode(latents).equal(expected)
-        assert "in tiles of" in tiled.implementation
+        assert tiled.in_tiles("off").decode(latents).equal(expected)
+        said = f"in tiles of {size * pixels} pixels that overlap by {(size - stride) * pixels}, not as a whole decode"
+        assert said in tiled.implementation
         assert "in tiles" not in whole.implementation
+
+
+@torch.inference_mode()
+def test_tiles_of_pictures_are_exact() -> None:
+    """Of decoders with group norms: to rounding as diffusers decodes at once; its own tiles are 80 dB further off. Odd
+    numbers of tiles, narrow ones at the ends, tiles as large as their halo, and a picture that is one tile."""
+    for kind in ("flux", "flux2"):
+        for dtype, side, size, bound in (
+            (torch.float32, 32, (20, 13), 110.0),
+            (torch.float32, 64, (33, 17), 110.0),
+            (torch.float32, 64, (16, 9), math.inf),
+            (torch.bfloat16, 64, (20, 13), 40.0),
+        ):
+            module = autoencoder(kind, dtype)
+            latents = random_latents(module, 1, *size)
+            whole = image_decoder_of(kind, module)
+            expected = to_unit_range(decode_frame(module, latents.to(dtype)))
+            assert whole.decode(latents).equal(expected)
+            whole._tiling = Tiling(side // 4, side // 4, 4, is_exact=True)
+            tiled = whole.in_tiles("on")
+            found = tiled.decode(latents)
+            assert found.shape == expected.shape
+            assert decibels(expected, found) >= bound or found.equal(expected), (kind, side, size)
+            assert tiled.implementation.endswith(f"in tiles of {side} pixels, to rounding as a whole decode")
+            # The module is as it was.
+            assert whole.decode(latents).equal(expected)
+        module.to(torch.float32).enable_tiling()
+        module.tile_latent_min_size, module.tile_sample_min_size = 8, 32
+        theirs = to_unit_range(module.decode(latents[:, :, 0], return_dict=False)[0][:, :, None])
+        module.disable_tiling()
+        assert decibels(to_unit_range(decode_frame(module, latents)), theirs) < 30.0
+    module.decoder.up_blocks[0] = torch.nn.Identity()
+    with pytest.raises(ConfigError, match="no tiles for a decoder with Identity"):
+        whole.in_tiles("on").decode(latents)
+
+
+def test_the_plan_counts_what_tiles_have_alive() -> None:
+    """Of exact and of blended tiles: at least what is alive at once while a CPU decodes, and not much more."""
+    height, width = 48, 56
+    for kind, wide in (("flux", {"block_out_channels": (32, 32, 64)}), ("qwen-image", {"base_dim": 24})):
+        made, settings, _ = KINDS[kind]
+        module = made(**{**settings, **wide}).eval().requires_grad_(False)
+        decoder = image_decoder_of(kind, module) if kind == "flux" else exact_decoder(module, by_factor(1.0))
+        tiles = "64" if kind == "flux" else "64:16"
+        latents = random_latents(module, 1, height, width)
+        tiled = decoder.in_tiles(tiles)
+        counted = peak_bytes(
+            lambda tiled=tiled, latents=latents: list(tiled.stream(latents).chunks), torch.device("cpu")
+        )
+        tiling, module = decoder._tiling.chosen(tiles), copy.deepcopy(module).to("meta")
+        planned, whole = (decoding_bytes(module, height * 4, width * 4, 1, tiling=each) for each in (tiling, None))
+        print(kind, planned, counted, whole)
+        # The latents and the statistics are small, and not counted.
+        assert 0.98 * counted <= planned < 1.3 * counted, kind
+        assert planned < whole / 3, kind
 
 
 def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) -> None:
@@ -160,9 +247,9 @@ def test_tiles_along_the_frames_are_at_their_place() -> None:
     module = autoencoder("ltx2")
     latents = random_latents(module, 8, 2, 3)
     decoder = decoder_of("ltx2", module, Tiling(6, 4, 32, (3, 2), keeps_ends=True))
-    whole, found = decoder.decode(latents), decoder.in_tiles(True).decode(latents)
+    whole, found = decoder.decode(latents), decoder.in_tiles("on").decode(latents)
     assert found.shape == whole.shape
-    assert [part.shape[1] for part in decoder.in_tiles(True).stream(latents).chunks] == [17, 16, 24]
+    assert [part.shape[1] for part in decoder.in_tiles("on").stream(latents).chunks] == [17, 16, 24]
     near = {shift: decibels(whole[:, 20 + shift : 30 + shift], found[:, 20:30]) for shift in (-1, 0, 1)}
     assert near[0] > max(near[-1], near[1]) + 6.0, near
 
@@ -244,8 +331,16 @@ def test_a_decode_that_does_not_fit_says_what_it_takes_and_what_tiles_take() -> 
     assert 8 * 8 * 8 * 4 <= numbers <= 8 * 8 * 8 * 64
 
 
-def test_models_without_tiles_refuse_them() -> None:
-    FLUX1.decoding.check_tiling("auto", FLUX1.name)
-    FLUX1.decoding.check_tiling("off", FLUX1.name)
-    with pytest.raises(ConfigError, match="the decoder of flux1 models has no tiles; leave out --vae-tiling"):
-        FLUX1.decoding.check_tiling("on", FLUX1.name)
+def test_tiles_that_a_decoder_cannot_have_are_refused() -> None:
+    for choice in ("auto", "off", "on", "512"):
+        FLUX1.decoding.check_tiling(choice, FLUX1.name, 8)
+    with pytest.raises(ConfigError, match="flux1 models are multiples of 8: 300 is near 304"):
+        FLUX1.decoding.check_tiling("300", FLUX1.name, 8)
+    with pytest.raises(
+        ConfigError, match="flux1 models are exact, an overlap of 64 would change nothing: --vae-tiling 512"
+    ):
+        FLUX1.decoding.check_tiling("512:64", FLUX1.name, 8)
+    without = dataclasses.replace(FLUX1.decoding, tiling=None)
+    without.check_tiling("auto", "these", 8)
+    with pytest.raises(ConfigError, match="on: the decoder of these models has no tiles; leave out --vae-tiling"):
+        without.check_tiling("on", "these", 8)

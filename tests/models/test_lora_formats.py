@@ -651,6 +651,8 @@ def test_a_file_for_one_transformer_of_two_says_which(tmp_path: Path) -> None:
         bind(file, LoraConfig("a", component="both"), target("Wan"))
     named = file_of(tmp_path, {**low_rank(f"transformer_2.{Q}", 16, 16), **low_rank(f"transformer.{Q}", 16, 16)})
     assert [bool(bind(named, LoraConfig("a"), two).changed(each)) for each in two.shapes] == [True, True]
+    flat = file_of(tmp_path, low_rank(f"lora_transformer_2_{Q.replace('.', '_')}", 16, 16))
+    assert [bool(bind(flat, LoraConfig("a"), two).changed(each)) for each in two.shapes] == [False, True]
 
 
 def test_an_alpha_of_whole_numbers_and_one_of_the_whole_file_for_both_transformers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -219,20 +220,25 @@ def test_info_lists_every_part_of_a_file(flux1: Path, tmp_path: Path, capsys: py
     assert all(prefix in shown for prefix in ALL_IN_ONE)
 
 
-def test_files_in_an_unknown_format_are_refused_by_its_name(flux1: Path, tmp_path: Path) -> None:
-    mark = json.dumps({"format": "asym_w4a8_int8", "group_size": 16}).encode()
+def test_what_would_change_the_numbers_and_is_not_applied_is_refused_by_its_name(flux1: Path, tmp_path: Path) -> None:
+    """In transformers and text encoders: unknown formats, settings and scales; the scales of inputs are not needed."""
+    int8, scales = {"format": "int8_tensorwise"}, {"weight_scale": torch.ones(())}
+    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str | None]] = [
+        ({"format": "asym_w4a8_int8", "group_size": 16}, {}, "comfy_quant: expected format .* got 'asym_w4a8_int8'"),
+        ({"format": "svdquant_w4a4", "act_unsigned": True}, {}, "comfy_quant: .*weight: act_unsigned: inputs of this"),
+        ({**int8, "transposed": True}, scales, "comfy_quant: key 'transposed': expected none but"),
+        ({**int8, "transposed": False}, {**scales, "input_scale": torch.ones(())}, None),
+    ]
     for component, key in (("transformer", "transformer_path"), ("text_encoder_2", "text_encoder_2_path")):
-        tensors = load_file(next((flux1 / component).glob("*.safetensors")))
-        name = next(each for each, tensor in tensors.items() if tensor.dim() == 2)
-        tensors[name] = tensors[name].to(torch.int8)
-        tensors[f"{name.removesuffix('weight')}comfy_quant"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
-        save_file(tensors, tmp_path / f"{component}.safetensors")
-        with pytest.raises(
-            ModelLoadError, match=rf"{name.removesuffix('weight')}comfy_quant: expected format .* got 'asym_w4a8_int8'"
-        ):
-            inspect_pipeline(
-                RuntimeConfig(str(flux1), device="cpu", **{key: str(tmp_path / f"{component}.safetensors")})
-            )
+        given = load_file(next((flux1 / component).glob("*.safetensors")))
+        name = next(each for each, tensor in given.items() if tensor.dim() == 2)
+        layer, path = name.removesuffix("weight"), tmp_path / f"{component}.safetensors"
+        for settings, beside, said in cases:
+            mark = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
+            of_layer = {f"{layer}{suffix}": tensor for suffix, tensor in {**beside, "comfy_quant": mark}.items()}
+            save_file({**given, name: given[name].to(torch.int8), **of_layer}, path)
+            with nullcontext() if said is None else pytest.raises(ModelLoadError, match=re.escape(layer) + said):
+                inspect_pipeline(RuntimeConfig(str(flux1), device="cpu", **{key: str(path)}))
 
 
 def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ import numpy
 import pytest
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.models.weight_fingerprint import changed_weights, fingerprint, weight_fingerprints
+from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.models.weight_fingerprint import (
+    changed_weights,
+    fingerprint,
+    folder_fingerprint,
+    weight_fingerprints,
+)
 
 
 def write(path: Path, size: int, seed: int = 0) -> Path:
@@ -41,6 +47,23 @@ def test_a_folder_is_known_by_its_weight_files(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == before
     write(tmp_path / "b.safetensors", 10)
     assert fingerprint(tmp_path) != before
+
+
+def test_the_weights_of_a_model_s_folder_are_known(tmp_path: Path) -> None:
+    """All that it reads from there, and nothing else."""
+    for component in ("transformer", "vae", "notes"):
+        (tmp_path / component).mkdir()
+    places = [write(tmp_path / name / "a.safetensors", 10) for name in ("transformer", "vae")]
+    write(tmp_path / "notes" / "a.txt", 10)
+    folder, packaged = ModelFolder(tmp_path), ModelFolder(tmp_path, is_packaged=True)
+    before, own = folder_fingerprint(folder, ()), folder_fingerprint(folder, ("vae",))
+    write(tmp_path / "notes" / "a.txt", 10, seed=1)
+    assert folder_fingerprint(folder, ()) == before
+    write(places[1], 10, seed=1)
+    assert folder_fingerprint(folder, ()) != before
+    assert folder_fingerprint(folder, ("vae",)) == own
+    assert folder_fingerprint(packaged, ()) is None
+    assert folder_fingerprint(folder, ("vae", "transformer")) is None
 
 
 def test_an_upsampler_is_known_in_a_folder_of_a_model(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 
 
 def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
@@ -187,6 +187,11 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Toke
         raise ConfigError(f"attention: causal needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
     if layout is None:
         return
+    if not isinstance(layout, TokenLayout):
+        raise ConfigError(
+            f"attention: layout: expected a TokenLayout, got {shown(layout)}; a grid of frames x height x width is "
+            "TokenLayout((frames, height, width))"
+        )
     if layout.num_tokens != k.shape[1]:
         raise ConfigError(f"attention: the layout describes {layout.num_tokens} tokens, k has {k.shape[1]}")
     if layout.valid_lengths is not None and len(layout.valid_lengths) != q.shape[0]:

@@ -14,7 +14,7 @@ import torch
 
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
-from diffusion_runtime.decoders.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
+from diffusion_runtime.decoders.image_decoder import AUTOENCODER, image_tiling, load_image_decoder, read_normalisation
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
@@ -113,7 +113,7 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=load_image_decoder),
+    decoding=Decoding(load=load_image_decoder, tiling=image_tiling, has_exact_tiles=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux1Transformer,

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.image_decoder import decode_image
-from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.image_decoder import ImageDecoder
 from diffusion_runtime.models.flux2.config import FOLD
 from diffusion_runtime.models.reference_images import Encode, encode_with
 
@@ -23,31 +22,18 @@ AUTOENCODER = DiffusersComponent(
 )
 
 
-class Flux2Decoder(LatentDecoder):
-    """AutoencoderKLFlux2's decoder. Computes in its weights' dtype. eps: added to the variances."""
-
-    library = "diffusers"
-
-    def __init__(self, autoencoder: Any, eps: float) -> None:
-        self._autoencoder = autoencoder
-        self._eps = eps
-        self.implementation = type(autoencoder).__name__
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode; the normalisation is undone in float32, whatever dtype the decoder computes in."""
-        weight = next(self._autoencoder.parameters())
-        mean, deviation = _statistics(self._autoencoder, self._eps)
-        folded = latents.squeeze(2).to(weight.device, torch.float32) * deviation + mean
-        return decode_image(self._autoencoder, F.pixel_shuffle(folded, FOLD).to(weight.dtype))
-
-
-def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Flux2Decoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageDecoder:
     """Load the decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     autoencoder = _load(folder, device, dtype, ("encoder", "quant_conv"))
-    return Flux2Decoder(autoencoder, _read_eps(folder))
+    mean, deviation = _statistics(autoencoder, _read_eps(folder))
+
+    def restore(latents: torch.Tensor) -> torch.Tensor:
+        return F.pixel_shuffle(latents.squeeze(2) * deviation + mean, FOLD)[:, :, None]
+
+    return ImageDecoder(autoencoder, restore)
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:

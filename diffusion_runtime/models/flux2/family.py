@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.image_decoder import image_tiling
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
@@ -151,7 +152,7 @@ FAMILY = ModelFamily(
         read_schedule=read_schedule,
     ),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
-    decoding=Decoding(load=codec.load_decoder),
+    decoding=Decoding(load=codec.load_decoder, tiling=image_tiling, has_exact_tiles=True),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux2Transformer,

@@ -49,7 +49,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     factor = int(autoencoder.temporal_compression_ratio)
     decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(module.post_quant_conv(raw)), factor)
     restore = by_factor(read_scaling_factor(folder))
-    return VideoDecoder(autoencoder, restore, decoders, _tiling(autoencoder), is_tiled=True)
+    return VideoDecoder(autoencoder, restore, decoders, _tiling(autoencoder))
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
@@ -66,6 +66,7 @@ def _tiling(autoencoder: Any) -> Tiling:
         autoencoder.tile_sample_stride_height // pixels,
         pixels,
         (autoencoder.tile_sample_min_num_frames // frames, autoencoder.tile_sample_stride_num_frames // frames),
+        is_default=True,
     )
 
 
@@ -122,9 +123,7 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(
-        load=load_decoder, tiny_decoders={16: "taehv"}, is_shared=True, is_fast=True, has_tiles=True, is_tiled=True
-    ),
+    decoding=Decoding(load=load_decoder, tiny_decoders={16: "taehv"}, is_shared=True, is_fast=True, tiling=_tiling),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=HunyuanVideoTransformer,

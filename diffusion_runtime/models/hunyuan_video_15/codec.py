@@ -49,13 +49,16 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder",))
-    pixels, size = int(autoencoder.spatial_compression_ratio), int(autoencoder.tile_latent_min_height)
-    # Diffusers' sizes: 256 pixels a side that overlap by a quarter.
-    tiling = Tiling(size, int(size * (1 - autoencoder.tile_overlap_factor)), pixels)
     decoders = norm_fused(
         autoencoder, lambda module, raw: module.decoder(raw), int(autoencoder.temporal_compression_ratio)
     )
-    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)), decoders, tiling, is_tiled=True)
+    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)), decoders, tiling(autoencoder))
+
+
+def tiling(autoencoder: Any) -> Tiling:
+    """Return diffusers' tile sizes: 256 pixels a side that overlap by a quarter."""
+    pixels, size = int(autoencoder.spatial_compression_ratio), int(autoencoder.tile_latent_min_height)
+    return Tiling(size, int(size * (1 - autoencoder.tile_overlap_factor)), pixels, is_default=True)
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:

@@ -45,13 +45,9 @@ class LTX2Decoder(VideoDecoder):
         self, autoencoder: Any, scaling_factor: float, audio_autoencoder: Any, vocoder: Any, sample_rate: int
     ) -> None:
         restore = by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor)
-        frames, pixels = _factors(autoencoder.decoder)
+        frames, _ = _factors(autoencoder.decoder)
         decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw), frames)
-        # Diffusers' sizes, 512 pixels a side that overlap by 64; 64 frames that overlap by 16. Its own tiles along the
-        # frames leave out the last frame of a tile instead of the first, and show everything after it one frame late; a
-        # tile of one latent, which it makes of the last of 15, cannot be padded by reflection.
-        size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
-        super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
+        super().__init__(autoencoder, restore, decoders, tiling(autoencoder))
         self._audio_autoencoder = audio_autoencoder
         self._vocoder = vocoder
         self._sample_rate = sample_rate
@@ -136,6 +132,15 @@ def _factors(network: Any) -> tuple[int, int]:
     strides = [each.stride for block in network.up_blocks for each in block.upsamplers or ()]
     frames, rows = (math.prod(stride[axis] for stride in strides) for axis in (0, 1))
     return frames * int(network.patch_size_t), rows * int(network.patch_size)
+
+
+def tiling(autoencoder: Any) -> Tiling:
+    """Return diffusers' tile sizes: 512 pixels a side that overlap by 64; 64 frames that overlap by 16."""
+    # Its own tiles along the frames leave out the last frame of a tile instead of the first, and show everything after
+    # it one frame late; a tile of one latent, which it makes of the last of 15, cannot be padded by reflection.
+    _, pixels = _factors(autoencoder.decoder)
+    size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
+    return Tiling(size, stride, pixels, (8, 6), keeps_ends=True)
 
 
 def _is_statistic(name: str) -> bool:

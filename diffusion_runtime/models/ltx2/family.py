@@ -109,7 +109,7 @@ FAMILY = ModelFamily(
         ),
         load=text.load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder, tiny_decoders={128: "taeltx_2"}, is_fast=True, has_tiles=True),
+    decoding=Decoding(load=codec.load_decoder, tiny_decoders={128: "taeltx_2"}, is_fast=True, tiling=codec.tiling),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTX2Transformer,

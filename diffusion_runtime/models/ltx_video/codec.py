@@ -52,16 +52,13 @@ class LTXVideoDecoder(VideoDecoder):
         )
         self._timestep, self._noise_scale, self._seed = 0.0, 0.0, 0
         restore = by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor)
-        frames, pixels = _factors(autoencoder.decoder)
+        frames, _ = _factors(autoencoder.decoder)
         time = self._time
         decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw, time.value), frames)
         if self._adds_noise:
             # Two decoders that draw noise cannot be compared.
             decoders = Decoders(decoders.module, (), decoders.make_fast)
-        # The same as diffusers' along height and width: 512 pixels a side that overlap by 64; along the frames 65 that
-        # overlap by 16, where diffusers' tiles of two latent frames would see hardly any motion.
-        size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
-        super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
+        super().__init__(autoencoder, restore, decoders, tiling(autoencoder))
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
         if not self._takes_timestep:
@@ -135,6 +132,14 @@ def _scaling_factor(folder: AnyFolder) -> float:
 
 def _is_statistic(name: str) -> bool:
     return name in ("latents_mean", "latents_std")
+
+
+def tiling(autoencoder: Any) -> Tiling:
+    """Return the tile sizes: diffusers' 512 pixels a side that overlap by 64; along the frames 65 that overlap by 16,
+    where diffusers' tiles of two latent frames would see hardly any motion."""
+    _, pixels = _factors(autoencoder.decoder)
+    size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
+    return Tiling(size, stride, pixels, (8, 6), keeps_ends=True)
 
 
 def _factors(network: Any) -> tuple[int, int]:

@@ -106,7 +106,7 @@ FAMILY = ModelFamily(
     text=TextEncoding(
         shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)), load=_load_text_encoder
     ),
-    decoding=Decoding(load=codec.load_decoder, is_fast=True, has_tiles=True),
+    decoding=Decoding(load=codec.load_decoder, is_fast=True, tiling=codec.tiling),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTXVideoTransformer,

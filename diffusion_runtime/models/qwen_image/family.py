@@ -14,7 +14,13 @@ from torch import nn
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
+from diffusion_runtime.decoders.causal_video_decoder import (
+    KNOWN,
+    CausalVideoDecoder,
+    causal_tiling,
+    decoding_half,
+    exact_decoder,
+)
 from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.media.images import read_image
@@ -164,7 +170,9 @@ FAMILY = ModelFamily(
     roles=(("self", "self"), (ROLE, "self")),
     requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
-    decoding=Decoding(load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, has_tiles=True, is_fast=True),
+    decoding=Decoding(
+        load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, tiling=causal_tiling, is_fast=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=QwenImageTransformer,

@@ -8,8 +8,14 @@ import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.interface import LatentDecoder
-from diffusion_runtime.decoders.video_decoder import Restore, read_statistics, restore_by_config
+from diffusion_runtime.decoders.sample_decoder import Tiling, WholeDecoder
+from diffusion_runtime.decoders.video_decoder import (
+    Decoders,
+    Restore,
+    VideoDecoder,
+    read_statistics,
+    restore_by_config,
+)
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
@@ -20,29 +26,34 @@ AUTOENCODER = DiffusersComponent(
 RGB, RGBA = 3, 4
 
 
-class QwenImage21Decoder(LatentDecoder):
+class QwenImage21Decoder(VideoDecoder):
     """AutoencoderKLQwenImage21's decoder. Computes in its weights' dtype. A transparent picture is laid over white, as
     frames have no transparency; `implementation` mentions it."""
 
-    library = "diffusers"
-
     def __init__(self, autoencoder: Any, restore: Restore) -> None:
-        self._autoencoder = autoencoder
-        self._restore = restore
-        has_alpha = autoencoder.config.out_channels == RGBA
-        self.implementation = type(autoencoder).__name__ + (", laid over white" if has_alpha else "")
+        whole = WholeDecoder(lambda raw: _decode_over_white(autoencoder, raw), 1)
+        super().__init__(autoencoder, restore, Decoders(whole, ()), tiling(autoencoder))
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode; the normalisation is undone in float32, whatever dtype the decoder computes in."""
-        weight = next(self._autoencoder.parameters())
-        raw = self._restore(latents.to(weight.device, torch.float32)).to(weight.dtype)
-        with torch.inference_mode():
-            picture = self._autoencoder.decode(raw, return_dict=False)[0][:, :, 0]
-            return over_white(picture.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0)).permute(0, 2, 3, 1)[:, None]
+    def _describe(self) -> None:
+        super()._describe()
+        if self._autoencoder.config.out_channels == RGBA:
+            self.implementation += ", laid over white"
+
+
+def tiling(autoencoder: Any) -> Tiling:
+    """Return the tiles: 512 pixels a side that overlap by 128; diffusers' 256 would be 16 latents."""
+    pixels = int(autoencoder.spatial_compression_ratio)
+    return Tiling(512 // pixels, 384 // pixels, pixels, keeps_ends=True)
+
+
+def _decode_over_white(autoencoder: Any, raw: torch.Tensor) -> torch.Tensor:
+    """Decode to float32 in [-1, 1], [batch, 3, 1, height, width]."""
+    picture: torch.Tensor = autoencoder.decode(raw, return_dict=False)[0]
+    return over_white(picture.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0)).mul_(2.0).sub_(1.0)
 
 
 def over_white(picture: torch.Tensor) -> torch.Tensor:
-    """Return [batch, 3, height, width] in [0, 1], of a picture with or without a fourth channel of opacity."""
+    """Return [batch, 3, ...] in [0, 1], of a picture with or without a fourth channel of opacity."""
     colours, opacity = picture[:, :RGB], picture[:, RGB:]
     return colours * opacity + (1 - opacity) if opacity.shape[1] else colours
 

@@ -13,7 +13,7 @@ from diffusion_runtime.models.declaration import Decoding, FolderFormat, Request
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, check_autoencoder, load_decoder
+from diffusion_runtime.models.qwen_image_21.codec import AUTOENCODER, check_autoencoder, load_decoder, tiling
 from diffusion_runtime.models.qwen_image_21.config import (
     QwenImage21TransformerConfig,
     read_geometry,
@@ -80,7 +80,7 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=load_decoder),
+    decoding=Decoding(load=load_decoder, tiling=tiling),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=QwenImage21Transformer,

@@ -12,6 +12,7 @@ from torch import nn
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.decoders.causal_video_decoder import causal_tiling
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
@@ -251,7 +252,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(
         is_shared=True,
-        has_tiles=True,
+        tiling=causal_tiling,
         is_fast=True,
         load=codec.load_decoder,
         tiny_decoders={16: "taew2_1", 48: "taew2_2"},

@@ -94,6 +94,7 @@ _ORIGINAL_LEVELS = ("diffusion_model.", "unet.", "dit.", "model.", "pipe.", "pip
 _FLATTENED_PREFIXES = {
     "lora_unet__": Names.KOHYA,
     "lora_unet_": Names.KOHYA,
+    "lora_transformer_2_": Names.KOHYA,
     "lora_transformer_": Names.KOHYA,
     "lycoris_": Names.LYCORIS,
 }
@@ -167,6 +168,7 @@ def split_prefix(key: str) -> tuple[Names, str, str]:
             return Names.LYCORIS if found[1] == "lycoris" else Names.KOHYA, TEXT_ENCODER, rest[found.end() :]
         for prefix, flattened in _FLATTENED_PREFIXES.items():
             if rest.startswith(prefix):
+                component = SECOND if prefix == f"lora_{SECOND}_" else component
                 return flattened, component, rest.removeprefix(prefix)
         level = next((each for each in _LEVELS if rest.startswith(each)), None)
         if level is None:
