@@ -86,7 +86,7 @@ class RunningServer:
 @contextlib.contextmanager
 def running_server(storage: Path, *arguments: str, is_ready: bool = True) -> Iterator[RunningServer]:
     """Context manager: a server with the embedded model."""
-    server = RunningServer(storage, arguments)
+    server = RunningServer(storage, (*arguments, "--no-warmup"))
     server.start()
     try:
         if is_ready:

@@ -3,6 +3,7 @@ fields of a form that hold JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.json_text import parse_json
 
 _MAX_FIELDS, _MAX_FILES, _MAX_VALUES = 500, 20, 10_000
-_MAX_LIST = 1000
+_MAX_LIST, _LONG = 1000, 64 * 1024
 _KEY = re.compile(r"(\w+)((?:\[[^\[\]]*\])*)")
 _PART = re.compile(r"\[([^\[\]]*)\]")
 # Wrappers of other servers and clients, whose values stand beside the others; those at the top win.
@@ -41,7 +42,9 @@ async def read_body(request: Request) -> Body:
     if kind == "application/json" or (not kind and "content-length" in request.headers):
         content = await request.body()
         try:
-            values = parse_json(content, max_values=_MAX_VALUES)
+            # In a thread where it takes long: images of data: URLs are of megabytes.
+            is_long = len(content) > _LONG
+            values = await asyncio.to_thread(_values, content) if is_long else _values(content)
         except DocumentError as error:
             raise invalid(None, f"the body is not JSON: {error}") from error
         if not isinstance(values, Mapping):
@@ -67,6 +70,10 @@ async def read_body(request: Request) -> Body:
             else:
                 pairs.append((name, value))
     return Body(flattened(nested(pairs)), files, is_form=True)
+
+
+def _values(content: bytes) -> Any:
+    return parse_json(content, max_values=_MAX_VALUES)
 
 
 def nested(pairs: list[tuple[str, str]]) -> dict[str, Any]:

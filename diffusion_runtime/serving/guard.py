@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -77,10 +77,15 @@ class Guard:
         access = self._settings.access
         if not access.allows_host(headers.get("host", "")):
             return ApiError(403, "host_not_allowed", "the Host header names another server; see --allowed-host")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if access.api_keys and path not in _OPEN and not (scheme.lower() == "bearer" and access.accepts(key.strip())):
+        if "origin" in headers and not access.allows_origin(headers["origin"], headers.get("host", "")):
+            return ApiError(403, "origin_not_allowed", "pages of this site may not call; see --allow-origin")
+        key = key_of(headers)
+        if access.api_keys and path not in _OPEN and (key is None or not access.accepts(key)):
             return ApiError(401, "invalid_api_key", "expected Authorization: Bearer KEY with a key of this server")
         length = headers.get("content-length", "0")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy in front may take the other one for the end of the request.
+            return ApiError(400, "invalid_value", "expected content-length or transfer-encoding, not both")
         if not length.isdecimal() or int(length) > self._settings.limits.max_body:
             return too_large(self._settings.limits.max_body)
         return None
@@ -95,6 +100,12 @@ class Guard:
             "seconds": round(seconds, 4),
         }
         _logger.info("%s %s %s", scope["method"], endpoint, seen["status"], extra={**values, **seen})
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """Return the key of a request, None where it has none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 class _BoundedBody:

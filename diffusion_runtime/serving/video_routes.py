@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -15,11 +17,11 @@ from diffusion_runtime.serving.bodies import read_body
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.event_stream import event, with_pings
 from diffusion_runtime.serving.files import ID, VARIANTS
-from diffusion_runtime.serving.job_objects import poll_milliseconds, video_object
+from diffusion_runtime.serving.job_objects import poll_milliseconds, preview_object, video_object
 from diffusion_runtime.serving.jobs import COMPLETED, FAILED, IN_PROGRESS, QUEUED, VIDEO, Job
 from diffusion_runtime.serving.openapi import request_body
-from diffusion_runtime.serving.request_fields import MAX_PROMPT, Draft
-from diffusion_runtime.serving.submission import Submission, owner_of
+from diffusion_runtime.serving.request_fields import Draft, checked_prompt
+from diffusion_runtime.serving.submission import Submission, may_see, owner_of, whose
 from diffusion_runtime.serving.waiting import until_over
 
 _MEDIA_TYPES = {
@@ -34,9 +36,11 @@ _MEDIA_TYPES = {
 def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
     router = APIRouter(tags=["videos"])
 
-    def found(video_id: str) -> Job:
+    access = dispatcher.settings.access
+
+    def found(video_id: str, request: Request) -> Job:
         job = dispatcher.jobs.get(video_id) if ID.fullmatch(video_id) else None
-        if job is None or job.kind != VIDEO:
+        if job is None or job.kind != VIDEO or not may_see(request, job, access):
             raise not_found(f"video {shown(video_id[:64])}")
         return job
 
@@ -58,7 +62,7 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         part = (job.result or {})["parts"][0]
         headers = {
             "x-video-id": job.id,
-            "x-model": json.dumps(job.work["model"]),
+            "x-model": quote(job.work["model"], safe=" /:@"),
             "x-inference-time-s": str(video_object(job, dispatcher)["inference_time_s"]),
             "x-stage-durations": json.dumps(part["timings"]),
             "x-peak-memory-mb": str(video_object(job, dispatcher)["peak_memory_mb"]),
@@ -67,7 +71,11 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
     @router.get("/v1/videos")
     async def list_videos(
-        limit: str = "20", order: str = "desc", after: str | None = None, status: str | None = None
+        request: Request,
+        limit: str = "20",
+        order: str = "desc",
+        after: str | None = None,
+        status: str | None = None,
     ) -> Response:
         """List videos by acceptance, the newest first."""
         if not limit.isdecimal() or not 1 <= int(limit[:6]) <= 100:
@@ -76,45 +84,47 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             raise invalid("order", f"order: expected asc or desc, got {shown(order)}")
         if status not in (None, QUEUED, IN_PROGRESS, COMPLETED, FAILED):
             raise invalid("status", f"status: expected queued, in_progress, completed or failed, got {shown(status)}")
-        number = None if after is None else found(after).number
         jobs, has_more = dispatcher.jobs.page(
-            VIDEO, limit=int(limit), is_descending=order == "desc", after=number, status=status
+            VIDEO,
+            limit=int(limit),
+            is_descending=order == "desc",
+            after=None if after is None else found(after, request).number,
+            status=status,
+            owner=whose(request, access),
         )
         data = [video_object(job, dispatcher) for job in jobs]
         ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
         return JSONResponse({"object": "list", "data": data, **ids, "has_more": has_more})
 
     @router.get("/v1/videos/{video_id}")
-    async def get_video(video_id: str) -> Response:
+    async def get_video(video_id: str, request: Request) -> Response:
         """Return a video's state; 200 for one that failed, too."""
-        return answer(found(video_id))
+        return answer(found(video_id, request))
 
     @router.delete("/v1/videos/{video_id}")
-    async def delete_video(video_id: str) -> Response:
+    async def delete_video(video_id: str, request: Request) -> Response:
         """Stop a video if it is being made, and remove it."""
-        job = found(video_id)
+        job = found(video_id, request)
         await dispatcher.delete(job.id)
         return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
 
     @router.post("/v1/videos/{video_id}/cancel")
-    async def cancel_video(video_id: str) -> Response:
+    async def cancel_video(video_id: str, request: Request) -> Response:
         """Stop a video; it is then `failed` with the code `cancelled`."""
-        job = found(video_id)
-        dispatcher.cancel(job.id, "client")
-        return answer(found(video_id))
+        dispatcher.cancel(found(video_id, request).id, "client")
+        await dispatcher.jobs.log.kept()
+        return answer(found(video_id, request))
 
     @router.post("/v1/videos/{video_id}/remix")
     async def remix_video(video_id: str, request: Request) -> Response:
         """Make a video again with its seed and settings, and another prompt."""
-        job = found(video_id)
+        job = found(video_id, request)
         values = (await read_body(request)).values
         for name in values:
             if name not in ("prompt", "model"):
                 message = f"{name[:80]}: a remix has the settings of its video, and another prompt"
                 raise invalid(name[:80], message, "unknown_parameter")
-        prompt = values.get("prompt")
-        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_PROMPT:
-            raise invalid("prompt", f"prompt: expected a text of 1 to {MAX_PROMPT} characters")
+        prompt = checked_prompt(values.get("prompt"))
         if job.work["inputs"]:
             message = "the images that this video began with are not kept; create a video with them again"
             raise ApiError(400, "unsupported_for_model", message)
@@ -125,15 +135,16 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             attention=job.work["attention"],
             loras=job.work["loras"],
             options=job.work["options"],
+            num_previews=job.work["previews"],
         )
         return answer(await submission.accept_draft(draft, owner_of(request), remixed_from=job.id))
 
     @router.get("/v1/videos/{video_id}/content")
-    async def video_content(video_id: str, variant: str = "video") -> Response:
+    async def video_content(video_id: str, request: Request, variant: str = "video") -> Response:
         """Return a file of a finished video; a Range of it where one is asked for."""
         if variant not in _MEDIA_TYPES:
             raise invalid("variant", f"variant: expected one of {', '.join(_MEDIA_TYPES)}, got {shown(variant)}")
-        job = found(video_id)
+        job = found(video_id, request)
         if job.status == FAILED:
             error = dict(job.error or {})
             raise ApiError(422, error["code"], error["message"], kind=error["type"])
@@ -143,7 +154,7 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
     def content(job: Job, variant: str, headers: dict[str, str]) -> Response:
         path = dispatcher.files.variant(job.id, variant)
-        if path is None and variant == "sound":
+        if path is None and variant == "sound" and job.num_bytes:
             raise not_found("sound beside this video; models that make sound put it into the video")
         if path is None:
             raise ApiError(410, "expired", "the file is no longer kept")
@@ -154,14 +165,20 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
     @router.get("/v1/videos/{video_id}/events")
     async def video_events(video_id: str, request: Request) -> Response:
-        """Stream the video's state now and after every change, as server-sent events."""
-        job = found(video_id)
+        """Stream the video's state now and after every change, as server-sent events; previews with return_previews."""
+        job = found(video_id, request)
         last = request.headers.get("last-event-id", "")
 
         async def events() -> AsyncIterator[bytes]:
+            # Kept here, as the last previews may come together with the end.
+            live = None if job.is_over else dispatcher.live(job.id)
+            num_sent = 0
             async for each in dispatcher.follow(job.id):
+                for preview in () if live is None else live.previews[num_sent:]:
+                    num_sent += 1
+                    yield event("preview", await asyncio.to_thread(preview_object, job, preview))
                 name = each.status if each.is_over else "progress"
-                number = str(dispatcher.live(job.id).version) if not each.is_over else "end"
+                number = "end" if live is None or each.is_over else str(live.version)
                 if number != last:
                     yield event(name, video_object(each, dispatcher), number)
 
