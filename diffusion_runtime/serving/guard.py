@@ -19,6 +19,8 @@ from diffusion_runtime.serving.settings import ServerSettings
 _logger = logging.getLogger("diffusion_runtime.serving.access")
 # Answered without a key: whoever starts processes asks them.
 _OPEN = ("/liveness", "/health")
+# Bytes per second of a body.
+_SLOWEST = 1024
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 
 
@@ -58,12 +60,15 @@ class Guard:
                 ]
             await send(message)
 
-        bounded = _BoundedBody(receive, self._settings.limits.max_body, self._settings.limits.read_timeout)
+        bounded = BoundedBody(receive, self._settings.limits.max_body, self._settings.limits.read_timeout)
         try:
             refusal = self._refusal(scope["path"], headers)
             if refusal is not None:
                 seen["code"] = refusal.code
-                await refusal.response()(scope, receive, answer)
+                response = refusal.response()
+                # Its body was not read, and may be endless, or end where a proxy sees another request.
+                response.headers["connection"] = "close"
+                await response(scope, receive, answer)
             else:
                 await self._app(scope, bounded.receive, answer)
         except Exception:
@@ -108,22 +113,26 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     return key.strip() if scheme.lower() == "bearer" else None
 
 
-class _BoundedBody:
-    """The body of a request, of at most max_bytes, each part within `seconds`."""
+class BoundedBody:
+    """The body of a request, of at most max_bytes, each part within `seconds` and all of it at _SLOWEST or faster: a
+    client that sends a byte now and then would hold its connection for ever."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive = receive
         self._left = max_bytes
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._began = time.monotonic()
         self._is_whole = False
 
     async def receive(self) -> Message:
         if self._is_whole:
             # What comes now is the client's leaving, which takes as long as it takes.
             return await self._receive()
+        received = self._max_bytes - self._left
+        left = self._began + self._seconds + received / _SLOWEST - time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), self._seconds)
+            message = await asyncio.wait_for(self._receive(), max(0.0, min(self._seconds, left)))
         except TimeoutError:
             raise ApiError(408, "timeout", "the body did not come in time", retries=False) from None
         self._left -= len(message.get("body", b""))

@@ -34,7 +34,8 @@ def write_pictures(target: Path, media: GeneratedMedia) -> Iterator[int]:
     for name, picture in (("thumbnail", thumbnail), ("spritesheet", sheet)):
         path = picture_path(target, name)
         content = io.BytesIO()
-        picture.save(content, "WEBP")
+        # method: a fifth of the time of a small clip is else spent here, for 4 % fewer bytes.
+        picture.save(content, "WEBP", method=2)
         publish_bytes(path, content.getvalue())
         yield path.stat().st_size
 

@@ -132,11 +132,9 @@ class ServerSettings:
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header, without its port, in lower case."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
+    """Return the name in a Host header, without its port, in lower case; nothing for what is neither."""
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", header.strip().lower())
+    return "" if found is None else found.group(1) or found.group(2)
 
 
 def is_address(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -67,7 +68,7 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             "x-stage-durations": json.dumps(part["timings"]),
             "x-peak-memory-mb": str(video_object(job, dispatcher)["peak_memory_mb"]),
         }
-        return content(job, "video", headers)
+        return content(request, job, "video", headers)
 
     @router.get("/v1/videos")
     async def list_videos(
@@ -150,9 +151,9 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             raise ApiError(422, error["code"], error["message"], kind=error["type"])
         if job.status != COMPLETED:
             raise ApiError(409, "video_not_ready", f"the video is {job.status}", seconds=1)
-        return content(job, variant, {})
+        return content(request, job, variant, {})
 
-    def content(job: Job, variant: str, headers: dict[str, str]) -> Response:
+    def content(request: Request, job: Job, variant: str, headers: dict[str, str]) -> Response:
         path = dispatcher.files.variant(job.id, variant)
         if path is None and variant == "sound" and job.num_bytes:
             raise not_found("sound beside this video; models that make sound put it into the video")
@@ -160,6 +161,8 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             raise ApiError(410, "expired", "the file is no longer kept")
         if variant == "video" and job.result is not None:
             headers = {**headers, "etag": f'"{job.result["parts"][0]["file"]["sha256"]}"'}
+        if (refused := _refused_range(request, path.stat().st_size)) is not None:
+            return refused
         suffix = ".mp4" if variant == "video" else VARIANTS[variant]
         return FileResponse(path, media_type=_MEDIA_TYPES[variant], filename=f"{job.id}{suffix}", headers=headers)
 
@@ -188,3 +191,23 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
 
 _UNCACHED: dict[str, Any] = {"cache-control": "no-store"}
+_RANGES = re.compile(r"bytes=(\d{1,18}-\d{0,18}|-\d{1,18})(,\s*(\d{1,18}-\d{0,18}|-\d{1,18}))*", re.IGNORECASE)
+
+
+def _refused_range(request: Request, num_bytes: int) -> Response | None:
+    """Return the answer to a Range that begins behind the end, None for others. One that is none is taken away, as if
+    it had not been sent (RFC 9110, 14.2)."""
+    text = request.headers.get("range")
+    if text is None:
+        return None
+    is_range = _RANGES.fullmatch(text.strip()) is not None
+    ends = [part.strip().partition("-") for part in text.strip()[6:].split(",")] if is_range else []
+    if not is_range or any(first and last and int(first) > int(last) for first, _, last in ends):
+        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
+        return None
+    if all(int(first) < num_bytes if first else int(last) > 0 for first, _, last in ends):
+        return None
+    message = f"range: the file has {num_bytes} bytes, got {shown(text[:80])}"
+    response = ApiError(416, "range_not_satisfiable", message, param="range").response()
+    response.headers["content-range"] = f"bytes */{num_bytes}"
+    return response
