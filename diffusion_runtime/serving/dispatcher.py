@@ -106,6 +106,7 @@ class Dispatcher:
     async def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
         """Accept a job: once this returns it is not lost."""
         job = self.jobs.add(job, idempotency)
+        self.live(job.id)
         self._wake.set()
         await self.jobs.log.kept()
         return job
@@ -301,7 +302,8 @@ class Dispatcher:
         while True:
             now = time.time()
             for job in self.jobs.in_status(QUEUED) if limits.queue_timeout else ():
-                if now - job.created > limits.queue_timeout:
+                # The clock of the wall may be set meanwhile.
+                if time.monotonic() - self.live(job.id).since > limits.queue_timeout:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
             for job_id, began in tuple(self._running.items()):
                 seconds = time.monotonic() - began
