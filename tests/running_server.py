@@ -21,6 +21,9 @@ from cli_support import process_environment
 # A small clip of the embedded model: 0.3 s of a core.
 SMALL = {"size": "64x64", "num_frames": 5, "num_inference_steps": 2}
 SECONDS = 120.0
+# Of the server that tests share.
+ADMIN = {"authorization": "Bearer admin-1"}
+ORIGIN = "https://page.example"
 
 
 @dataclass

@@ -66,8 +66,9 @@ class Guard:
             if refusal is not None:
                 seen["code"] = refusal.code
                 response = refusal.response()
-                # Its body was not read, and may be endless, or end where a proxy sees another request.
-                response.headers["connection"] = "close"
+                if _has_two_ends(headers):
+                    # What follows is another request to one of the two, and would be answered.
+                    response.headers["connection"] = "close"
                 await response(scope, receive, answer)
             else:
                 await self._app(scope, bounded.receive, answer)
@@ -88,8 +89,7 @@ class Guard:
         if access.api_keys and path not in _OPEN and (key is None or not access.accepts(key)):
             return ApiError(401, "invalid_api_key", "expected Authorization: Bearer KEY with a key of this server")
         length = headers.get("content-length", "0")
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy in front may take the other one for the end of the request.
+        if _has_two_ends(headers):
             return ApiError(400, "invalid_value", "expected content-length or transfer-encoding, not both")
         if not length.isdecimal() or int(length) > self._settings.limits.max_body:
             return too_large(self._settings.limits.max_body)
@@ -105,6 +105,11 @@ class Guard:
             "seconds": round(seconds, 4),
         }
         _logger.info("%s %s %s", scope["method"], endpoint, seen["status"], extra={**values, **seen})
+
+
+def _has_two_ends(headers: Mapping[str, str]) -> bool:
+    """Return whether a proxy in front may see another end of a request than this server does."""
+    return "content-length" in headers and "transfer-encoding" in headers
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:

@@ -22,7 +22,7 @@ import pytest
 from cli_support import command_process
 from fenced_blocks import ROOT, blocks
 from PIL import Image, ImageChops, ImageStat
-from running_server import SMALL, RunningServer, finished, is_running, running_server, wait_for
+from running_server import ADMIN, ORIGIN, SMALL, RunningServer, finished, is_running, running_server, wait_for
 
 from diffusion_runtime import Client, GenerationRequest, load_pipeline
 from diffusion_runtime.serving.client import ServerError
@@ -34,8 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 PROMPT = "a red circle moving left"
 # As docs/serving.md writes it.
 SERVER = "http://127.0.0.1:8000"
-ORIGIN = "https://page.example"
-ADMIN = {"authorization": "Bearer admin-1"}
 FLAGS = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "2")
 
 
@@ -58,15 +56,6 @@ def expected_sha256(
     media = pipeline(pipeline.resolve(GenerationRequest(prompt, **values), preset))
     path = folder / ("made.mp4" if media.num_frames > 1 else "made.png")
     return hashlib.sha256(media.save(path).read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    keys = tmp_path_factory.mktemp("keys") / "admin"
-    keys.write_text("admin-1\n")
-    arguments = ("--named-lora", "quick=shapes-fast", "--admin-key-file", str(keys), "--allow-origin", ORIGIN)
-    with running_server(tmp_path_factory.mktemp("storage"), *arguments) as server:
-        yield server
 
 
 @pytest.fixture
