@@ -21,6 +21,9 @@ from cli_support import process_environment
 # A small clip of the embedded model: 0.3 s of a core.
 SMALL = {"size": "64x64", "num_frames": 5, "num_inference_steps": 2}
 SECONDS = 120.0
+# Of the server that tests share.
+ADMIN = {"authorization": "Bearer admin-1"}
+ORIGIN = "https://page.example"
 
 
 @dataclass
@@ -86,7 +89,7 @@ class RunningServer:
 @contextlib.contextmanager
 def running_server(storage: Path, *arguments: str, is_ready: bool = True) -> Iterator[RunningServer]:
     """Context manager: a server with the embedded model."""
-    server = RunningServer(storage, arguments)
+    server = RunningServer(storage, (*arguments, "--no-warmup"))
     server.start()
     try:
         if is_ready:

@@ -57,9 +57,11 @@ def serve(context: typer.Context, **given: Any) -> None:
         ) from error
     limits = {name: own[name] for name in _LIMIT_FLAGS if own[name] is not None}
     access = Access(
-        api_keys=_keys(own["api_key_file"]),
+        api_keys=_keys("--api-key-file", own["api_key_file"], _KEY_VARIABLE),
+        admin_keys=_keys("--admin-key-file", own["admin_key_file"]),
         hosts=tuple(own["allowed_host"] or ()),
         url_hosts=tuple(given["allow_url"] or ()),
+        origins=tuple(own["allow_origin"] or ()),
     )
     settings = ServerSettings(
         storage=Path(own["storage"]),
@@ -71,6 +73,8 @@ def serve(context: typer.Context, **given: Any) -> None:
         loras=lora,
         insecure=own["insecure"],
         has_metrics=not own["no_metrics"],
+        warm_up=not own["no_warmup"],
+        preview=own["preview"],
     )
     config, log_format = _plain(runtime), given["log_format"]
     if "torch" in sys.modules:
@@ -125,16 +129,18 @@ def _named_loras(texts: Sequence[str]) -> dict[str, LoraConfig]:
     return found
 
 
-def _keys(path: str | None) -> tuple[str, ...]:
-    """Return the keys of a file, one per line, and of the environment."""
-    keys = [os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else []
+def _keys(flag: str, path: str | None, variable: str = "") -> tuple[str, ...]:
+    """Return the keys of a file, one per line, and of a variable of the environment."""
+    given = os.environ.get(variable) if variable else None
+    keys = [given] if given else []
     if path is not None:
         from diffusion_runtime.untrusted.files import read_file
 
-        lines = read_file(path, "--api-key-file", max_bytes=_MAX_KEY_FILE).decode(errors="replace").splitlines()
-        keys += [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise ConfigError(f"--api-key-file {path}: expected a key per line, and it has none")
+        lines = read_file(path, flag, max_bytes=_MAX_KEY_FILE).decode(errors="replace").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"{flag} {path}: expected a key per line, and it has none")
+        keys += found
     return tuple(keys)
 
 
@@ -159,11 +165,17 @@ _SERVER_FLAGS = (
     _flag(_SERVER, int, "port", "Port to listen on; 0 takes a free one.", 8000),
     _flag(_SERVER, str, "storage", "Folder of the jobs and their files.", "server-storage", "FOLDER"),
     _flag(_SERVER, str | None, "api_key_file", f"Keys, one per line; also the variable {_KEY_VARIABLE}.", None, "FILE"),
+    _flag(
+        _SERVER, str | None, "admin_key_file", "Keys, one per line, that also set LoRA files and profile.", None, "FILE"
+    ),
     _flag(_SERVER, bool, "insecure", "Listen on other addresses without a key.", False),
     _flag(_SERVER, list[str] | None, "allowed_host", "A name by which clients call this server.", None, "NAME"),
+    _flag(_SERVER, list[str] | None, "allow_origin", "A web site whose pages may call (CORS).", None, "ORIGIN"),
     _flag(_SERVER, list[str] | None, "named_lora", "A LoRA that requests may name.", None, "NAME=FILE[@0.8]"),
     _flag(_SERVER, str | None, "model_name", "Name of the model in requests.", None, "NAME"),
     _flag(_SERVER, bool, "no_metrics", "Do not answer /metrics.", False),
+    _flag(_SERVER, bool, "no_warmup", "Be ready without a first generation.", False),
+    _flag(_SERVER, str, "preview", "Estimates of running jobs.", "auto", "auto|linear|decode|off"),
 )
 
 

@@ -21,6 +21,8 @@ if sys.platform != "win32":
     import fcntl
 
 _SUFFIX = ".partial"
+# Numbers of OSError for a disk, or a user's share of it, that is full.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # Temporary files of this process, for an exit without unwinding.
 _temporary_files: set[Path] = set()
 
@@ -85,7 +87,7 @@ def publish_bytes(target: Path, content: bytes, key: str = "") -> None:
 
 def cannot_write(target: Path, error: OSError, key: str = "") -> OutputError:
     """Return the error for users when a file cannot be written."""
-    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
+    kind = DiskFullError if error.errno in FULL_DISK else OutputError
     where = f"{key}: " if key else ""
     return kind(f"{where}cannot write {shown_path(target)}: {error.strerror or error}; nothing was left behind")
 

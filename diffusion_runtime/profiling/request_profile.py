@@ -41,11 +41,13 @@ class RequestProfile:
             pipeline(request, on_progress=profile.watching())
         profile.save("trace.json")
 
-    recorded_steps: whose operators and kernels are in the trace, once they have begun; num_steps: of the generation.
+    num_recorded: steps to be recorded. recorded_steps: whose operators and kernels are in the trace, once they have
+    begun; num_steps: of the generation.
     """
 
-    def __init__(self, pipeline: GenerationPipeline) -> None:
+    def __init__(self, pipeline: GenerationPipeline, num_recorded: int = NUM_RECORDED_STEPS) -> None:
         self._pipeline = pipeline
+        self._num_recorded = num_recorded
         self._begun: dict[str, tuple[str, int]] = {}
         # (track, name, first and last nanosecond)
         self._ranges: list[tuple[str, str, int, int]] = []
@@ -137,7 +139,7 @@ class RequestProfile:
             if progress.step == 0 and not self.num_steps:
                 self.num_steps = progress.num_steps
                 first = min(NUM_WARM_UP_STEPS, progress.num_steps - 1)
-                self.recorded_steps = range(first, min(first + NUM_RECORDED_STEPS, progress.num_steps))
+                self.recorded_steps = range(first, min(first + self._num_recorded, progress.num_steps))
             if progress.step in self.recorded_steps and self._profiler is None:
                 self._record()
             self._begin(_STEPS, f"step {progress.step}")

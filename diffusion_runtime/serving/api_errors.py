@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
 
-from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError, ForbiddenAddressError
+from diffusion_runtime.errors import (
+    BackendUnavailableError,
+    DiffusionRuntimeError,
+    DiskFullError,
+    ForbiddenAddressError,
+)
+from diffusion_runtime.media.publish import FULL_DISK
 from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -75,9 +82,11 @@ def api_error(error: Exception, files: ResultFiles) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Unavailable):
-        is_queue = error.code == "queue_full"
-        status, kind = (429, "rate_limit_error") if is_queue else (503, SERVER)
+        status = {"queue_full": 429, "storage_full": 507}.get(error.code, 503)
+        kind = "rate_limit_error" if status == 429 else SERVER
         return ApiError(status, error.code, str(error), kind=kind, retries=True, seconds=error.seconds)
+    if _is_full_disk(error):
+        return ApiError(507, "storage_full", "the disk of the results is full", kind=SERVER, retries=True, seconds=60)
     if isinstance(error, Refused):
         return _refused(error.details, files)
     if isinstance(error, DiffusionRuntimeError) and error.is_callers_fault:
@@ -87,6 +96,12 @@ def api_error(error: Exception, files: ResultFiles) -> ApiError:
             refused.code = "forbidden_parameter"
         return refused
     return ApiError(500, "internal_error", "the server failed; its log says how", kind=SERVER)
+
+
+def _is_full_disk(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK)
 
 
 def _refused(details: Mapping[str, Any], files: ResultFiles) -> ApiError:

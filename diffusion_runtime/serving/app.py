@@ -11,10 +11,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.serving.admin_routes import admin_routes
 from diffusion_runtime.serving.api_errors import ApiError, api_error, invalid
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.guard import Guard
@@ -51,6 +53,7 @@ def build_api(dispatcher: Dispatcher) -> FastAPI:
     submission = Submission(dispatcher)
     api.include_router(video_routes(dispatcher, submission))
     api.include_router(image_routes(dispatcher, submission))
+    api.include_router(admin_routes(dispatcher))
     api.include_router(server_routes(dispatcher, submission, int(time.time())))
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -87,4 +90,15 @@ def build_app(dispatcher: Dispatcher) -> ASGIApp:
         route = scope.get("route")
         return str(getattr(route, "path", "other"))
 
-    return Guard(api, dispatcher.settings, dispatcher.metrics, endpoint_of)
+    guard = Guard(api, dispatcher.settings, dispatcher.metrics, endpoint_of)
+    origins = dispatcher.settings.access.origins
+    if not origins:
+        return guard
+    # In front: a browser asks without the key whether it may send it.
+    return CORSMiddleware(
+        guard,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
+        expose_headers=("x-request-id", "retry-after", "openai-poll-after-ms", "x-should-retry"),
+    )

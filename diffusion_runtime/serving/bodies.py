@@ -3,10 +3,12 @@ fields of a form that hold JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException
@@ -18,7 +20,7 @@ from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.json_text import parse_json
 
 _MAX_FIELDS, _MAX_FILES, _MAX_VALUES = 500, 20, 10_000
-_MAX_LIST = 1000
+_MAX_LIST, _LONG, _MAX_URLENCODED = 1000, 64 * 1024, 2**20
 _KEY = re.compile(r"(\w+)((?:\[[^\[\]]*\])*)")
 _PART = re.compile(r"\[([^\[\]]*)\]")
 # Wrappers of other servers and clients, whose values stand beside the others; those at the top win.
@@ -41,13 +43,17 @@ async def read_body(request: Request) -> Body:
     if kind == "application/json" or (not kind and "content-length" in request.headers):
         content = await request.body()
         try:
-            values = parse_json(content, max_values=_MAX_VALUES)
+            # In a thread where it takes long: images of data: URLs are of megabytes.
+            is_long = len(content) > _LONG
+            values = await asyncio.to_thread(_values, content) if is_long else _values(content)
         except DocumentError as error:
             raise invalid(None, f"the body is not JSON: {error}") from error
         if not isinstance(values, Mapping):
             raise invalid(None, f"the body: expected an object, got {shown(values)}")
         return Body(flattened(values))
-    if kind not in ("multipart/form-data", "application/x-www-form-urlencoded"):
+    if kind == "application/x-www-form-urlencoded":
+        return Body(flattened(nested(await _urlencoded(request))), is_form=True)
+    if kind != "multipart/form-data":
         raise ApiError(415, "unsupported_media_type", "expected application/json or multipart/form-data")
     try:
         # max_part_size: of a field that is no file; a data: URL is the longest.
@@ -67,6 +73,25 @@ async def read_body(request: Request) -> Body:
             else:
                 pairs.append((name, value))
     return Body(flattened(nested(pairs)), files, is_form=True)
+
+
+def _values(content: bytes) -> Any:
+    return parse_json(content, max_values=_MAX_VALUES)
+
+
+async def _urlencoded(request: Request) -> list[tuple[str, str]]:
+    """Read the fields of a form without files. The parser of multipart forms would take a time that is quadratic in the
+    length of a field."""
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > _MAX_URLENCODED:
+            message = f"expected a form of at most {_MAX_URLENCODED} bytes; send JSON or multipart/form-data"
+            raise ApiError(413, "request_too_large", message)
+    try:
+        return parse_qsl(content.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
+    except ValueError as error:
+        raise invalid(None, f"the form cannot be read: {str(error)[:200]}") from error
 
 
 def nested(pairs: list[tuple[str, str]]) -> dict[str, Any]:

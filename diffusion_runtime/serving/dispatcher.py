@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
 from diffusion_runtime.serving.engine_process import EngineLost
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
@@ -25,6 +26,10 @@ _logger = logging.getLogger("diffusion_runtime.serving")
 _MAX_LOSSES = 1
 _LOOK_SECONDS = 0.5
 _CLEAN_SECONDS = 30.0
+# Codes of failures that have one of their own, by the kind of error.
+_CODES = {"DeviceMemoryError": "out_of_memory", "DiskFullError": "storage_full"}
+# When a client may try again where the disk is full.
+_FULL_SECONDS = 60
 # An engine that does not stop at a step within so many seconds is ended.
 _STOP_SECONDS = 60.0
 
@@ -39,10 +44,15 @@ class Dispatcher:
         self.jobs = jobs
         self.files = files
         self.metrics = metrics
+        # What waits already is a warm-up.
+        warm_up = settings.warm_up and not jobs.in_status(QUEUED, IN_PROGRESS)
+        given = {**given, "warm_up": warm_up, "preview": settings.preview}
         self.engine = KeptEngine(given, self._take, self._lose_batch, metrics)
         self.is_draining = False
         self.step_seconds = 1.0
         self.mean_seconds = 10.0
+        self.default_loras = DefaultLoras()
+        self.profiles = Profiles(files.storage / "traces")
         self._retention = Retention(jobs, files, settings.limits)
         self._live: dict[str, Live] = {}
         self._overtaken: dict[str, int] = {}
@@ -51,6 +61,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._step_began: tuple[int, float] = (0, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: asyncio.Future[None] | None = None
         metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
         metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
@@ -79,8 +90,8 @@ class Dispatcher:
         for live in self._live.values():
             live.note()
 
-    def refuse_new(self, owner: str) -> None:
-        """Raises Unavailable where no job of `owner` can be taken now."""
+    def refuse_new(self, owner: str, num_bytes: int = 0) -> None:
+        """Raises Unavailable where no job of `owner` can be taken now. num_bytes: that its results may take."""
         if self.is_draining:
             raise Unavailable("draining", "the server is about to end; send it to another, or later")
         self.engine.check_ready()
@@ -89,11 +100,15 @@ class Dispatcher:
         if (reason := refuse(waiting, owner, limits)) is not None:
             seconds = seconds_until_place(len(waiting), self.mean_seconds, limits.max_queue)
             raise Unavailable("queue_full", reason, seconds)
+        if (reason := self._retention.refusal(num_bytes)) is not None:
+            raise Unavailable("storage_full", reason, _FULL_SECONDS)
 
-    def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
-        """Accept a job: from here on it is not lost."""
+    async def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
+        """Accept a job: once this returns it is not lost."""
         job = self.jobs.add(job, idempotency)
+        self.live(job.id)
         self._wake.set()
+        await self.jobs.log.kept()
         return job
 
     def live(self, job_id: str) -> Live:
@@ -120,6 +135,7 @@ class Dispatcher:
         self.jobs.delete(job_id)
         self.files.remove(job_id)
         self._live.pop(job_id, Live()).note()
+        await self.jobs.log.kept()
 
     async def follow(self, job_id: str) -> AsyncIterator[Job]:
         """Yield a job now and after every change, until it is over, deleted, or this process ends."""
@@ -167,6 +183,7 @@ class Dispatcher:
         for job in jobs:
             self._overtaken.pop(job.id, None)
             self.live(job.id).parts.clear()
+            self.live(job.id).previews.clear()
             self.live(job.id).note()
             self.metrics.queue_seconds.observe(max(0.0, time.time() - job.created))
             for index, request in enumerate(job.work["requests"]):
@@ -178,10 +195,13 @@ class Dispatcher:
         self.metrics.batch_size.observe(len(works))
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
+        profile = self.profiles.take()
         try:
-            self.engine.send("run", works=works, previews=previews, **shared)
+            self.engine.send("run", works=works, previews=previews, profile=profile, **shared)
             await self._batch
         except EngineLost:
+            if profile is not None:
+                self.profiles.note(profile["id"], "the engine ended")
             for job in jobs:
                 self._note_loss(job.id)
         else:
@@ -223,13 +243,16 @@ class Dispatcher:
                 self._batch.set_result(None)
         elif kind == "progress":
             self._note_progress(message)
-        elif kind == "preview":
+        elif kind == "preview" and message["job"] in self._running:
             self.live(message["job"]).previews.append(message)
             self.live(message["job"]).note()
         elif kind == "finished":
             self._note_result(message)
+        elif kind == "profiled":
+            error = message["error"]
+            self.profiles.note(message["id"], None if error is None else self.files.scrub(error))
         elif kind == "failed":
-            code = "out_of_memory" if message["kind"] == "DeviceMemoryError" else "generation_failed"
+            code = _CODES.get(message["kind"], "generation_failed")
             self._fail(message["job"], code, self.files.scrub(message["message"]), kind="server_error")
 
     def _note_progress(self, message: Mapping[str, Any]) -> None:
@@ -258,6 +281,8 @@ class Dispatcher:
         results = [parts[index] for index in sorted(parts)]
         num_bytes = sum(part["file"]["all_bytes"] for part in results)
         self.jobs.complete(job.id, {"parts": results}, num_bytes)
+        # A job whose end is lost with the power is made again; nobody waits for this.
+        self._keeping = asyncio.ensure_future(self.jobs.log.kept())
         self.metrics.request_seconds.labels(job.kind).observe(max(0.0, time.time() - job.created))
         self.live(job.id).progress = 100
         self.live(job.id).note()
@@ -277,7 +302,8 @@ class Dispatcher:
         while True:
             now = time.time()
             for job in self.jobs.in_status(QUEUED) if limits.queue_timeout else ():
-                if now - job.created > limits.queue_timeout:
+                # The clock of the wall may be set meanwhile.
+                if time.monotonic() - self.live(job.id).since > limits.queue_timeout:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
             for job_id, began in tuple(self._running.items()):
                 seconds = time.monotonic() - began
@@ -288,4 +314,8 @@ class Dispatcher:
             if now - cleaned > _CLEAN_SECONDS:
                 cleaned = now
                 self._retention.remove_expired(now)
+                # Somebody may have asked once more for what is known beside the row of a job, at its end.
+                for job_id in tuple(self._live):
+                    if (known := self.jobs.get(job_id)) is None or known.is_over:
+                        self._live.pop(job_id).note()
             await asyncio.sleep(_LOOK_SECONDS)

@@ -8,33 +8,33 @@ ends the engine.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import contextlib
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
-from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError
+from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError, OutputError
 from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.serving.engine_channel import BatchProgress, Channel
-from diffusion_runtime.serving.pictures import write_pictures
+from diffusion_runtime.serving.results import publish
 from diffusion_runtime.session.failures import Failure
-from diffusion_runtime.untrusted.files import open_file
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
 
 if TYPE_CHECKING:
     from diffusion_runtime.core.progress import OnProgress
     from diffusion_runtime.media import GeneratedMedia
-    from diffusion_runtime.serving.served_model import OnPreview, ServedModel
+    from diffusion_runtime.serving.served_model import ServedModel
     from diffusion_runtime.session.coordinator import Coordinator, MultiProcessCoordinator
 
+# Makes the requests of a message; told of its progress.
+_Make: TypeAlias = "Callable[[Mapping[str, Any], BatchProgress | None], list[GeneratedMedia]]"
 CONFIG_FILE = "config.json"
 _logger = logging.getLogger("diffusion_runtime.serving")
 
@@ -48,14 +48,24 @@ class Engine:
         self._model = model
         self._names = dict(names)
 
+    def warm_up(self, make: _Make) -> None:
+        """Make one request of the default size, whose result nobody sees, and say how long it took or why there is
+        none."""
+        started = time.perf_counter()
+        self._channel.send("loading", stage="warm-up")
+        try:
+            make({"works": [{"request": self._model.warm_up_request()}]}, None)
+        except DiffusionRuntimeError as error:
+            self._channel.send("warmed", error=str(error))
+        else:
+            self._channel.send("warmed", error=None, seconds=time.perf_counter() - started)
+
     def announce(self) -> None:
         """Answer questions from here on, and tell the server that batches may come."""
         threading.Thread(target=self._answer, name="questions", daemon=True).start()
         self._channel.send("ready", card=self._model.card())
 
-    def run(
-        self, message: Mapping[str, Any], make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]
-    ) -> None:
+    def run(self, message: Mapping[str, Any], make: _Make) -> None:
         """Make the works of one message. A batch that fails is made again one by one, so that each fails alone."""
         works = message["works"]
         try:
@@ -72,12 +82,7 @@ class Engine:
         self._channel.cancelled -= {work["job"] for work in works}
         self._channel.send("done")
 
-    def _make(
-        self,
-        message: Mapping[str, Any],
-        works: Sequence[Mapping[str, Any]],
-        make: Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]],
-    ) -> None:
+    def _make(self, message: Mapping[str, Any], works: Sequence[Mapping[str, Any]], make: _Make) -> None:
         watch = BatchProgress(self._channel, works)
         watch.leave_out_cancelled()
         if not watch.wanted:
@@ -90,34 +95,10 @@ class Engine:
             media = []
         kept = [work for index, work in enumerate(works) if index in watch.wanted] if media else []
         for work, each in zip(kept, media, strict=True):
-            self._publish(work, each)
-
-    def _publish(self, work: Mapping[str, Any], media: GeneratedMedia) -> None:
-        started = time.perf_counter()
-        self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
-        # Files leave this machine, and name nothing of it.
-        names = {**self._names, **work.get("names", {})}
-        public = dataclasses.replace(media, recipe=public_values(media.recipe, names))
-        target = Path(work["target"])
-        path = public.save(target)
-        sizes = [path.stat().st_size, path.with_suffix(".json").stat().st_size]
-        if media.num_frames > 1:
-            sizes += write_pictures(target, media)
-        num_frames, height, width = media.frames.shape[:3]
-        self._channel.send(
-            "finished",
-            job=work["job"],
-            index=work["index"],
-            file={"name": path.name, "bytes": sizes[0], "sha256": _sha256(path), "all_bytes": sum(sizes)},
-            num_frames=num_frames,
-            height=height,
-            width=width,
-            fps=media.fps,
-            has_sound=media.audio is not None,
-            timings={**media.timings, "write": time.perf_counter() - started},
-            peak_memory=dict(media.peak_memory),
-            attention_report=public_values(media.attention_report.to_dict(), names),
-        )
+            self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
+            # Files leave this machine, and name nothing of it.
+            result = publish(each, Path(work["target"]), {**self._names, **work.get("names", {})})
+            self._channel.send("finished", job=work["job"], index=work["index"], **result)
 
     def _fail(self, works: Sequence[Mapping[str, Any]], error: Exception) -> None:
         failure = Failure.of(error)
@@ -152,26 +133,45 @@ def described(error: Exception) -> dict[str, Any]:
     }
 
 
-def public_values(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a copy of plain values with every text that is one of `names`, paths of this machine, as its public
-    name."""
-    if isinstance(value, str):
-        return names.get(value, value)
-    if isinstance(value, Mapping):
-        return {key: public_values(inner, names) for key, inner in value.items()}
-    return [public_values(inner, names) for inner in value] if isinstance(value, list | tuple) else value
-
-
 def _make_batch(
-    model: ServedModel, message: Mapping[str, Any], on_progress: OnProgress, on_preview: OnPreview | None
+    model: ServedModel,
+    message: Mapping[str, Any],
+    on_progress: OnProgress | None,
+    watch: BatchProgress | None = None,
 ) -> list[GeneratedMedia]:
-    """Make the requests of a message on this rank."""
+    """Make the requests of a message on this rank. watch: of rank 0, which is told of previews and profiles."""
     from diffusion_runtime.request.generation_request import GenerationRequest
     from diffusion_runtime.serving.served_model import Choice
 
     requests = [GenerationRequest.from_dict(work["request"]) for work in message["works"]]
     previews = int(message.get("previews") or 0)
-    return model.generate(requests, Choice.of(message), on_progress, on_preview, previews)
+    on_preview = None if watch is None else watch.preview
+    with _profiled(model, message, on_progress or (lambda _: None), watch) as on_progress:
+        return model.generate(requests, Choice.of(message), on_progress, on_preview, previews)
+
+
+@contextlib.contextmanager
+def _profiled(
+    model: ServedModel, message: Mapping[str, Any], on_progress: OnProgress, watch: BatchProgress | None
+) -> Iterator[OnProgress]:
+    """Context manager: the on_progress of a batch, which is recorded where an admin asked for it."""
+    asked = message.get("profile")
+    if asked is None or watch is None:
+        yield on_progress
+        return
+    from diffusion_runtime.profiling.request_profile import RequestProfile
+
+    profile = RequestProfile(model.pipeline, asked["num_steps"])
+    try:
+        with profile:
+            yield profile.watching(on_progress)
+    finally:
+        try:
+            profile.save(asked["target"])
+        except OutputError as error:
+            watch.profiled(asked["id"], str(error))
+        else:
+            watch.profiled(asked["id"], None)
 
 
 def _serve(folder: Path, coordinator: Coordinator) -> int:
@@ -185,10 +185,13 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
 
         tune_cpu_allocator()
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
-        model = ServedModel(config, loras, coordinator.world)
+        model = ServedModel(config, loras, coordinator.world, given["preview"])
         model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
         engine = None if channel is None else Engine(channel, model, given["names"])
+        make = _maker(model, coordinator)
         if engine is not None:
+            if given["warm_up"]:
+                engine.warm_up(make)
             engine.announce()
     except DiffusionRuntimeError as error:
         if channel is not None:
@@ -197,25 +200,22 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
     while True:
         if channel is None or engine is None:
             _follow(model, coordinator)
-        elif coordinator.world is None:
-            engine.run(channel.runs.get(), lambda message, watch: _make_batch(model, message, watch, watch.preview))
         else:
-            engine.run(channel.runs.get(), _sharing(model, coordinator))
+            engine.run(channel.runs.get(), make)
 
 
-def _sharing(
-    model: ServedModel, coordinator: Coordinator
-) -> Callable[[Mapping[str, Any], BatchProgress], list[GeneratedMedia]]:
-    """Return the function with which rank 0 makes a batch together with the other ranks."""
+def _maker(model: ServedModel, coordinator: Coordinator) -> _Make:
+    """Return the function with which rank 0 makes a batch, together with the other ranks where there are some."""
     from diffusion_runtime.session.following import agreed_progress
 
     world = coordinator.world
-    assert world is not None
+    if world is None:
+        return lambda message, watch: _make_batch(model, message, watch, watch)
 
-    def make(message: Mapping[str, Any], watch: BatchProgress) -> list[GeneratedMedia]:
+    def make(message: Mapping[str, Any], watch: BatchProgress | None) -> list[GeneratedMedia]:
         world.from_first(lambda: json.dumps(message))
         try:
-            media = _make_batch(model, message, agreed_progress(world, watch), None)
+            media = _make_batch(model, message, agreed_progress(world, watch), watch)
         except Exception as error:
             world.agree(world.failure_of(error))
             raise
@@ -234,20 +234,12 @@ def _follow(model: ServedModel, coordinator: Coordinator) -> None:
     with world.idle():
         message = parse_json(world.from_first(lambda: ""))
     try:
-        _make_batch(model, message, agreed_progress(world, None), None)
+        _make_batch(model, message, agreed_progress(world, None))
     except Exception as error:
         # Rank 0, which met it too, reports it.
         world.agree(world.failure_of(error))
     else:
         world.agree(None)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def main(arguments: Sequence[str]) -> int:

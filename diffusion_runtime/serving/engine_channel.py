@@ -87,6 +87,10 @@ class BatchProgress:
             self._channel.send("cancelled", job=self._works[index]["job"])
         return gone
 
+    def profiled(self, trace_id: str, error: str | None) -> None:
+        """Tell the server that a trace was written, or why not."""
+        self._channel.send("profiled", id=trace_id, error=error)
+
     def preview(self, step: int, num_steps: int, pictures: Sequence[Any]) -> None:
         """Send a picture of each request's clean estimate, as ServedModel.generate hands it over."""
         for index in self.wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Set
 from pathlib import Path
@@ -57,8 +58,11 @@ class ResultFiles:
         return self._inputs / f"{job_id}-{name}"
 
     def write_input(self, job_id: str, name: str, content: bytes) -> Path:
+        """Write an image that came with a job; it is on the disk when this returns. Raises OutputError."""
         path = self.input(job_id, name)
         publish_bytes(path, content)
+        sync(path)
+        sync(self._inputs)
         return path
 
     def remove(self, job_id: str, *, keeps_inputs: bool = False) -> None:
@@ -88,3 +92,12 @@ class ResultFiles:
     def scrub(self, text: str) -> str:
         """Return a message without the folders of this machine."""
         return _PATH.sub("", text.replace(str(self.storage), ""))
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +19,8 @@ from diffusion_runtime.serving.settings import ServerSettings
 _logger = logging.getLogger("diffusion_runtime.serving.access")
 # Answered without a key: whoever starts processes asks them.
 _OPEN = ("/liveness", "/health")
+# Bytes per second of a body.
+_SLOWEST = 1024
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 
 
@@ -58,12 +60,16 @@ class Guard:
                 ]
             await send(message)
 
-        bounded = _BoundedBody(receive, self._settings.limits.max_body, self._settings.limits.read_timeout)
+        bounded = BoundedBody(receive, self._settings.limits.max_body, self._settings.limits.read_timeout)
         try:
             refusal = self._refusal(scope["path"], headers)
             if refusal is not None:
                 seen["code"] = refusal.code
-                await refusal.response()(scope, receive, answer)
+                response = refusal.response()
+                if _has_two_ends(headers):
+                    # What follows is another request to one of the two, and would be answered.
+                    response.headers["connection"] = "close"
+                await response(scope, receive, answer)
             else:
                 await self._app(scope, bounded.receive, answer)
         except Exception:
@@ -77,10 +83,14 @@ class Guard:
         access = self._settings.access
         if not access.allows_host(headers.get("host", "")):
             return ApiError(403, "host_not_allowed", "the Host header names another server; see --allowed-host")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if access.api_keys and path not in _OPEN and not (scheme.lower() == "bearer" and access.accepts(key.strip())):
+        if "origin" in headers and not access.allows_origin(headers["origin"], headers.get("host", "")):
+            return ApiError(403, "origin_not_allowed", "pages of this site may not call; see --allow-origin")
+        key = key_of(headers)
+        if access.api_keys and path not in _OPEN and (key is None or not access.accepts(key)):
             return ApiError(401, "invalid_api_key", "expected Authorization: Bearer KEY with a key of this server")
         length = headers.get("content-length", "0")
+        if _has_two_ends(headers):
+            return ApiError(400, "invalid_value", "expected content-length or transfer-encoding, not both")
         if not length.isdecimal() or int(length) > self._settings.limits.max_body:
             return too_large(self._settings.limits.max_body)
         return None
@@ -97,22 +107,37 @@ class Guard:
         _logger.info("%s %s %s", scope["method"], endpoint, seen["status"], extra={**values, **seen})
 
 
-class _BoundedBody:
-    """The body of a request, of at most max_bytes, each part within `seconds`."""
+def _has_two_ends(headers: Mapping[str, str]) -> bool:
+    """Return whether a proxy in front may see another end of a request than this server does."""
+    return "content-length" in headers and "transfer-encoding" in headers
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """Return the key of a request, None where it has none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
+class BoundedBody:
+    """The body of a request, of at most max_bytes, each part within `seconds` and all of it at _SLOWEST or faster: a
+    client that sends a byte now and then would hold its connection for ever."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive = receive
         self._left = max_bytes
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._began = time.monotonic()
         self._is_whole = False
 
     async def receive(self) -> Message:
         if self._is_whole:
             # What comes now is the client's leaving, which takes as long as it takes.
             return await self._receive()
+        received = self._max_bytes - self._left
+        left = self._began + self._seconds + received / _SLOWEST - time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), self._seconds)
+            message = await asyncio.wait_for(self._receive(), max(0.0, min(self._seconds, left)))
         except TimeoutError:
             raise ApiError(408, "timeout", "the body did not come in time", retries=False) from None
         self._left -= len(message.get("body", b""))

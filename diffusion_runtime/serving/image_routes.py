@@ -20,7 +20,7 @@ from diffusion_runtime.serving.job_objects import image_bytes, image_text, image
 from diffusion_runtime.serving.jobs import COMPLETED, IMAGE, Job
 from diffusion_runtime.serving.openapi import request_body
 from diffusion_runtime.serving.pictures import converted
-from diffusion_runtime.serving.submission import Submission
+from diffusion_runtime.serving.submission import Submission, may_see
 from diffusion_runtime.serving.waiting import job_error, until_over
 
 _USAGE = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
@@ -53,10 +53,10 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         return await made(request, "image_edit")
 
     @router.get("/v1/images/{image_id}/content")
-    async def image_content(image_id: str, variant: str = "0") -> Response:
+    async def image_content(image_id: str, request: Request, variant: str = "0") -> Response:
         """Return one image of a finished request."""
         job = dispatcher.jobs.get(image_id) if ID.fullmatch(image_id) else None
-        if job is None or job.kind != IMAGE:
+        if job is None or job.kind != IMAGE or not may_see(request, job, dispatcher.settings.access):
             raise not_found(f"image {shown(image_id[:64])}")
         if not variant.isdecimal() or int(variant[:6]) >= len(job.work["requests"]):
             raise invalid("variant", f"variant: expected 0 to {len(job.work['requests']) - 1}, got {shown(variant)}")
@@ -92,7 +92,10 @@ async def _events(job: Job, dispatcher: Dispatcher, name: str) -> AsyncIterator[
 
 def _partial(job: Job, name: str, preview: Mapping[str, Any], index: int) -> dict[str, Any]:
     options = job.work["options"]
-    content = converted(base64.b64decode(preview["png"]), options["output_format"], options["output_compression"])
+    request = job.work["requests"][0]
+    size = (request["width"], request["height"])
+    png = base64.b64decode(preview["png"])
+    content = converted(png, options["output_format"], options["output_compression"], size)
     return {
         **_described(job, f"{name}.partial_image"),
         "partial_image_index": index,

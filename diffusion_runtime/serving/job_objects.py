@@ -13,6 +13,7 @@ from diffusion_runtime.serving.pictures import converted
 
 # Milliseconds that a client is told to wait before it asks again: at least, and at most.
 _POLL = (50, 5000)
+_PREVIEW_PIXELS, _PREVIEW_QUALITY = 512, 80
 
 
 def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
@@ -59,6 +60,16 @@ def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "bytes": None if part is None else part["file"]["bytes"],
         "sha256": None if part is None else part["file"]["sha256"],
     }
+
+
+def preview_object(job: Job, preview: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an estimate of a video as its events carry it: a WebP of at most _PREVIEW_PIXELS at the longer side."""
+    request = job.work["requests"][0]
+    part = min(1.0, _PREVIEW_PIXELS / max(request["width"], request["height"]))
+    size = (max(1, round(request["width"] * part)), max(1, round(request["height"] * part)))
+    content = converted(base64.b64decode(preview["png"]), "webp", _PREVIEW_QUALITY, size)
+    steps = {"step": preview["step"], "num_steps": preview["num_steps"]}
+    return {**steps, "output_format": "webp", "b64_json": base64.b64encode(content).decode()}
 
 
 def images_object(job: Job, dispatcher: Dispatcher, address: str) -> dict[str, Any]:

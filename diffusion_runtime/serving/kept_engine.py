@@ -53,7 +53,8 @@ class KeptEngine:
             is_sound = was_ready or time.monotonic() - began > _LONG
             pause = 0.0 if is_sound else min(_LONGEST_PAUSE, max(1.0, pause * 2))
             await asyncio.sleep(pause)
-            self._engine = EngineProcess(self._given, self._take)
+            # What it was making is the warm-up of the next one.
+            self._engine = EngineProcess({**self._given, "warm_up": False}, self._take)
 
     def check_ready(self) -> None:
         """Raises Unavailable while no model is loaded."""
@@ -81,6 +82,10 @@ class KeptEngine:
             self.card = message["card"]
         elif kind == "loading":
             self.loading = message["stage"]
+        elif kind == "warmed" and message["error"] is None:
+            _logger.info("a warm-up took %.1f s", message["seconds"])
+        elif kind == "warmed":
+            _logger.warning("no warm-up: %s", message["error"])
         elif kind == "load_failed":
             self.failure, self.loading = message, message["message"]
         self._on_message(message)

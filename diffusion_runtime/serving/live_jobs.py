@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,10 @@ _SPANS = {"text": (0, 2), "denoise": (2, 90), "decode": (90, 98), "write": (99, 
 
 @dataclass
 class Live:
-    """State of a job beside its row, while this process runs. version: rises with every change."""
+    """State of a job beside its row, while this process runs. since: of time.monotonic, when this process took it;
+    version: rises with every change."""
 
+    since: float = field(default_factory=time.monotonic)
     version: int = 0
     stage: str | None = None
     step: int | None = None

@@ -41,7 +41,8 @@ def _properties(kind: str) -> dict[str, Any]:
         declared = REQUEST_FIELDS[name]
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
-        return {**properties, "input_reference": image}
+        previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
+        return {**properties, "input_reference": image, "return_previews": previews}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},

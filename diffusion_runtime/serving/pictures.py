@@ -34,7 +34,8 @@ def write_pictures(target: Path, media: GeneratedMedia) -> Iterator[int]:
     for name, picture in (("thumbnail", thumbnail), ("spritesheet", sheet)):
         path = picture_path(target, name)
         content = io.BytesIO()
-        picture.save(content, "WEBP")
+        # method: a fifth of the time of a small clip is else spent here, for 4 % fewer bytes.
+        picture.save(content, "WEBP", method=2)
         publish_bytes(path, content.getvalue())
         yield path.stat().st_size
 
@@ -52,9 +53,10 @@ def encoded(pixels: Any, file_format: str) -> bytes:
     return content.getvalue()
 
 
-def converted(png: bytes, file_format: str, quality: int) -> bytes:
-    """Return a PNG of ours in another format. quality: 0 to 100; WebP of 100 is without loss."""
-    if file_format == "png":
+def converted(png: bytes, file_format: str, quality: int, size: tuple[int, int] | None = None) -> bytes:
+    """Return a PNG of ours in another format. quality: 0 to 100; WebP of 100 is without loss. size: width and height
+    that it is brought to."""
+    if file_format == "png" and size is None:
         return png
     from PIL import Image
 
@@ -62,5 +64,8 @@ def converted(png: bytes, file_format: str, quality: int) -> bytes:
     with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
         is_lossless = file_format == "webp" and quality == 100
         options: dict[str, Any] = {"lossless": True} if is_lossless else {"quality": quality}
-        image.convert("RGB").save(content, file_format.upper(), **options)
+        picture = image.convert("RGB")
+        if size is not None and size != picture.size:
+            picture = picture.resize(size, Image.Resampling.BICUBIC)
+        picture.save(content, file_format.upper(), **options)
     return content.getvalue()

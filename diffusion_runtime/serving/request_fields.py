@@ -23,6 +23,8 @@ from diffusion_runtime.serving.settings import Limits
 
 MAX_PROMPT = 32_000
 MAX_IMAGES = 10
+# Previews of a video, at most.
+_VIDEO_PREVIEWS = 10
 IMAGE_FORMATS = ("png", "webp", "jpeg")
 # Fields of a request that name no file of this machine.
 PLAIN_FIELDS = tuple(name for name in REQUEST_FIELDS if name not in (*INPUT_FIELDS, "prompt", "seed"))
@@ -52,6 +54,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
             "enable_upscaling",
             "profile",
             "progressive_mode",
+            "enhance_prompt",
         ),
         (None, False),
     ),
@@ -61,7 +64,7 @@ _FORBIDDEN = re.compile(
     r"\w*_path|video_url|video_reference|output_\w*path|perf_dump\w*|save_\w+|file_id|model_dir|lora_dir"
 )
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "return_report", "n")
-_OF_VIDEOS = ("input_reference",)
+_OF_VIDEOS = ("input_reference", "return_previews")
 _OF_IMAGES = ("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images")
 # Texts in which the options of a method name a file.
 _FILE_OPTION = re.compile(r"[:,]\s*\w*(file|path)\s*=", re.IGNORECASE)
@@ -70,20 +73,22 @@ _FILE_OPTION = re.compile(r"[:,]\s*\w*(file|path)\s*=", re.IGNORECASE)
 @dataclass(kw_only=True)
 class Draft:
     """A request as a client sent it, before the model has filled it in. requests: values of GenerationRequest, one of
-    each image. images: contents by request field. options: of the answer, not of the generation."""
+    each image. loras: None for the server's default. images: contents by request field. options: of the answer, not
+    of the generation. num_previews: estimates while it runs."""
 
     kind: str
     requests: list[dict[str, Any]] = field(default_factory=list)
     preset: str | None = None
     attention: Any = None
-    loras: list[dict[str, Any]] = field(default_factory=list)
+    loras: list[dict[str, Any]] | None = None
     images: dict[str, list[bytes | str]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    num_previews: int = 0
     warnings: list[str] = field(default_factory=list)
 
     def work(self) -> dict[str, Any]:
         """Return what the engine is asked to check."""
-        loras = self.loras
+        loras = self.loras or []
         return {"requests": self.requests, "preset": self.preset, "attention": self.attention, "loras": loras}
 
 
@@ -96,18 +101,15 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
     draft = Draft(kind=kind)
     if reader.take("model", reader.text) not in (None, model, ""):
         raise ApiError(404, "model_not_found", f"model: this server has {shown(model)} alone", param="model")
-    prompt = reader.take("prompt", reader.text)
-    if prompt is None or not prompt.strip():
-        raise invalid("prompt", "prompt: expected a text of at least one word")
-    if len(prompt) > MAX_PROMPT:
-        raise invalid("prompt", f"prompt: expected at most {MAX_PROMPT} characters, got {len(prompt)}")
-    request: dict[str, Any] = {"prompt": prompt}
+    request: dict[str, Any] = {"prompt": checked_prompt(values.get("prompt"))}
     request |= _size(reader.take("size", reader.text))
     for name in PLAIN_FIELDS:
         value = reader.take(name, reader.of_kind(REQUEST_FIELDS[name].check.kind))
         if value is not None:
             request[name] = value
     for name, value in request.items():
+        if isinstance(value, str):
+            _check_text(name, value)
         if isinstance(value, str) and name != "prompt" and name != "negative_prompt" and _FILE_OPTION.search(value):
             raise invalid(name, f"{name}: a request names no file of the server; leave it out", "forbidden_parameter")
     if "num_frames" in request:
@@ -120,7 +122,8 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
     draft.preset = reader.take("preset", reader.text)
     attention = reader.take("attention", _anything)
     draft.attention = _scalars(attention) if body.is_form else attention
-    draft.loras = _loras(reader.take("lora", _anything))
+    given = reader.take("lora", _anything)
+    draft.loras = None if given is None else lora_choices(given)
     if reader.take("generator_device", reader.text) not in (None, "cpu"):
         draft.warnings.append("generator_device: the noise is drawn on the CPU, so that every device begins alike")
     num_images = reader.take("n", reader.whole)
@@ -129,9 +132,26 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
     draft.options["return_report"] = True if report is None else report
     if kind == IMAGE:
         _read_image_options(draft, reader)
+    elif reader.take("return_previews", reader.boolean):
+        draft.num_previews = _VIDEO_PREVIEWS
     _take_images(draft, values, body.files)
     _check_types(draft, limits)
     return draft
+
+
+def checked_prompt(value: Any) -> str:
+    """Return a prompt. Raises ApiError for none, and for one that no tokenizer is made for."""
+    if not isinstance(value, str) or not value.strip():
+        raise invalid("prompt", f"prompt: expected a text of at least one word, got {shown(value)}")
+    if len(value) > MAX_PROMPT:
+        raise invalid("prompt", f"prompt: expected at most {MAX_PROMPT} characters, got {len(value)}")
+    _check_text("prompt", value)
+    return value
+
+
+def _check_text(name: str, text: str) -> None:
+    if "\x00" in text:
+        raise invalid(name, f"{name}: expected a text without NUL, got one at character {text.index(chr(0))}")
 
 
 def _read_image_options(draft: Draft, reader: _Reader) -> None:
@@ -150,7 +170,7 @@ def _read_image_options(draft: Draft, reader: _Reader) -> None:
         raise invalid("partial_images", "partial_images: they come with stream=true alone")
     if options["stream"] and len(draft.requests) > 1:
         raise invalid("n", "n: a stream is of one image")
-    options["partial_images"] = partial
+    draft.num_previews = partial
 
 
 def _take_images(draft: Draft, values: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> None:
@@ -220,10 +240,8 @@ def _size(text: str | None) -> dict[str, int]:
     return {"width": int(found.group(1)), "height": int(found.group(2))}
 
 
-def _loras(value: Any) -> list[dict[str, Any]]:
+def lora_choices(value: Any) -> list[dict[str, Any]]:
     """Return names and scales, of `["a"]`, `[{"name": "a", "scale": 0.5}]` or `{"a": 0.5}`."""
-    if value is None:
-        return []
     if isinstance(value, str):
         value = [value]
     if isinstance(value, Mapping) and "name" not in value:

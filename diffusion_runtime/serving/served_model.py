@@ -8,20 +8,15 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from diffusion_runtime.attention.catalogue import list_backends
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.core.progress import OnProgress
-from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.explanation.explanation import explain
-from diffusion_runtime.generation.frame_decoding import decode_frames, without_first
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.interface import OnStage, Prepared
@@ -30,9 +25,10 @@ from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.sampling_presets import shipped_lora_of
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.profiling.instruments import attention_choices, wrapped_predictions
+from diffusion_runtime.profiling.instruments import attention_choices
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.serving.previews import OnPreview, Previews
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -41,11 +37,8 @@ _MAX_VARIANTS = 16
 # Options that name a file of this machine, in the configs of attention backends.
 _FILE_OPTIONS = ("file", "path")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
-# Part of the steps, from the first, whose estimates are mostly noise: no partial image is made of them.
-_NOISY_STEPS = 0.3
-
-# Called with the index of a step, their number and the pixels of each request's estimate, [height, width, 3], uint8.
-OnPreview = Callable[[int, int, list[Any]], None]
+# Steps of a warm-up: the first one, and one that uses what it left.
+_WARM_UP_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +58,20 @@ class Choice:
 
 
 class ServedModel:
-    """A model as a server uses it. config: what it is loaded with. loras: the files that requests may name. world: the
-    processes that run it together, each of which calls `load` and `generate` alike; the other methods are of rank 0."""
+    """A model as a server uses it. config: what it is loaded with. loras: the files that requests may name. preview: as
+    of Previews. world: the processes that run it together, each of which calls `load` and `generate` alike; the other
+    methods are of rank 0."""
 
-    def __init__(self, config: RuntimeConfig, loras: Mapping[str, LoraConfig], world: World | None = None) -> None:
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        loras: Mapping[str, LoraConfig],
+        world: World | None = None,
+        preview: str = "auto",
+    ) -> None:
         # Located once: a request asks the hub nothing.
         self._config = dataclasses.replace(config, lora=located(config.lora, offline=config.offline))
+        self._preview = preview
         self._loras = dict(zip(loras, located(loras.values(), offline=config.offline), strict=True))
         self._world = world
         self._prepared = functools.lru_cache(maxsize=_MAX_VARIANTS)(self._prepare)
@@ -80,13 +81,26 @@ class ServedModel:
 
     def load(self, on_stage: OnStage | None = None) -> None:
         """Read the weights. Raises what `load_pipeline` raises."""
-        self._pipeline = prepare(self._config, self._world).load(on_stage)
+        prepared = prepare(self._config, self._world)
+        self._previews = Previews(self._preview, prepared)
+        self._pipeline = prepared.load(on_stage)
         self._recipe = self._pipeline.recipe
 
     @property
     def pipeline(self) -> GenerationPipeline:
         assert self._pipeline is not None, "load comes first"
         return self._pipeline
+
+    def warm_up_request(self) -> dict[str, Any]:
+        """Return a request of the default size, with as few steps as its sampler takes. Raises RequestError for a model
+        that needs an image."""
+        rules = self.prepared(Choice()).rules
+        request = GenerationRequest("a warm-up", seed=0, num_inference_steps=_WARM_UP_STEPS)
+        try:
+            return rules.resolve(request).to_dict()
+        except RequestError:
+            # A model with noise levels of its own for each step.
+            return rules.resolve(dataclasses.replace(request, num_inference_steps=None)).to_dict()
 
     def check(self, work: Mapping[str, Any]) -> dict[str, Any]:
         """Resolve the requests of a job, and decide its attention and its memory without running anything.
@@ -120,6 +134,7 @@ class ServedModel:
             "defaults": dict(rules.defaults),
             "presets": {name: dict(values) for name, values in rules.presets.items()},
             "makes_sound": rules.makes_sound,
+            "previews": self._previews.method,
             "loras": sorted(self._loras),
             "attention_roles": sorted({layer.layer.role for layer in prepared.layers}),
             "backends": [
@@ -131,6 +146,7 @@ class ServedModel:
             geometry, images = rules.sampling.geometry, rules.inputs.images
             frames = geometry.temporal_factor * geometry.patch[0]
             is_video = geometry.temporal_factor > 1
+            kind = "V" if is_video else "I"
             takes = bool(images) or rules.inputs.references is not None
             card |= {
                 "size_multiple": geometry.token_multiple * geometry.spatial_factor * geometry.patch[1],
@@ -138,8 +154,10 @@ class ServedModel:
                 "takes_image": takes,
                 "needs_image": bool(rules.inputs.needed),
                 "image_fields": sorted(images) or (["image_path"] if takes else []),
-                "task_types": [f"T2{'V' if is_video else 'I'}"] * (not rules.inputs.needed)
-                + [f"TI2{'V' if is_video else 'I'}"] * takes,
+                "task_types": (types := [f"T2{kind}"] * (not rules.inputs.needed) + [f"TI2{kind}"] * takes),
+                # As SGLang's clients read them.
+                "task_type": types[0],
+                "supported_task_types": types,
             }
         return card
 
@@ -157,7 +175,8 @@ class ServedModel:
     ) -> list[GeneratedMedia]:
         """Make one batch of resolved requests. on_preview: called at `num_previews` steps. Raises what
         GenerationPipeline.generate raises."""
-        with self._chosen(choice), self._previewing(requests, on_preview, num_previews):
+        watching = self._previews.watching(self.pipeline, requests, on_preview, num_previews)
+        with self._chosen(choice), watching:
             return self.pipeline.generate(requests, on_progress=on_progress)
 
     def _resolved(self, prepared: Prepared, work: Mapping[str, Any]) -> list[GenerationRequest]:
@@ -231,47 +250,6 @@ class ServedModel:
         the order of the keys."""
         is_own = decided == Choice()
         return self._recipe if is_own else self._prepared(decided).description.to_dict()
-
-    @contextlib.contextmanager
-    def _previewing(
-        self, requests: Sequence[GenerationRequest], on_preview: OnPreview | None, num_previews: int
-    ) -> Iterator[None]:
-        """Context manager: the clean estimate of some steps is decoded and handed over."""
-        pipeline = self._pipeline
-        if on_preview is None or not num_previews or not isinstance(pipeline, Pipeline) or pipeline.mesh.size > 1:
-            yield
-            return
-        settings = pipeline.rules.settings(*requests)
-        geometry, wanted = settings.sampling.geometry, preview_steps(settings.num_steps, num_previews)
-
-        def wrap(predict: Predict) -> Predict:
-            def watched(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-                velocity = predict(latents, step)
-                if step.index in wanted and step.sigma is not None:
-                    wanted.discard(step.index)
-                    estimate = latents - step.sigma * velocity.to(latents.dtype)
-                    decoder = pipeline.decoder.for_request(requests[0])
-                    pictures = []
-                    for sample in (estimate[at : at + 1] for at in range(len(estimate))):
-                        stream = decoder.stream(geometry.parts(sample, settings.size).video)
-                        stream = without_first(stream, geometry.num_frames_before)
-                        pictures.append(decode_frames(stream, settings.size.fps, {})[0].numpy())
-                    on_preview(step.index + 1, step.num_steps, pictures)
-                return velocity
-
-            return watched
-
-        with wrapped_predictions(pipeline, wrap):
-            yield
-
-
-def preview_steps(num_steps: int, num_previews: int) -> set[int]:
-    """Return the indices of the steps of which previews are made: spread evenly behind the noisiest, without the last,
-    whose estimate is the result."""
-    first = min(int(num_steps * _NOISY_STEPS), max(0, num_steps - 2))
-    steps = range(first, max(first + 1, num_steps - 1))
-    count = min(num_previews, len(steps))
-    return {steps[int((index + 0.5) * len(steps) / count)] for index in range(count)}
 
 
 def parse_attention(value: Any) -> AttentionConfig:

@@ -44,8 +44,9 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
 
     @router.get("/v1/list_loras")
     async def list_loras() -> Response:
-        """List the names that requests may give as `lora`."""
-        return JSONResponse({"object": "list", "data": [{"name": name} for name in sorted(settings.loras)]})
+        """List the names that requests may give as `lora`; active: those that requests have which give none."""
+        data = [{"name": name} for name in sorted(settings.loras)]
+        return JSONResponse({"object": "list", "data": data, "active": dispatcher.default_loras.given})
 
     @router.post("/v1/explain", openapi_extra=request_body(VIDEO))
     async def explain(request: Request) -> Response:

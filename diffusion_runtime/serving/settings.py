@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+# How estimates are shown: the first that is to be had, a linear map of the latents, the decoder, not at all.
+PREVIEWS = ("auto", "linear", "decode", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +58,34 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Access rules. api_keys: one of them is needed where there are any. hosts: names by which the server may be called
-    beside localhost and addresses. url_hosts: from which images may be fetched, exact names or `*.suffix`."""
+    """Access rules. api_keys: one of them is needed where there are any, or one of admin_keys, which also see the jobs
+    of other keys, and alone set LoRA files and record profiles. hosts: names by which the server may be called beside
+    localhost and addresses. url_hosts: from which images may be fetched, exact names or `*.suffix`. origins: web sites
+    whose pages may call the server."""
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     url_hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if not re.fullmatch(r"https?://[\w.-]+(:\d+)?|https?://\[[0-9a-f:]+\](:\d+)?", origin):
+                raise ConfigError(f"allow_origin: expected https://HOST or https://HOST:PORT, got {shown(origin)}")
 
     def accepts(self, key: str) -> bool:
         """Return whether a key is one of the server's, in a time that does not depend on where they differ."""
-        given = hashlib.sha256(key.encode()).digest()
-        matches = [hmac.compare_digest(given, hashlib.sha256(each.encode()).digest()) for each in self.api_keys]
-        return any(matches)
+        return _is_one_of(key, (*self.api_keys, *self.admin_keys))
+
+    def is_admin(self, key: str) -> bool:
+        """Return whether a key is one of the admin's."""
+        return _is_one_of(key, self.admin_keys)
+
+    def allows_origin(self, origin: str, host: str) -> bool:
+        """Return whether a page of this origin may call: the server's own, or one that was named. Without this, any web
+        site could send forms to a server of this machine, whose answers it may not read. host: the Host header."""
+        return origin in self.origins or origin.partition("://")[2].lower() == host.strip().lower()
 
     def allows_host(self, header: str) -> bool:
         """Return whether a Host header names this server. A page of another site that resolves its own name to this
@@ -75,10 +94,18 @@ class Access:
         return name == "localhost" or is_address(name) or name in {host.lower() for host in self.hosts}
 
 
+def _is_one_of(key: str, keys: Sequence[str]) -> bool:
+    given = hashlib.sha256(key.encode()).digest()
+    # All of them, whichever fits: a generator would stop at the first.
+    matches = [hmac.compare_digest(given, hashlib.sha256(each.encode()).digest()) for each in keys]
+    return any(matches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Everything that a server is started with. name: of the model in requests and answers. loras: files that requests
-    may name."""
+    may name. warm_up: one generation is made before the first job. preview: how estimates are shown while a job runs,
+    one of PREVIEWS."""
 
     storage: Path
     name: str
@@ -89,10 +116,14 @@ class ServerSettings:
     loras: Mapping[str, LoraConfig] = field(default_factory=dict)
     insecure: bool = False
     has_metrics: bool = True
+    warm_up: bool = True
+    preview: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        if self.preview not in PREVIEWS:
+            raise ConfigError(f"preview: expected one of {', '.join(PREVIEWS)}, got {shown(self.preview)}")
         if not is_loopback(self.host) and not self.access.api_keys and not self.insecure:
             raise ConfigError(
                 f"host: {self.host} is reached from other machines, and there is no key; give --api-key-file FILE or "
@@ -101,11 +132,9 @@ class ServerSettings:
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header, without its port, in lower case."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
+    """Return the name in a Host header, without its port, in lower case; nothing for what is neither."""
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", header.strip().lower())
+    return "" if found is None else found.group(1) or found.group(2)
 
 
 def is_address(name: str) -> bool:

@@ -15,9 +15,12 @@ from starlette.requests import Request
 from diffusion_runtime.serving.api_errors import ApiError, invalid
 from diffusion_runtime.serving.bodies import Body, read_body
 from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.guard import key_of
 from diffusion_runtime.serving.input_images import check_image
-from diffusion_runtime.serving.jobs import Job, new_id
+from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
 from diffusion_runtime.serving.request_fields import Draft, check_limits, read_draft
+from diffusion_runtime.serving.retention import bytes_of
+from diffusion_runtime.serving.settings import Access
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
 
 _MAX_KEY = 255
@@ -34,19 +37,19 @@ class Submission:
         """Read, check and accept a request for videos or images. Raises ApiError, Unavailable and Refused."""
         owner = owner_of(request)
         body = await read_body(request)
-        draft = read_draft(kind, body, self._dispatcher.settings.name, self._dispatcher.settings.limits)
+        draft = self._draft(kind, body)
         key = request.headers.get("idempotency-key")
         if key is not None and not 1 <= len(key) <= _MAX_KEY:
             raise invalid(None, f"Idempotency-Key: expected 1 to {_MAX_KEY} characters")
-        async with self._alone(None if key is None else f"{owner}/{key}") as name:
-            digest = _digest(kind, body)
-            if name is not None and (known := self._dispatcher.jobs.idempotent(name)) is not None:
-                if known[0] != digest:
-                    message = "Idempotency-Key: was used for another request"
-                    raise ApiError(409, "idempotency_key_reused", message)
-                return known[1], draft
-            idempotency = None if name is None else (name, digest)
-            return await self.accept_draft(draft, owner, idempotency), draft
+        if key is None:
+            return await self.accept_draft(draft, owner), draft
+        async with self._alone(f"{owner}/{key}") as name:
+            digest = await asyncio.to_thread(_digest, kind, body)
+            if (known := self._dispatcher.jobs.idempotent(name)) is None:
+                return await self.accept_draft(draft, owner, (name, digest)), draft
+            if known[0] != digest:
+                raise ApiError(409, "idempotency_key_reused", "Idempotency-Key: was used for another request")
+            return known[1], draft
 
     async def accept_draft(
         self,
@@ -63,27 +66,38 @@ class Submission:
         try:
             work = await self._checked(job_id, draft)
             # Others may have come while the engine looked at this one.
-            dispatcher.refuse_new(owner)
+            dispatcher.refuse_new(owner, bytes_of(work["requests"]))
         except BaseException:
             dispatcher.files.remove(job_id)
             raise
         work["remixed_from"] = remixed_from
         job = Job(id=job_id, kind=draft.kind, owner=owner, created=time.time(), work=work)
-        return dispatcher.submit(job, idempotency)
+        return await dispatcher.submit(job, idempotency)
 
     async def explained(self, request: Request) -> Any:
         """Return what a request for a video would run, which is not made."""
         body = await read_body(request)
-        settings = self._dispatcher.settings
-        values = {"prompt": "a prompt", **body.values}
-        draft = read_draft("video", Body(values, {}, body.is_form), settings.name, settings.limits)
+        draft = self._draft("video", Body({"prompt": "a prompt", **body.values}, {}, body.is_form))
         if draft.images or body.files:
             raise invalid("input_reference", "input_reference: an explanation is of requests without images")
         return await self._dispatcher.engine.ask("explain", draft.work())
 
+    def _draft(self, kind: str, body: Body) -> Draft:
+        settings = self._dispatcher.settings
+        draft = read_draft(kind, body, settings.name, settings.limits)
+        if draft.loras is None:
+            draft.loras = self._dispatcher.default_loras.given
+        return draft
+
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
         dispatcher, settings = self._dispatcher, self._dispatcher.settings
+        if draft.num_previews and not (dispatcher.engine.card or {}).get("previews"):
+            name = "return_previews" if draft.kind == VIDEO else "partial_images"
+            message = (
+                f"{name}: this server shows no estimates of running jobs, see previews of /v1/models; leave it out"
+            )
+            raise invalid(name, message, "unsupported_for_model")
         names = []
         paths: dict[str, list[str]] = {}
         for field, contents in draft.images.items():
@@ -105,7 +119,7 @@ class Submission:
             "attention": draft.attention,
             "loras": draft.loras,
             "preset": draft.preset,
-            "previews": draft.options.get("partial_images", 0),
+            "previews": draft.num_previews,
             "inputs": names,
             "options": draft.options,
             "warnings": [*draft.warnings, *remarks],
@@ -116,16 +130,13 @@ class Submission:
         if isinstance(content, bytes):
             return content
         if content.startswith("data:"):
-            return data_of_url(field, content)
+            return await asyncio.to_thread(data_of_url, field, content)
         hosts = self._dispatcher.settings.access.url_hosts
         return await asyncio.to_thread(fetch_image, field, content, hosts, "send the image")
 
     @contextlib.asynccontextmanager
-    async def _alone(self, name: str | None) -> AsyncIterator[str | None]:
+    async def _alone(self, name: str) -> AsyncIterator[str]:
         """Asynchronous context manager: nobody else is in it with this idempotency key."""
-        if name is None:
-            yield None
-            return
         lock = self._locks.setdefault(name, asyncio.Lock())
         try:
             async with lock:
@@ -137,8 +148,19 @@ class Submission:
 
 def owner_of(request: Request) -> str:
     """Return what stands for the key of a request; keys themselves are not kept."""
-    key = request.headers.get("authorization", "")
+    key = key_of(request.headers)
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
+
+
+def may_see(request: Request, job: Job, access: Access) -> bool:
+    """Return whether a request may see, stop and remove a job."""
+    return whose(request, access) in (None, job.owner)
+
+
+def whose(request: Request, access: Access) -> str | None:
+    """Return the owner whose jobs alone a request may see; None for those of all: of an admin, and without keys."""
+    is_all = not access.api_keys or access.is_admin(key_of(request.headers) or "")
+    return None if is_all else owner_of(request)
 
 
 def _digest(kind: str, body: Body) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -15,11 +18,11 @@ from diffusion_runtime.serving.bodies import read_body
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.event_stream import event, with_pings
 from diffusion_runtime.serving.files import ID, VARIANTS
-from diffusion_runtime.serving.job_objects import poll_milliseconds, video_object
+from diffusion_runtime.serving.job_objects import poll_milliseconds, preview_object, video_object
 from diffusion_runtime.serving.jobs import COMPLETED, FAILED, IN_PROGRESS, QUEUED, VIDEO, Job
 from diffusion_runtime.serving.openapi import request_body
-from diffusion_runtime.serving.request_fields import MAX_PROMPT, Draft
-from diffusion_runtime.serving.submission import Submission, owner_of
+from diffusion_runtime.serving.request_fields import Draft, checked_prompt
+from diffusion_runtime.serving.submission import Submission, may_see, owner_of, whose
 from diffusion_runtime.serving.waiting import until_over
 
 _MEDIA_TYPES = {
@@ -34,9 +37,11 @@ _MEDIA_TYPES = {
 def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
     router = APIRouter(tags=["videos"])
 
-    def found(video_id: str) -> Job:
+    access = dispatcher.settings.access
+
+    def found(video_id: str, request: Request) -> Job:
         job = dispatcher.jobs.get(video_id) if ID.fullmatch(video_id) else None
-        if job is None or job.kind != VIDEO:
+        if job is None or job.kind != VIDEO or not may_see(request, job, access):
             raise not_found(f"video {shown(video_id[:64])}")
         return job
 
@@ -58,16 +63,20 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         part = (job.result or {})["parts"][0]
         headers = {
             "x-video-id": job.id,
-            "x-model": json.dumps(job.work["model"]),
+            "x-model": quote(job.work["model"], safe=" /:@"),
             "x-inference-time-s": str(video_object(job, dispatcher)["inference_time_s"]),
             "x-stage-durations": json.dumps(part["timings"]),
             "x-peak-memory-mb": str(video_object(job, dispatcher)["peak_memory_mb"]),
         }
-        return content(job, "video", headers)
+        return content(request, job, "video", headers)
 
     @router.get("/v1/videos")
     async def list_videos(
-        limit: str = "20", order: str = "desc", after: str | None = None, status: str | None = None
+        request: Request,
+        limit: str = "20",
+        order: str = "desc",
+        after: str | None = None,
+        status: str | None = None,
     ) -> Response:
         """List videos by acceptance, the newest first."""
         if not limit.isdecimal() or not 1 <= int(limit[:6]) <= 100:
@@ -76,45 +85,47 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             raise invalid("order", f"order: expected asc or desc, got {shown(order)}")
         if status not in (None, QUEUED, IN_PROGRESS, COMPLETED, FAILED):
             raise invalid("status", f"status: expected queued, in_progress, completed or failed, got {shown(status)}")
-        number = None if after is None else found(after).number
         jobs, has_more = dispatcher.jobs.page(
-            VIDEO, limit=int(limit), is_descending=order == "desc", after=number, status=status
+            VIDEO,
+            limit=int(limit),
+            is_descending=order == "desc",
+            after=None if after is None else found(after, request).number,
+            status=status,
+            owner=whose(request, access),
         )
         data = [video_object(job, dispatcher) for job in jobs]
         ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
         return JSONResponse({"object": "list", "data": data, **ids, "has_more": has_more})
 
     @router.get("/v1/videos/{video_id}")
-    async def get_video(video_id: str) -> Response:
+    async def get_video(video_id: str, request: Request) -> Response:
         """Return a video's state; 200 for one that failed, too."""
-        return answer(found(video_id))
+        return answer(found(video_id, request))
 
     @router.delete("/v1/videos/{video_id}")
-    async def delete_video(video_id: str) -> Response:
+    async def delete_video(video_id: str, request: Request) -> Response:
         """Stop a video if it is being made, and remove it."""
-        job = found(video_id)
+        job = found(video_id, request)
         await dispatcher.delete(job.id)
         return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
 
     @router.post("/v1/videos/{video_id}/cancel")
-    async def cancel_video(video_id: str) -> Response:
+    async def cancel_video(video_id: str, request: Request) -> Response:
         """Stop a video; it is then `failed` with the code `cancelled`."""
-        job = found(video_id)
-        dispatcher.cancel(job.id, "client")
-        return answer(found(video_id))
+        dispatcher.cancel(found(video_id, request).id, "client")
+        await dispatcher.jobs.log.kept()
+        return answer(found(video_id, request))
 
     @router.post("/v1/videos/{video_id}/remix")
     async def remix_video(video_id: str, request: Request) -> Response:
         """Make a video again with its seed and settings, and another prompt."""
-        job = found(video_id)
+        job = found(video_id, request)
         values = (await read_body(request)).values
         for name in values:
             if name not in ("prompt", "model"):
                 message = f"{name[:80]}: a remix has the settings of its video, and another prompt"
                 raise invalid(name[:80], message, "unknown_parameter")
-        prompt = values.get("prompt")
-        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_PROMPT:
-            raise invalid("prompt", f"prompt: expected a text of 1 to {MAX_PROMPT} characters")
+        prompt = checked_prompt(values.get("prompt"))
         if job.work["inputs"]:
             message = "the images that this video began with are not kept; create a video with them again"
             raise ApiError(400, "unsupported_for_model", message)
@@ -125,43 +136,52 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
             attention=job.work["attention"],
             loras=job.work["loras"],
             options=job.work["options"],
+            num_previews=job.work["previews"],
         )
         return answer(await submission.accept_draft(draft, owner_of(request), remixed_from=job.id))
 
     @router.get("/v1/videos/{video_id}/content")
-    async def video_content(video_id: str, variant: str = "video") -> Response:
+    async def video_content(video_id: str, request: Request, variant: str = "video") -> Response:
         """Return a file of a finished video; a Range of it where one is asked for."""
         if variant not in _MEDIA_TYPES:
             raise invalid("variant", f"variant: expected one of {', '.join(_MEDIA_TYPES)}, got {shown(variant)}")
-        job = found(video_id)
+        job = found(video_id, request)
         if job.status == FAILED:
             error = dict(job.error or {})
             raise ApiError(422, error["code"], error["message"], kind=error["type"])
         if job.status != COMPLETED:
             raise ApiError(409, "video_not_ready", f"the video is {job.status}", seconds=1)
-        return content(job, variant, {})
+        return content(request, job, variant, {})
 
-    def content(job: Job, variant: str, headers: dict[str, str]) -> Response:
+    def content(request: Request, job: Job, variant: str, headers: dict[str, str]) -> Response:
         path = dispatcher.files.variant(job.id, variant)
-        if path is None and variant == "sound":
+        if path is None and variant == "sound" and job.num_bytes:
             raise not_found("sound beside this video; models that make sound put it into the video")
         if path is None:
             raise ApiError(410, "expired", "the file is no longer kept")
         if variant == "video" and job.result is not None:
             headers = {**headers, "etag": f'"{job.result["parts"][0]["file"]["sha256"]}"'}
+        if (refused := _refused_range(request, path.stat().st_size)) is not None:
+            return refused
         suffix = ".mp4" if variant == "video" else VARIANTS[variant]
         return FileResponse(path, media_type=_MEDIA_TYPES[variant], filename=f"{job.id}{suffix}", headers=headers)
 
     @router.get("/v1/videos/{video_id}/events")
     async def video_events(video_id: str, request: Request) -> Response:
-        """Stream the video's state now and after every change, as server-sent events."""
-        job = found(video_id)
+        """Stream the video's state now and after every change, as server-sent events; previews with return_previews."""
+        job = found(video_id, request)
         last = request.headers.get("last-event-id", "")
 
         async def events() -> AsyncIterator[bytes]:
+            # Kept here, as the last previews may come together with the end.
+            live = None if job.is_over else dispatcher.live(job.id)
+            num_sent = 0
             async for each in dispatcher.follow(job.id):
+                for preview in () if live is None else live.previews[num_sent:]:
+                    num_sent += 1
+                    yield event("preview", await asyncio.to_thread(preview_object, job, preview))
                 name = each.status if each.is_over else "progress"
-                number = str(dispatcher.live(job.id).version) if not each.is_over else "end"
+                number = "end" if live is None or each.is_over else str(live.version)
                 if number != last:
                     yield event(name, video_object(each, dispatcher), number)
 
@@ -171,3 +191,23 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
 
 _UNCACHED: dict[str, Any] = {"cache-control": "no-store"}
+_RANGES = re.compile(r"bytes=(\d{1,18}-\d{0,18}|-\d{1,18})(,\s*(\d{1,18}-\d{0,18}|-\d{1,18}))*", re.IGNORECASE)
+
+
+def _refused_range(request: Request, num_bytes: int) -> Response | None:
+    """Return the answer to a Range that begins behind the end, None for others. One that is none is taken away, as if
+    it had not been sent (RFC 9110, 14.2)."""
+    text = request.headers.get("range")
+    if text is None:
+        return None
+    is_range = _RANGES.fullmatch(text.strip()) is not None
+    ends = [part.strip().partition("-") for part in text.strip()[6:].split(",")] if is_range else []
+    if not is_range or any(first and last and int(first) > int(last) for first, _, last in ends):
+        request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"range"]
+        return None
+    if all(int(first) < num_bytes if first else int(last) > 0 for first, _, last in ends):
+        return None
+    message = f"range: the file has {num_bytes} bytes, got {shown(text[:80])}"
+    response = ApiError(416, "range_not_satisfiable", message, param="range").response()
+    response.headers["content-range"] = f"bytes */{num_bytes}"
+    return response

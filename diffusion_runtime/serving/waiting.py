@@ -11,7 +11,7 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.jobs import FAILED, Job
 from diffusion_runtime.serving.unavailable import Unavailable
 
-_STATUS = {"cancelled": 409, "timeout": 504, "engine_lost": 503}
+_STATUS = {"cancelled": 409, "timeout": 504, "engine_lost": 503, "storage_full": 507}
 
 
 async def until_over(request: Request, dispatcher: Dispatcher, job: Job) -> Job:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
-from running_server import SMALL, RunningServer, finished, running_server
+from running_server import SMALL, RunningServer, finished
 from tables import table
 
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.serving import guard
+from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.untrusted.image_urls import checked_address, is_public
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    arguments = ("--max-body", str(2**20), "--allow-url", "allowed.example")
-    with running_server(tmp_path_factory.mktemp("storage"), *arguments) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +30,10 @@ def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
         yield listener
+
+
+def files_of(server: RunningServer) -> list[str]:
+    return sorted(path.name for folder in ("inputs", "results") for path in (server.storage / folder).iterdir())
 
 
 def png(width: int, height: int) -> bytes:
@@ -119,6 +120,9 @@ BODIES: list[dict[str, Any]] = [
     {"content": b"a" * (2**20 + 1), "headers": {"content-type": "application/json"}},
     {"content": (b"a" * 2**18 for _ in range(8)), "headers": {"content-type": "application/json"}},
     {"content": b"x", "headers": {"content-type": "text/plain"}},
+    {"content": b"a=" + b"%41" * 2**18, "headers": {"content-type": "application/x-www-form-urlencoded"}},
+    {"content": b"prompt=%ff", "headers": {"content-type": "application/x-www-form-urlencoded"}},
+    {"content": b"a=1&" * 1000, "headers": {"content-type": "application/x-www-form-urlencoded"}},
     {"content": b"x", "headers": {"content-type": "multipart/form-data"}},
     {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=y"}},
     {"data": {f"field{number}": "x" for number in range(10_000)}},
@@ -162,6 +166,7 @@ def test_no_attack_is_a_500_or_leaves_a_trace_and_the_server_answers_afterwards(
     ]
     bodies = [*BODIES, *({"json": {"prompt": "x", "input_reference": {"image_url": url}}} for url in urls)]
     wrong = []
+    before = files_of(server)
     with server.client() as http:
         for path in GET:
             # As it stands: a client would take the dots out.
@@ -191,8 +196,7 @@ def test_no_attack_is_a_500_or_leaves_a_trace_and_the_server_answers_afterwards(
         assert wrong == []
         with pytest.raises(TimeoutError):
             listener.accept()
-        left = sorted(path.name for folder in ("inputs", "results") for path in (server.storage / folder).iterdir())
-        assert left == []
+        assert files_of(server) == before
         video = finished(http, http.post("/v1/videos", json={"prompt": "a ring", **SMALL}).json()["id"])
         assert video["status"] == "completed"
 
@@ -201,6 +205,11 @@ RAW = {
     "half a request": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
     "two lengths": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
     "a huge length": b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2147483648\r\n\r\n",
+    "a name and an address": b"GET /v1/models HTTP/1.1\r\nhost: localhost:80@evil.example\r\n\r\n",
+    "a length and chunks": (
+        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"0\r\n\r\nGET /liveness HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    ),
     "no host": b"GET /v1/videos HTTP/1.1\r\n\r\n",
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "a websocket": b"GET /v1/videos HTTP/1.0\r\nhost: evil\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
@@ -215,12 +224,35 @@ def test_broken_http_is_an_answer_or_a_closed_connection(name: str, server: Runn
         try:
             connection.sendall(RAW[name])
             connection.shutdown(socket.SHUT_WR)
-            answer = connection.recv(4096)
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
         except (ConnectionError, BrokenPipeError):
             answer = b""
     assert not answer or answer.split()[1][:1] == b"4", answer
+    # What follows a refused request is not another one.
+    assert answer.count(b"HTTP/1.1 ") <= 1, answer
     with server.client() as http:
         assert http.get("/liveness").status_code == 200
+
+
+def test_a_body_that_drips_is_not_waited_for() -> None:
+    async def receive() -> dict[str, Any]:
+        clock[0] += 0.9
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        body = guard.BoundedBody(receive, 2**20, 30.0)
+
+        async def read() -> None:
+            while True:
+                await body.receive()
+
+        with pytest.raises(ApiError, match="in time"):
+            asyncio.run(read())
+    assert 30 <= clock[0] < 32
 
 
 PRIVATE = [

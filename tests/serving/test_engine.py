@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 from sample_media import make_media
 from tables import table
 
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DeviceMemoryError, RequestError
-from diffusion_runtime.serving.engine import Engine, public_values
+from diffusion_runtime.serving.engine import Engine
 from diffusion_runtime.serving.engine_channel import BatchProgress
-from diffusion_runtime.serving.served_model import parse_attention, preview_steps
+from diffusion_runtime.serving.previews import preview_steps
+from diffusion_runtime.serving.results import public_values, publish
+from diffusion_runtime.serving.served_model import ServedModel, parse_attention
 
 
 class RecordedChannel:
@@ -57,6 +61,32 @@ def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_pat
     assert channel.sent[-1]["type"] == "done"
     assert channel.cancelled == set()
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a.png", "b.png"]
+
+
+def test_a_warm_up_is_of_the_default_size_and_says_why_there_is_none() -> None:
+    channel: Any = RecordedChannel()
+    engine = Engine(channel, ServedModel(RuntimeConfig(), {}), {})
+    made: list[dict[str, Any]] = []
+
+    def make(message: Mapping[str, Any], _: object) -> list[Any]:
+        made.append(message["works"][0]["request"])
+        if len(made) > 1:
+            raise DeviceMemoryError("out of memory")
+        return []
+
+    engine.warm_up(make)
+    engine.warm_up(make)
+    assert [made[0][name] for name in ("height", "width", "num_frames", "num_inference_steps")] == [256, 256, 29, 2]
+    assert [message["error"] for message in channel.of("warmed")] == [None, "out of memory"]
+
+
+def test_a_result_is_on_the_disk_before_anybody_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.readlink(f"/proc/self/fd/{file}")))
+    publish(make_media(5, 16, 16), tmp_path / "clip.mp4", {})
+    written = {str(path) for path in tmp_path.iterdir()}
+    assert len(written) == 4
+    assert written | {str(tmp_path)} <= synced
 
 
 def test_paths_of_the_machine_become_public_names() -> None:

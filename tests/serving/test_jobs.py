@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import VIDEO, Job, Jobs, new_id
+from diffusion_runtime.serving.retention import Retention
+from diffusion_runtime.serving.settings import Limits
 
 
 def filled(path: Path, count: int) -> tuple[Jobs, list[Job]]:
@@ -56,6 +62,54 @@ def test_what_was_accepted_is_found_by_the_next_process_and_a_second_one_is_refu
     assert (found.status, found.losses, found.attempts) == ("queued", 1, 1)
     assert again.num_bytes() == 10
     again.close()
+
+
+def test_what_is_accepted_is_on_the_disk_and_no_other_answer_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, _ = filled(tmp_path / "jobs", 1)
+    synced: list[tuple[str, bool]] = []
+    may_go_on = threading.Event()
+
+    def sync(file: int) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        synced.append((os.readlink(f"/proc/self/fd/{file}"), is_main))
+        assert may_go_on.wait(60)
+
+    async def accept() -> None:
+        waiting = [asyncio.ensure_future(jobs.log.kept()) for _ in range(5)]
+        while not synced:
+            await asyncio.sleep(0.01)
+        # The disk is busy, and a change comes meanwhile: what is under way may not hold it.
+        late = asyncio.ensure_future(jobs.log.kept())
+        assert jobs.num_queued() == 1
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in (*waiting, late))
+        may_go_on.set()
+        await asyncio.gather(*waiting, late)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    asyncio.run(accept())
+    assert synced == [(str(tmp_path / "jobs-wal"), False)] * 2
+    jobs.close()
+
+
+def test_an_expired_result_is_known_for_as_long_again(tmp_path: Path) -> None:
+    jobs, (made,) = filled(tmp_path / "jobs", 1)
+    files, limits = ResultFiles(tmp_path), Limits(keep=100.0, max_storage=1000)
+    retention = Retention(jobs, files, limits)
+    files.target(made.id).write_bytes(b"x")
+    jobs.begin([made.id])
+    jobs.complete(made.id, {"parts": []}, 10)
+    now = time.time()
+    for seconds, is_there, is_known in ((99.0, True, True), (101.0, False, True), (201.0, False, False)):
+        retention.remove_expired(now + seconds)
+        assert (files.target(made.id).exists(), jobs.get(made.id) is not None) == (is_there, is_known), seconds
+    assert retention.refusal(999) is None
+    assert "--max-storage" in (retention.refusal(1001) or "")
+    roomy = Retention(jobs, files, Limits(max_storage=2**70))
+    assert "disk" in (roomy.refusal(2**60) or "")
+    jobs.close()
 
 
 def test_an_idempotency_key_finds_its_job_until_that_is_deleted(tmp_path: Path) -> None:

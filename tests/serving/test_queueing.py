@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
+from pathlib import Path
 
+from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.files import ResultFiles
+from diffusion_runtime.serving.jobs import VIDEO, Job, Jobs, new_id
+from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
-from diffusion_runtime.serving.settings import Limits
+from diffusion_runtime.serving.settings import Limits, ServerSettings
 
 
 def test_every_job_runs_once_in_batches_of_one_key_and_none_is_overtaken_too_often() -> None:
@@ -52,3 +59,25 @@ def test_admission_is_bounded_in_all_and_per_key_and_says_when_to_come_again() -
     assert "at most 3" in (refuse(waiting, "carol", limits) or "")
     assert seconds_until_place(3, 12.0, 3) == 12
     assert seconds_until_place(2, 0.1, 3) == 1
+
+
+def test_a_job_waits_by_a_clock_that_nobody_sets(tmp_path: Path) -> None:
+    settings = ServerSettings(storage=tmp_path, name="shapes", limits=Limits(queue_timeout=60.0))
+    jobs = Jobs(tmp_path / "jobs.sqlite3")
+    dispatcher = Dispatcher(settings, {}, jobs, ResultFiles(tmp_path), Metrics())
+
+    async def status_after_a_look() -> str:
+        task = asyncio.ensure_future(dispatcher._look_after())
+        await asyncio.sleep(0)
+        task.cancel()
+        found = jobs.get(job.id)
+        assert found is not None
+        return found.status
+
+    # The wall clock was set forward by a day since.
+    job = Job(id=new_id(VIDEO), kind=VIDEO, created=time.time() - 86400.0, work={"requests": [{}], "key": ""})
+    asyncio.run(dispatcher.submit(job))
+    assert asyncio.run(status_after_a_look()) == "queued"
+    dispatcher.live(job.id).since -= 61.0
+    assert asyncio.run(status_after_a_look()) == "failed"
+    jobs.close()

@@ -21,8 +21,8 @@ import httpx
 import pytest
 from cli_support import command_process
 from fenced_blocks import ROOT, blocks
-from PIL import Image
-from running_server import SMALL, RunningServer, finished, is_running, running_server, wait_for
+from PIL import Image, ImageChops, ImageStat
+from running_server import ADMIN, ORIGIN, SMALL, RunningServer, finished, is_running, running_server, wait_for
 
 from diffusion_runtime import Client, GenerationRequest, load_pipeline
 from diffusion_runtime.serving.client import ServerError
@@ -56,12 +56,6 @@ def expected_sha256(
     media = pipeline(pipeline.resolve(GenerationRequest(prompt, **values), preset))
     path = folder / ("made.mp4" if media.num_frames > 1 else "made.png")
     return hashlib.sha256(media.save(path).read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("storage"), "--named-lora", "quick=shapes-fast") as server:
-        yield server
 
 
 @pytest.fixture
@@ -164,7 +158,11 @@ def test_content_has_ranges_and_is_refused_before_its_time(http: httpx.Client) -
     assert (part.status_code, part.content) == (206, whole.content[10:20])
     assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
     assert whole.headers["etag"] == f'"{video["sha256"]}"'
-    assert http.get(path, headers={"range": "bytes=99999999-"}).status_code == 416
+    behind = http.get(path, headers={"range": "bytes=99999999-"})
+    assert (behind.status_code, behind.json()["error"]["code"]) == (416, "range_not_satisfiable")
+    # What is no range, or none of bytes, is as if it were not there.
+    for text in ("bytes=9-5", "bytes=a-b", "lines=0-1", "bytes=" + ",".join(["0-"] * 9000)):
+        assert http.get(path, headers={"range": text}).content == whole.content, text[:20]
     sidecar = http.get(path, params={"variant": "sidecar"}).json()
     assert sidecar["recipe"]["request"]["seed"] == 1
     assert http.get(path, params={"variant": "sound"}).status_code == 404
@@ -213,6 +211,35 @@ def test_requests_choose_lora_files_by_name_and_presets_that_bring_one(http: htt
     assert made[4] == expected_sha256(tmp_path, seed=2)
     unknown = http.post("/v1/videos", json={**few, "lora": "slow"}).json()["error"]
     assert (unknown["param"], "quick" in unknown["message"]) == ("lora", True)
+    # SGLang's routes, for the admin's key: the default of requests that name none.
+    assert http.post("/v1/set_lora", json={"lora_nickname": "quick"}).json()["error"]["code"] == "admin_key_required"
+    for wrong in ({"lora_nickname": "slow"}, {"lora_nickname": "quick", "lora_path": "/x"}, {"lora_nickname": []}):
+        assert http.post("/v1/set_lora", json=wrong, headers=ADMIN).status_code == 400, wrong
+    assert http.post("/v1/set_lora", json={"lora_nickname": "quick"}, headers=ADMIN).json()["status"] == "ok"
+    assert http.get("/v1/list_loras").json()["active"] == [{"name": "quick", "scale": 1.0}]
+    by_default, without = (http.post("/v1/videos", json={**bodies[0], **lora}).json() for lora in ({}, {"lora": []}))
+    assert finished(http, by_default["id"])["sha256"] == made[1]
+    assert finished(http, without["id"])["sha256"] == made[0]
+    assert http.post("/v1/unmerge_lora_weights", headers=ADMIN).json()["active"] == []
+    merged = http.post("/v1/merge_lora_weights", json={"strength": 0.5}, headers=ADMIN).json()
+    assert merged["active"] == [{"name": "quick", "scale": 0.5}]
+    http.post("/v1/unmerge_lora_weights", json={"target": "all"}, headers=ADMIN)
+    assert http.get("/v1/list_loras").json()["active"] == []
+
+
+def test_an_admin_records_the_next_batch(http: httpx.Client) -> None:
+    assert http.post("/start_profile").status_code == 403
+    first = http.post("/start_profile", headers=ADMIN).json()["id"]
+    assert http.post("/stop_profile", headers=ADMIN).json() == {"id": first}
+    trace = http.post("/start_profile", json={"num_steps": 1}, headers=ADMIN).json()["id"]
+    waiting = http.get(f"/profiles/{trace}", headers=ADMIN)
+    assert (waiting.status_code, waiting.json()["error"]["code"]) == (409, "profile_not_ready")
+    finished(http, http.post("/v1/videos", json={"prompt": PROMPT, **SMALL}).json()["id"])
+    wait_for(lambda: http.get(f"/profiles/{trace}", headers=ADMIN).status_code == 200)
+    events = http.get(f"/profiles/{trace}", headers=ADMIN).json()["traceEvents"]
+    assert any("attention" in event["name"] for event in events)
+    assert http.get(f"/profiles/{first}", headers=ADMIN).status_code == 422
+    assert http.get(f"/profiles/{trace}").status_code == 403
 
 
 def test_an_idempotency_key_makes_one_job_of_two_requests(server: RunningServer, http: httpx.Client) -> None:
@@ -259,6 +286,38 @@ def test_events_begin_with_the_present_state_and_a_running_job_stops_within_step
     # 200 steps take a minute; the engine did not go on with them.
     assert max(steps) < 100
     assert time.monotonic() - begun < 60
+
+
+def test_events_show_estimates_that_near_the_result(http: httpx.Client) -> None:
+    assert http.get("/v1/models").json()["data"][0]["previews"] == "linear"
+    body = {"prompt": "a red circle", "seed": 1, "size": "128x128", "num_frames": 5, "num_inference_steps": 6}
+    video_id = http.post("/v1/videos", json={**body, "return_previews": True}).json()["id"]
+    lines = http.get(f"/v1/videos/{video_id}/events").text.splitlines()
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    previews = [each for each in data if "b64_json" in each]
+    assert [each["step"] for each in previews] == [2, 3, 4, 5]
+    made = Image.open(io.BytesIO(http.get(f"/v1/videos/{video_id}/content?variant=thumbnail").content)).convert("RGB")
+    errors = []
+    for each in previews:
+        picture = Image.open(io.BytesIO(base64.b64decode(each["b64_json"])))
+        assert (picture.format, picture.size) == ("WEBP", (128, 128))
+        errors.append(ImageStat.Stat(ImageChops.difference(picture.convert("RGB"), made)).rms)
+    # Of 255, by channel.
+    assert max(errors[-1]) < 40, errors
+    assert sum(errors[-1]) < sum(errors[0]), errors
+
+
+def test_pages_of_other_sites_may_not_call(http: httpx.Client) -> None:
+    form = {"data": {"prompt": PROMPT}, "headers": {"origin": "https://evil.example"}}
+    # A browser sends a form to any address, without asking first.
+    refused = http.post("/v1/videos", **form)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    allowed = http.options("/v1/videos", headers={**asked, "access-control-request-headers": "authorization"})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert http.options("/v1/videos", headers={**asked, "origin": "https://evil.example"}).status_code == 400
+    for origin in (ORIGIN, str(http.base_url).rstrip("/")):
+        assert http.get("/v1/models", headers={"origin": origin}).status_code == 200
 
 
 def test_a_client_that_leaves_an_images_call_cancels_it(server: RunningServer, http: httpx.Client) -> None:
@@ -320,9 +379,12 @@ def test_jobs_survive_the_death_of_the_engine_and_of_the_server(tmp_path: Path) 
 
 
 def test_a_full_queue_answers_429_and_sigterm_drains(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+    keys, admins = tmp_path / "keys", tmp_path / "admins"
     keys.write_text("secret-1\nsecret-2\n")
-    arguments = ("--api-key-file", str(keys), "--max-queue", "2", "--max-batch-size", "1")
+    admins.write_text("admin-1\n")
+    arguments = ["--api-key-file", str(keys), "--admin-key-file", str(admins), "--max-queue", "2"]
+    # Of one such clip: the estimate of its bytes is below it, its files with their pictures are above.
+    arguments += ["--max-batch-size", "1", "--max-storage", "14000"]
     with running_server(tmp_path / "storage", *arguments) as server:
         with server.client() as anonymous:
             refused = anonymous.get("/v1/videos")
@@ -345,9 +407,27 @@ def test_a_full_queue_answers_429_and_sigterm_drains(tmp_path: Path) -> None:
             assert server.process.wait(60) == 0
         server.start()
         with server.client(headers={"authorization": "Bearer secret-1"}) as http:
+            # Another key's jobs are none of its own.
+            assert http.get("/v1/videos").json()["data"] == []
+            for method, path in (
+                ("GET", ""),
+                ("DELETE", ""),
+                ("POST", "/cancel"),
+                ("GET", "/content"),
+                ("GET", "/events"),
+            ):
+                assert http.request(method, f"/v1/videos/{waiting[0]}{path}").status_code == 404, (method, path)
+            server.wait_until_ready()
+            big = http.post("/v1/videos", json={**body, "size": "128x128"})
+            assert (big.status_code, big.json()["error"]["code"]) == (507, "storage_full")
+        with server.client(headers=ADMIN) as http:
+            assert {each["id"] for each in http.get("/v1/videos").json()["data"]} == {running, *waiting}
+        with server.client(headers={"authorization": "bearer  secret-2"}) as http:
             # What ran was finished before the end, what waited was not begun.
             assert http.get(f"/v1/videos/{running}").json()["status"] == "completed"
             assert [finished(http, each)["attempts"] for each in waiting] == [1, 1]
+            gone = http.get(f"/v1/videos/{running}/content")
+            assert (gone.status_code, gone.json()["error"]["code"]) == (410, "expired")
 
 
 def test_the_examples_of_the_page_run(
