@@ -114,7 +114,9 @@ def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_d
     for feature in FEATURES:
         needs = () if feature == "gqa" else (feature,)
         said = refused(name, home, needs=needs, num_kv_heads=2 if feature == "gqa" else 4)
-        assert [reason.split(":")[0] for reason in said] == ([] if feature in can.features else [f"cannot do {feature}"])
+        assert [reason.split(":")[0] for reason in said] == (
+            [] if feature in can.features else [f"cannot do {feature}"]
+        )
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         assert bool(refused(name, home, dtype=dtype)) == (dtype not in can.dtypes)
     for head_dim in (4, 8, 64, 72, 96, 128, 160, 256, 264):
