@@ -52,6 +52,7 @@ _families: dict[str, _Registered] = {
     "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
+    "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
     "QwenImage21Transformer2DModel": _in_folder("qwen_image_21"),
