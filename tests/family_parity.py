@@ -89,9 +89,9 @@ def kept_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return kept
 
 
-def load_theirs(pipeline_class: Any, folder: Path, **components: Any) -> Any:
+def load_theirs(pipeline_class: Any, folder: Path) -> Any:
     # Without a dtype transformers would load the text encoder in the one its file is in.
-    theirs = pipeline_class.from_pretrained(folder, dtype=torch.float32, **components)
+    theirs = pipeline_class.from_pretrained(folder, dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
     return theirs
 

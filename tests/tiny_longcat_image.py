@@ -38,8 +38,8 @@ def write_tiny_longcat_image(folder: Path) -> Path:
             vae=vae.eval(),
             text_encoder=text_encoder,
             tokenizer=tokenizer,
-            # Rewrites prompts, and nothing else.
-            text_processor=None,
+            # Rewrites prompts, and nothing else; the published one prepares pictures too, by torchvision.
+            text_processor=tokenizer,
             transformer=tiny_transformer(),
         )
     pipeline.save_pretrained(folder)

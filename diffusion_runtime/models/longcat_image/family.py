@@ -12,16 +12,10 @@ from diffusion_runtime.models.declaration import TextEncoding, TextShapes, Weigh
 from diffusion_runtime.models.flux1.config import KEYS, Flux1TransformerConfig
 from diffusion_runtime.models.flux1.config import read_transformer_config as read_original_config
 from diffusion_runtime.models.flux1.family import FAMILY as ORIGINAL
-from diffusion_runtime.models.flux1.weights import LORA_NAMES as ORIGINAL_NAMES
-from diffusion_runtime.models.flux1.weights import transformer_pieces as original_pieces
 from diffusion_runtime.models.longcat_image.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.longcat_image.transformer import LongCatImageTransformer
+from diffusion_runtime.models.longcat_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.weights.checkpoint import Piece
-from diffusion_runtime.weights.lora.stream_names import embedder_names
-
-# What diffusers calls the embedding of the timestep here, and in FLUX.1.
-_TIME, _ORIGINAL_TIME = "time_embed", "time_text_embed"
 
 
 def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
@@ -29,29 +23,6 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     read_config(folder, "transformer").refuse_unknown(set(KEYS) - {"guidance_embeds", "out_channels"})
     return dataclasses.replace(read_original_config(folder), pooled_dim=None)
 
-
-def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it."""
-    return {
-        name: tuple(dataclasses.replace(piece, name=piece.name.replace(_ORIGINAL_TIME, _TIME)) for piece in pieces)
-        for name, pieces in original_pieces(config).items()
-    }
-
-
-# FLUX.1's, apart from its embeddings of guidance scale and pooled text.
-_SHARED = {
-    name: target
-    for name, target in ORIGINAL_NAMES.originals.items()
-    if not name.startswith(("time_in", "guidance_in", "vector_in"))
-}
-LORA_NAMES = dataclasses.replace(
-    ORIGINAL_NAMES,
-    title="LongCat-Image",
-    originals={**_SHARED, **embedder_names("time_in", f"{_TIME}.timestep_embedder")},
-    absent={},
-    resized={},
-    num_blocks=frozenset({10, 20}),
-)
 
 FAMILY = dataclasses.replace(
     ORIGINAL,

@@ -30,8 +30,7 @@ PROMPTS = ('a red circle with "a star"', "two objects: a blue star, and a green 
 @pytest.fixture(scope="module")
 def pair(tiny_folder_of: Callable[[str], Path]) -> tuple[Pipeline, LongCatImagePipeline]:
     folder = tiny_folder_of("longcat_image")
-    theirs = load_theirs(LongCatImagePipeline, folder, text_processor=None)
-    return load_pipeline(str(folder), device="cpu"), theirs
+    return load_pipeline(str(folder), device="cpu"), load_theirs(LongCatImagePipeline, folder)
 
 
 def request(**values: Any) -> GenerationRequest:
