@@ -1,4 +1,4 @@
-"""The dense backends, as the registry has them: what the tests of backends walk through.
+"""The backends, dense and sparse, as the registry has them: what the tests of backends walk through.
 
 A new backend is here as soon as it is registered, and is held to all that it declares.
 """
@@ -10,6 +10,7 @@ from machines import EVERYTHING, cuda, other
 from diffusion_runtime.attention import list_backends
 from diffusion_runtime.attention.backends.interface import Backend, NoOptions
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 
 # Compiled, a minute each on a CPU: tests of its own.
@@ -33,6 +34,7 @@ def the(name: str) -> Backend:
 
 ALL = available_names()
 DENSE = tuple(name for name in ALL if the(name).options_type is NoOptions)
+SPARSE = tuple(name for name in ALL if isinstance(the(name), SparseBackend))
 # Those whose numbers can be had here, on a CPU.
 HERE = tuple(
     info.name

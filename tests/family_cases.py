@@ -168,6 +168,19 @@ FAMILIES = {
             ),
         ),
     ),
+    "longcat_image": FamilyCase(
+        geometry=(4, 2, 1, (1, 2, 2)),
+        layers={"self": 4},
+        refusals=(
+            *missing("in_channels", "num_layers", "num_single_layers", "attention_head_dim", "joint_attention_dim"),
+            *misfits(("patch_size", 2), ("in_channels", 18), ("axes_dims_rope", [4, 6, 8])),
+            # Of FLUX.1's transformer; this one has neither.
+            Refusal({"guidance_embeds": False}, "key 'guidance_embeds' is unknown to this runtime"),
+            Refusal({"out_channels": 16}, "key 'out_channels' is unknown to this runtime"),
+            in_file(INDEX, "expected LongCatImagePipeline", _class_name="LongCatImageEditPipeline"),
+        ),
+        other_size=({"num_single_layers": 3}, ("single_transformer_blocks.2.norm.linear.weight",)),
+    ),
     "flux2": FamilyCase(
         geometry=(8, 4, 1, (1, 1, 1)),
         layers={"self": 4},

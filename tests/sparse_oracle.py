@@ -84,7 +84,8 @@ class Case:
     """A backend and options that are sparse on a grid of a hundred tokens or more, at STEP.
 
     full: changes that make it keep everything; wider: changes under which it sees more, one after the other;
-    schedule: changes that make steps before 21 dense, and layers before 5. sees_itself: a query always sees itself.
+    schedule: changes that make steps before 21 dense, and layers before 5; None for a method without such an option.
+    sees_itself: a query always sees itself.
     compares_heads: what a head selects depends on the others by definition, so heads cannot be planned in parts.
     is_static: its blocks are tiles of the grid, whatever the tokens hold. draws_tokens: it begins with tokens drawn in
     the order in which they are given.
@@ -94,7 +95,7 @@ class Case:
     options: Options
     full: tuple[Options, ...]
     wider: tuple[Options, ...]
-    schedule: tuple[Options, Options | None]
+    schedule: tuple[Options | None, Options | None]
     layer: LayerInfo = LAYER
     sees_itself: bool = False
     compares_heads: bool = False

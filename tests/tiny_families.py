@@ -11,6 +11,7 @@ from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
 from tiny_hunyuan_video import write_tiny_hunyuan_video
 from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
+from tiny_longcat_image import write_tiny_longcat_image
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
@@ -34,6 +35,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "hunyuan_video": write_tiny_hunyuan_video,
     "hunyuan_video_15": write_tiny_hunyuan_video_15,
     "ltx2": write_tiny_ltx2,
+    "longcat_image": write_tiny_longcat_image,
     "ltx_video": write_tiny_ltx_video,
     "z_image": write_tiny_z_image,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class _Registered:
 def _in_folder(folder: str) -> _Registered:
     """Return FAMILY of models/`folder`/family.py and LORA_NAMES of weights.py next to it, each imported on first use.
 
-    The names of a family that stands on another one (BASED_ON in its package) are those of its FAMILY.
+    The names of a family without that file, which stands on another one, are those of its FAMILY.
     """
     package = f"diffusion_runtime.models.{folder}"
 
@@ -36,7 +37,7 @@ def _in_folder(folder: str) -> _Registered:
         return family
 
     def lora_names() -> LoraNames:
-        if hasattr(importlib.import_module(package), "BASED_ON"):
+        if importlib.util.find_spec(f"{package}.weights") is None:
             return load().weights.lora_names
         names: LoraNames = importlib.import_module(f"{package}.weights").LORA_NAMES
         return names
@@ -52,6 +53,7 @@ _families: dict[str, _Registered] = {
     "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
+    "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
     "QwenImage21Transformer2DModel": _in_folder("qwen_image_21"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -34,10 +34,12 @@ class LanguageModelEncoder(TextEncoder):
     """The decoder layers of a transformers language model, or the first ones without its final norm.
 
     model: a bare decoder with `layers` and `norm`. num_layers_left_out: how many of the last ones are dropped, and the
-    norm with them; 0 keeps both. max_tokens: of a prompt with the template's text after it.
+    norm with them; 0 keeps both. max_tokens: of a prompt with the template's text after it. keeps_padding: whether
+    every prompt is padded to max_tokens and the transformer attends to the padding, as it was trained.
     """
 
     library = "transformers"
+    keeps_padding: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -61,14 +63,11 @@ class LanguageModelEncoder(TextEncoder):
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """Encode prompts. Padding comes last and is masked; a causal model looks at nothing after a token, so padding
-        to the longest prompt is enough."""
-        template, first = self.template, len(self.template.before)
+        to the longest prompt is enough where the padding is not kept."""
+        template, rows = self.template, [self.tokenized(prompt) for prompt in prompts]
         room = self.max_tokens + template.num_cropped
-        rows = [
-            tokenize(self.tokenizer, template.before + prompt + template.after, room, first, first + len(prompt))
-            for prompt in prompts
-        ]
-        ids = torch.full((len(rows), max(len(row.ids) for row in rows)), self.tokenizer.pad_token_id or 0)
+        num_tokens = room if self.keeps_padding else max(len(row.ids) for row in rows)
+        ids = torch.full((len(rows), num_tokens), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
@@ -76,7 +75,8 @@ class LanguageModelEncoder(TextEncoder):
         device = self.model.device
         output = self.model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
         hidden = output.last_hidden_state[:, template.num_cropped :]
-        lengths = tuple(max(0, len(row.ids) - template.num_cropped) for row in rows)
+        ends = [room if self.keeps_padding else len(row.ids) for row in rows]
+        lengths = tuple(max(0, end - template.num_cropped) for end in ends)
         embeddings = torch.zeros_like(hidden)
         for index, length in enumerate(lengths):
             embeddings[index, :length] = hidden[index, :length]
@@ -86,6 +86,12 @@ class LanguageModelEncoder(TextEncoder):
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
+
+    def tokenized(self, prompt: str) -> TokenizedPrompt:
+        """Tokenize a prompt in its template."""
+        template, first = self.template, len(self.template.before)
+        text, room = template.before + prompt + template.after, self.max_tokens + template.num_cropped
+        return tokenize(self.tokenizer, text, room, first, first + len(prompt))
 
 
 class StackedStatesEncoder(TextEncoder):

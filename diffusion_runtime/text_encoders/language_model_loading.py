@@ -97,6 +97,7 @@ def load_qwen2_5_vl(
     *,
     max_tokens: int,
     num_layers_left_out: int,
+    encoder: type[LanguageModelEncoder] = LanguageModelEncoder,
 ) -> LanguageModelEncoder:
     """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
@@ -121,9 +122,7 @@ def load_qwen2_5_vl(
     else:
         model = load_encoder(folder / "text_encoder", modeling.Qwen2_5_VLTextModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
-    return LanguageModelEncoder(
-        model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
-    )
+    return encoder(model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out)
 
 
 def load_qwen3_vl(

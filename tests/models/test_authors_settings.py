@@ -159,6 +159,10 @@ AUTHORS: dict[str, Authors] = {
     "flux.2-dev": Authors(
         "black-forest-labs/flux2 at ab7cca68: scripts/cli.py", {"num_inference_steps": 50, "guidance_scale": 4.0}
     ),
+    "longcat-image": Authors(
+        "meituan-longcat/LongCat-Image at 39fd2251: README.md",
+        {"height": 768, "width": 1344, "num_inference_steps": 50, "guidance_scale": 4.0},
+    ),
     "qwen-image": Authors(QWEN, {"num_inference_steps": 50, "guidance_scale": 4.0, "negative_prompt": " "}, QWEN_SIZES),
     "qwen-image-edit": Authors(QWEN, {**QWEN_EDIT, "num_inference_steps": 50}),
     "qwen-image-edit-2509": Authors(QWEN, QWEN_EDIT),

@@ -24,6 +24,7 @@ LAYERS = {"num_layers": 2}
 MODELS: Mapping[str, Callable[[], Any]] = {
     "Wan": lambda: diffusers.WanTransformer3DModel(**LAYERS, num_attention_heads=12, cross_attn_norm=True),
     "FLUX.1": lambda: diffusers.FluxTransformer2DModel(**LAYERS, num_single_layers=2, guidance_embeds=True),
+    "LongCat-Image": lambda: diffusers.LongCatImageTransformer2DModel(**LAYERS, num_single_layers=2),
     "FLUX.2": lambda: diffusers.Flux2Transformer2DModel(**LAYERS, num_single_layers=2),
     "Qwen-Image": lambda: diffusers.QwenImageTransformer2DModel(**LAYERS),
     "HunyuanVideo": lambda: diffusers.HunyuanVideoTransformer3DModel(**LAYERS, num_single_layers=2),
@@ -44,7 +45,8 @@ CONVERSIONS = {
     "Z-Image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
 }
 # The largest LTX-Video has the names, the width and the number of blocks of LTX-2's pictures.
-ALIKE = {"LTX-Video": ("LTX-2", "LTX-Video")}
+# LongCat-Image has as many single blocks as HunyuanVideo has double blocks.
+ALIKE = {"LTX-Video": ("LTX-2", "LTX-Video"), "LongCat-Image": ("LongCat-Image", "HunyuanVideo")}
 KNOWN = {names.title: names for names in lora_names_of_families()}
 
 

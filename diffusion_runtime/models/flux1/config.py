@@ -15,7 +15,7 @@ PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
 # Channels of a head that carry (an axis images do not use, row, column), where config.json does not set them.
 _AXES = (16, 56, 56)
-_KEYS = (
+KEYS = (
     "patch_size",
     "in_channels",
     "out_channels",
@@ -35,9 +35,9 @@ class Flux1TransformerConfig:
     """Sizes of a FLUX.1 transformer.
 
     condition_channels: of conditions next to the latents, such as a masked image and its mask; 0 for none. text_dim: of
-    T5's embeddings; pooled_dim: of CLIP's vector. embeds_guidance: whether the guidance scale is an input. axes:
-    channels of a head that carry each axis of the rotary positions. num_waves: of the sinusoidal timestep. eps: of
-    every norm.
+    T5's embeddings; pooled_dim: of CLIP's vector, None without one. embeds_guidance: whether the guidance scale is an
+    input. axes: channels of a head that carry each axis of the rotary positions. num_waves: of the sinusoidal timestep.
+    eps: of every norm.
     """
 
     num_double_layers: int
@@ -46,7 +46,7 @@ class Flux1TransformerConfig:
     head_dim: int
     num_channels: int
     text_dim: int
-    pooled_dim: int
+    pooled_dim: int | None
     embeds_guidance: bool
     axes: tuple[int, ...]
     condition_channels: int = 0
@@ -79,7 +79,7 @@ class Flux1TransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
+    file.refuse_unknown(KEYS)
     if file.whole_number("patch_size", 1) != 1:
         raise file.error("patch_size", "1", file.values["patch_size"])
     in_channels = file.whole_number("in_channels")

@@ -29,7 +29,9 @@ def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece,
     pieces: dict[str, tuple[Piece, ...]] = {}
     pieces.update(linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.input_channels))
     pieces.update(linear_pieces("text_embedding", [("context_embedder", dim)], config.text_dim))
-    embedders = [("timestep", "timestep_embedder", config.num_waves), ("pooled", "text_embedder", config.pooled_dim)]
+    embedders = [("timestep", "timestep_embedder", config.num_waves)]
+    if config.pooled_dim is not None:
+        embedders.append(("pooled", "text_embedder", config.pooled_dim))
     if config.embeds_guidance:
         embedders.append(("guidance", "guidance_embedder", config.num_waves))
     for ours, theirs, in_dim in embedders:
