@@ -45,6 +45,7 @@ def repeated(pipeline: Pipeline, stream: GenerationStream) -> numpy.ndarray:
         {"page_size": 2, "positions": "window", "switch_mode": "keep", "guidance_scale": 3.0},
     ],
 )
+@pytest.mark.slow
 def test_forks_that_take_turns_are_what_each_is_alone(pipeline: Pipeline, values: dict[str, Any]) -> None:
     request = dataclasses.replace(REQUEST, **values, prompt_switches=((45, "a green ring"),))
     whole = pipeline(request).frames

@@ -41,6 +41,7 @@ def check(layout_name: str, *, kv_heads: int = 4, scale: float | None = None, ca
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_its_compiled_kernel_runs_here() -> None:
     """One form, so that the fast tests see the real thing too."""
     check("equal")

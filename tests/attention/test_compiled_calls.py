@@ -79,6 +79,7 @@ def runnable() -> list[str]:
     return ["auto", *(row.name for row in list_backends(device="cpu") if row.version is not None)]
 
 
+@pytest.mark.slow
 def test_every_backend_of_a_cpu_is_one_operator() -> None:
     """With padding, and the log-sum-exp where the backend has one; as the same call uncompiled."""
     q, k, v = tokens()

@@ -75,6 +75,7 @@ def said() -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_its_kernel_is_right_where_the_capability_says_so_and_wrong_elsewhere(said: dict[str, Any]) -> None:
     """What the capability rests on: where a version is right for every number of keys, it should say so."""
     assert said["version"] == "1.0.6"

@@ -83,6 +83,7 @@ def test_a_preset_brings_its_lora_along(command: Command) -> None:
     assert any("the LoRA shapes-fast" in line for line in shown.json["rows"][0]["ran"])
 
 
+@pytest.mark.slow
 def test_without_ffmpeg_the_frames_alone_are_written(
     command: Command, tiny_wan_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

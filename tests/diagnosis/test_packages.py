@@ -30,6 +30,7 @@ def test_states() -> None:
     assert not problem.is_failure
 
 
+@pytest.mark.slow
 def test_what_diffusers_loads_its_own_pipelines_with_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

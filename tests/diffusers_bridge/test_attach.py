@@ -114,6 +114,7 @@ def test_other_threads_keep_their_attention_while_an_attached_module_runs() -> N
     assert torch.equal(seen[0], expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model, arguments = video_cross()
     before = forward(model, arguments)

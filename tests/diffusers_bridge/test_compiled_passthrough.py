@@ -24,6 +24,7 @@ OTHER = dataclasses.replace(VIDEO, prompt="two blue squares and many words", see
 
 
 @pytest.mark.parametrize("choice", [None, "torch_sdpa"])
+@pytest.mark.slow
 def test_blocks_of_diffusers_own_model(video_folder: Path, choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [load_pipeline(str(video_folder), attention=choice)(each) for each in (VIDEO, OTHER)]
     monkeypatch.setattr(passthrough, "CompiledBlocks", functools.partial(CompiledBlocks, "eager"))

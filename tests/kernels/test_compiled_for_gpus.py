@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper() -> None:
     tests = Path(__file__).parents[1]
     paths = (tests.parent, tests, tests / "kernels")

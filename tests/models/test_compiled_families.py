@@ -64,6 +64,7 @@ def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str
 
 
 @pytest.mark.parametrize("family", ["wan", "flux1", "qwen_image", "z_image"])
+@pytest.mark.slow
 def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
     tiny_folder_of: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
     ],
     ids=lambda values: next(iter(values)),
 )
+@pytest.mark.slow
 def test_caches_and_progressive_resolution_run_around_compiled_blocks(
     values: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_loras_are_switched_under_compiled_blocks(monkeypatch: pytest.MonkeyPatc
     assert (switched.frames != plain.frames).any()
 
 
+@pytest.mark.slow
 def test_quantised_layers_are_operators_of_the_graphs_and_counted(
     tiny_folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def from_files(folder: str, resident: Mapping[str, int], **values: Any) -> Pipel
 
 
 @pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.slow
 def test_blocks_read_from_their_files_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
     folder = str(tiny_folder_of(family))
     whole = aligned(load_pipeline(folder, device="cpu"))
@@ -231,6 +232,7 @@ def test_two_experts_take_turns(tmp_path: Path) -> None:
         assert any(note.startswith(f"offload: {mode} (of a test)") for note in media.attention_report.notes)
 
 
+@pytest.mark.slow
 def test_with_a_step_cache_eight_bit_layers_and_lora_files_that_change() -> None:
     values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
     request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)

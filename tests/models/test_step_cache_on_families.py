@@ -22,6 +22,7 @@ NUM_STEPS = 4
 
 
 @pytest.mark.parametrize("family", list(WRITERS))
+@pytest.mark.slow
 def test_every_family_has_them(tiny_folder_of: Callable[[str], Path], family: str, tmp_path: Path) -> None:
     pipeline = load_pipeline(str(tiny_folder_of(family)), device="cpu")
     assert isinstance(pipeline, Pipeline)

@@ -189,6 +189,7 @@ def test_loras_are_merged_and_can_be_switched(folder_of: Callable[[str], Path], 
                 assert torch.equal(value, wanted[each]), (name, each)
 
 
+@pytest.mark.slow
 def test_offloaded_weights_compute_the_same(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """From the machine's memory, whole or by blocks, or from their files, read with what belongs to them."""
     folder = folder_of("flux1")

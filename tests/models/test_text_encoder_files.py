@@ -94,6 +94,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     "family, dtype",
     [("wan", "float32"), ("ltx_video", "bfloat16"), ("qwen_image", "bfloat16"), ("ltx2", "float32")],
 )
+@pytest.mark.slow
 def test_the_same_bits_in_no_more_memory_than_planned(family: str, dtype: str, tiny_folder_of: FolderOf) -> None:
     folder = tiny_folder_of(family)
     prepared = prepared_for(folder, dtype=dtype)

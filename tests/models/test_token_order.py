@@ -302,6 +302,7 @@ def interpret_rows_of_blocks() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_no_layer_packs() -> None:
     assert interpret(Path(__file__)).endswith("ok\n")
 

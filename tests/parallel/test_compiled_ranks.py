@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from warm_python import run_worker
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_on_processes_that_share_a_model(tmp_path: Path) -> None:
     run_worker(ROOT / "tests/parallel/compiled_worker.py", tmp_path)
     for rank in range(2):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from warm_python import run_worker
 
@@ -17,6 +18,7 @@ from diffusion_runtime.parallel.groups import planned_mesh
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_what_two_processes_capture_together(tmp_path: Path) -> None:
     run_worker(ROOT / "tests/parallel/graphs_worker.py", tmp_path)
     of_ranks = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]

@@ -121,6 +121,7 @@ def test_the_auxiliary_losses_fade(progress: float, expected: float) -> None:
     assert fade(progress) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_text_encoder_learns_which_words_belong_together() -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from quality.ranks_worker import squared_error_gradients
 from warm_python import run_python
@@ -14,6 +15,7 @@ from scripts.train_shapes.ranks import Ranks
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_same_steps_on_different_data(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {

@@ -147,6 +147,7 @@ def test_a_switch_changes_one_attribute_and_never_shows_what_is_held_out() -> No
     assert len(stream_vocabulary) == len(clip_words) + len(stream_words())
 
 
+@pytest.mark.slow
 def test_a_weight_makes_more_streams_circle_and_leaves_the_others_as_they_were() -> None:
     around = STREAM_MOTION_NAMES.index("around")
 
@@ -254,6 +255,7 @@ CONTROLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_control_is_found_wrong() -> None:
     frames, prompts = going("back and forth", 37)
     other, _ = going("back and forth", 37, seed=9)

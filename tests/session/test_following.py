@@ -35,6 +35,7 @@ def test_ranks_follow_until_they_are_told_to_stop(num_processes: int) -> None:
     assert failures == ["RequestError", "Cancelled", "KeyError"]
 
 
+@pytest.mark.slow
 def test_the_documented_example_serves_requests_on_two_processes(tmp_path: Path) -> None:
     """docs/scaling.md, copied as it stands and started as it says, with the public names alone."""
     (example,) = [block for block in python_blocks(ROOT / "docs/scaling.md") if "follow(pipeline" in block]

@@ -86,6 +86,7 @@ assert "torch._dynamo" in sys.modules
 
 
 @pytest.mark.parametrize("script", [LEFT_OUT, OVERLAPPING, OTHERS], ids=["quack", "overlapping", "another package"])
+@pytest.mark.slow
 def test_decorators_of_quack_alone_import_no_compiler(script: str, packages: Path) -> None:
     done = run(packages, script)
     assert done.returncode == 0, done.stderr

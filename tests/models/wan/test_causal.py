@@ -220,6 +220,7 @@ def test_the_first_chunk_has_steps_and_guidance_of_its_own(pipeline: Pipeline) -
     assert (all_guided != media.frames).any()
 
 
+@pytest.mark.slow
 def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline: Pipeline, folder: Path) -> None:
     request = dataclasses.replace(
         REQUEST,
@@ -743,6 +744,7 @@ def test_graphs_of_the_branch_without_guidance_end_with_the_guided_chunks(folder
     assert abs(frames.astype(int) - expected).max() <= 1
 
 
+@pytest.mark.slow
 def test_guidance_of_a_new_prompt_is_not_replayed(folder: Path) -> None:
     register_backend(PlanningBackend)
     try:

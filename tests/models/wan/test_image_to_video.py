@@ -260,6 +260,7 @@ def test_the_image_is_attended_to_in_a_role_of_its_own_and_encoded_once(
     assert libraries["vae encoder"] == "diffusers"
 
 
+@pytest.mark.slow
 def test_compiled_quantised_and_cached_steps_run_on_image_tokens(
     folder_of: FolderOf, pictures: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,7 @@ def test_a_forward_pass_equals_diffusers(folder_of: FolderOf) -> None:
     assert not dtypes
 
 
+@pytest.mark.slow
 def test_control_blocks_attend_in_roles_of_their_own(
     folder_of: FolderOf, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
