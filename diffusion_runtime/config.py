@@ -64,9 +64,8 @@ OFFLOAD_MODES = ("auto", "none", "model", "layers")
 
 def tile_pixels(choice: str) -> tuple[int, int | None]:
     """Return (size, overlap) of a value of RuntimeConfig.vae_tiling that names them; None for no overlap of its own."""
-    found = re.fullmatch(_TILES, choice)
-    assert found is not None, choice
-    return int(found[1]), None if found[2] is None else int(found[2])
+    size, _, overlap = choice.partition(":")
+    return int(size), int(overlap) if overlap else None
 
 
 @dataclass(frozen=True)

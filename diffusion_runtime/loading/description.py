@@ -95,6 +95,7 @@ class PipelineDescription:
                 **dataclasses.asdict(plain),
                 **parsed,
                 "lora": recorded_loras(plain.lora),
+                "models_dir": list(plain.models_dir),
                 "quantization_ignored_layers": list(plain.quantization_ignored_layers),
             },
             "model": {

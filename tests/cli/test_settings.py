@@ -188,6 +188,8 @@ OWN_VALUES: dict[str, Any] = {
     "vae_path": "ae.safetensors",
     "audio_vae_path": "ltx2_audio_vae.safetensors",
     "vocoder_path": "ltx2_audio_vae.safetensors",
+    "connectors_path": "connectors.safetensors",
+    "image_encoder_path": "clip_vision_h.safetensors",
     "text_encoder_path": "clip_l.safetensors",
     "text_encoder_2_path": "t5xxl_fp16.safetensors",
     "mmproj_path": "mmproj-F16.gguf",
@@ -222,8 +224,10 @@ def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
     assert repeated({"compile": "regional"}).compile == "regional"
     # The others are the machine's; a new field belongs to one of the two.
     machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline"}
+    machine |= {"models_dir", "download"}
     known = {
         "model_path",
+        "like",  # a recipe's model_path is what it was
         "revision",
         "backend",
         "dtype",
