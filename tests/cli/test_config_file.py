@@ -149,10 +149,11 @@ def test_the_configs_that_come_along_are_right(path: Path) -> None:
 
 def test_the_config_of_the_embedded_model_shows_every_key() -> None:
     content = yaml.safe_load((REPOSITORY / "configs" / "shapes.yaml").read_text(encoding="utf-8"))
-    assert set(content["request"]) == set(request_field_types())
+    fix = "name it in the entry `shapes` of models/published.yaml, then: python scripts/write_files.py"
+    assert set(content["request"]) == set(request_field_types()), fix
     # Only the command line fills attention_override.
     fields = {field.name for field in dataclasses.fields(RuntimeConfig)} - {"attention_override"}
-    assert set(content["runtime"]) == fields
+    assert set(content["runtime"]) == fields, fix
     assert set(content["runtime"]["parallel"]) == {field.name for field in dataclasses.fields(ParallelConfig)}
 
 

@@ -125,7 +125,7 @@ def test_an_unknown_flag_is_answered_with_those_it_is_like(command: Command) -> 
     for typed, said in {
         "--hieght": "(Possible options: --height)",
         "--cache": "--step-cache)",
-        "--lora_strength": "(Possible options: --lora)",
+        "--lora_strength": "(Possible options: --lora",
         # Nothing is like these, whatever the parser's own measure says of two dashes; and hidden flags are not named.
         "--ups": "No such option: --ups see:",
         "--dotted-attentio": "No such option: --dotted-attentio see:",

@@ -55,6 +55,7 @@ def test_the_table_of_backends_is_what_they_declare() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "write_backend_table.py"))
     text = page("backends.md")
     assert script["START"] + script["table"]() + script["END"] in text, "python scripts/write_backend_table.py"
+    assert f"**{len(available_names())} attention backends**" in (ROOT / "README.md").read_text(encoding="utf-8")
     for name in available_names():
         backend = find_backend(name)
         # A command that a refusal names is on the page, in whole or in its parts.

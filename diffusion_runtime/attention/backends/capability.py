@@ -10,7 +10,9 @@ from diffusion_runtime.core.hardware import DTYPES, PLATFORMS, Hardware
 from diffusion_runtime.errors import shown
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
-# cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout, PrefixCache).
+# key_padding: call.layout says which keys each sample has (key_ranges.attend_by_ranges cuts the others off). gqa: fewer
+# heads of k and v. scale: call.scale. lse: call.return_lse, AttentionResult.lse. gate, the masks: the call's fields of
+# these names. cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout, PrefixCache).
 FEATURES = (
     "key_padding",
     "gqa",
