@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,14 @@ from diffusion_runtime.parallel.interface import AttentionInputs
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex_attn compiles with g++")
 
 
-def check(layout_name: str, *, kv_heads: int = 4, scale: float | None = None, causal: bool = False) -> None:
+def check(
+    layout_name: str,
+    *,
+    kv_heads: int = 4,
+    scale: float | None = None,
+    causal: bool = False,
+    call: Callable[..., torch.Tensor] = attention,
+) -> None:
     torch.manual_seed(0)
     layout = LAYOUTS[layout_name]
     q = torch.randn(3, 17, 4, 16)
@@ -36,15 +45,25 @@ def check(layout_name: str, *, kv_heads: int = 4, scale: float | None = None, ca
     visible = visible_by(layout, 3, 17, causal)
     unseen = ~visible.any(dim=1)
     k[unseen], v[unseen] = 1e4, float("nan")
-    out = attention(q, k, v, backend="flex_attn", layout=layout, scale=scale, causal=causal)
+    out = call(q, k, v, backend="flex_attn", layout=layout, scale=scale, causal=causal)
     assert_is_exact(out, None, exact(q, k, v, visible, 0.25 if scale is None else scale))
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_its_compiled_kernel_runs_here() -> None:
-    """One form, so that the fast tests see the real thing too."""
+    """One form, so that the fast tests see the real thing too; inside a compiled function it is one operator."""
     check("equal")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    check("equal", call=torch.compile(attention, fullgraph=True, backend=keep))
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert [name for name in called if name.startswith("diffusion_runtime.")] == ["diffusion_runtime.attention.default"]
 
 
 @needs_compiler

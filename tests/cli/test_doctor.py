@@ -10,12 +10,20 @@ import torch
 from broken_packages import install_broken_sage, install_crashing_xformers, publish_backends
 from cli_support import REPOSITORY, Command, Result, command_process
 
+from diffusion_runtime.diagnosis import examination
+
 WITHOUT_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
 @pytest.fixture(autouse=True)
 def no_choice_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
+
+
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what does not depend on packages, each of which is imported in a process of its own."""
+    monkeypatch.setattr(examination, "check_packages", lambda *_: [])
 
 
 def doctor(folder: Path, *arguments: str) -> Result:
@@ -83,6 +91,7 @@ def test_a_package_that_kills_its_process_kills_another_one(tmp_path: Path) -> N
 
 
 @WITHOUT_GPU
+@pytest.mark.usefixtures("no_packages")
 def test_no_gpu_is_said_plainly_and_a_gpu_that_was_asked_for_is_missed(command: Command) -> None:
     asked = command("doctor", "--device", "cuda", "--verbose")
     assert asked.code == 1
@@ -93,6 +102,7 @@ def test_no_gpu_is_said_plainly_and_a_gpu_that_was_asked_for_is_missed(command: 
     assert "fix: diffusion-runtime doctor --device auto" in said
 
 
+@pytest.mark.usefixtures("no_packages")
 def test_every_single_test(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "sage_attn_3")

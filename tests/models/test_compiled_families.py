@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -63,8 +64,9 @@ def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["wan", "flux1", "qwen_image", "z_image"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["wan", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flux1", "qwen_image", "z_image"))]
+)
 def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
     tiny_folder_of: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,34 +99,28 @@ def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
         assert [row.count for row in ours.attention_report.rows] == [row.count for row in theirs.attention_report.rows]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_caches_and_progressive_resolution_run_around_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_pipeline("shapes", device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    request = GenerationRequest("a red circle", height=128, width=128, num_frames=1, num_inference_steps=10, seed=1)
+    cases: tuple[dict[str, Any], ...] = (
         {"step_cache": "easycache:threshold=0.5,warmup=0.2"},
         {"step_cache": "dbcache:F=1,W=1,R=0.9"},
         {"cfg_gate": 0.5},
         {"progressive_resolution": "dct:delta=0.1,A=200,beta=2.4"},
-    ],
-    ids=lambda values: next(iter(values)),
-)
-@pytest.mark.slow
-def test_caches_and_progressive_resolution_run_around_compiled_blocks(
-    values: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline = load_pipeline("shapes", device="cpu")
-    assert isinstance(pipeline, Pipeline)
-    request = GenerationRequest("a red circle", height=128, width=128, num_frames=1, num_inference_steps=10, seed=1)
-    request = dataclasses.replace(request, **values)  # type: ignore[arg-type]
-    expected = pipeline(request)
+    )
+    requests = [dataclasses.replace(request, **values) for values in cases]
+    expected = [pipeline(each) for each in requests]
     blocks = CompiledBlocks("eager")
     blocks.compile(pipeline.transformer)
     monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, compiled=blocks))
-    found = pipeline(request)
+    for each, eager in zip(requests, expected, strict=True):
+        found = pipeline(each)
+        decided = [[(row.computed, row.reused) for row in made.attention_report.steps] for made in (found, eager)]
+        assert decided[0] == decided[1], each
+        assert numpy.abs(found.frames.astype(int) - eager.frames.astype(int)).max() <= 1, each
     # A batch of both guidance branches and one branch by itself.
     assert blocks.num_graphs <= 2
-    decided = [[(row.computed, row.reused) for row in made.attention_report.steps] for made in (found, expected)]
-    assert decided[0] == decided[1]
-    assert numpy.abs(found.frames.astype(int) - expected.frames.astype(int)).max() <= 1
 
 
 def test_loras_are_switched_under_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

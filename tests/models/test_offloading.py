@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -83,15 +85,37 @@ def forward(pipeline: Pipeline, encoder: Pipeline) -> tuple[torch.Tensor, torch.
     return velocity, runner.values
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A model that is all there, and what it made of a small request."""
+
+    folder: str
+    pipeline: Pipeline
+    request: GenerationRequest
+    frames: numpy.ndarray
+
+
+@pytest.fixture(scope="module")
+def whole_of(tiny_folder_of: FolderOf) -> Callable[[str], Whole]:
+    """Call it with a family's name. Read only: tests share what it returns."""
+
+    @functools.cache
+    def whole(family: str) -> Whole:
+        folder = str(tiny_folder_of(family))
+        pipeline = aligned(load_pipeline(folder, device="cpu"))
+        request = small_request(pipeline, 2)
+        return Whole(folder, pipeline, request, pipeline(request).frames)
+
+    return whole
+
+
 @pytest.mark.parametrize("family", WRITERS)
-def test_streamed_and_resident_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
-    folder = str(tiny_folder_of(family))
-    whole = aligned(load_pipeline(folder, device="cpu"))
-    request = small_request(whole, 2)
-    expected, (velocity, modulated) = whole(request).frames, forward(whole, whole)
-    pipeline = offloaded(folder, "layers")
-    assert numpy.array_equal(pipeline(request).frames, expected)
-    found = forward(pipeline, whole)
+def test_streamed_and_resident_make_the_same_frames(family: str, whole_of: Callable[[str], Whole]) -> None:
+    whole = whole_of(family)
+    velocity, modulated = forward(whole.pipeline, whole.pipeline)
+    pipeline = offloaded(whole.folder, "layers")
+    assert numpy.array_equal(pipeline(whole.request).frames, whole.frames)
+    found = forward(pipeline, whole.pipeline)
     assert torch.equal(found[0], velocity)
     assert torch.equal(found[1], modulated)
     assert any(part.stream is not None for part in offloading_of(pipeline).parts)
@@ -128,16 +152,13 @@ def from_files(folder: str, resident: Mapping[str, int], **values: Any) -> Pipel
 
 @pytest.mark.parametrize("family", WRITERS)
 @pytest.mark.slow
-def test_blocks_read_from_their_files_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
-    folder = str(tiny_folder_of(family))
-    whole = aligned(load_pipeline(folder, device="cpu"))
-    request = small_request(whole, 2)
-    expected = whole(request).frames
-    pipeline = from_files(folder, {"transformer": 0, "transformer_2": 1, "text_encoder": 1})
+def test_blocks_read_from_their_files_make_the_same_frames(family: str, whole_of: Callable[[str], Whole]) -> None:
+    whole = whole_of(family)
+    pipeline = from_files(whole.folder, {"transformer": 0, "transformer_2": 1, "text_encoder": 1})
     modules = (pipeline.transformer, *modules_of(pipeline.text_encoder))
     for _ in range(2):
-        media = pipeline(request)
-        assert numpy.array_equal(media.frames, expected)
+        media = pipeline(whole.request)
+        assert numpy.array_equal(media.frames, whole.frames)
         # Nothing stays of what was read: whoever computes with it computes NaN.
         waiting = [each for module in modules for each in module.parameters() if each.is_floating_point()]
         assert all(bool(each.isnan().all()) for each in waiting)

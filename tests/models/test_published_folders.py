@@ -10,9 +10,9 @@ from published_configs import PUBLISHED, write_published
 from tables import table
 
 from diffusion_runtime import RuntimeConfig
-from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.registry import family_for_folder
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
@@ -75,9 +75,18 @@ NUM_PARAMETERS = {
     "Z-Image": 6_154_908_736,
 }
 
+# The sampling presets of those that are recognised as of few steps.
+RECOGNISED = {
+    "FLUX.1-schnell": "schnell",
+    "FLUX.2-klein-4B": "klein-4",
+    "FLUX.2-klein-9B": "klein-4",
+    "FLUX.2-klein-9b-kv": "klein-4",
+    "Z-Image-Turbo": "turbo-8",
+}
+
 
 def test_every_published_folder_has_a_size() -> None:
-    assert set(NUM_PARAMETERS) == set(PUBLISHED)
+    assert set(NUM_PARAMETERS) == set(PUBLISHED) > set(RECOGNISED)
 
 
 @table(("name", "num_parameters"), NUM_PARAMETERS.items(), NUM_PARAMETERS)
@@ -85,11 +94,14 @@ def test_a_published_folder_is_understood_and_builds_without_memory(
     name: str, num_parameters: int, tmp_path: Path
 ) -> None:
     folder = write_published(tmp_path, name)
-    family = family_for_folder(folder)
-    assert dry_run(folder) == family.name
-    parameters = list(family.describe(folder).build_transformer(AttentionPolicy()).parameters())
+    prepared = prepare(RuntimeConfig(str(folder), device="cpu", dtype="bfloat16"), is_dry_run=True)
+    assert isinstance(prepared, PreparedModel)
+    assert prepared.description.family == family_for_folder(folder).name
+    parameters = list(prepared.transformer.parameters())
     assert sum(parameter.numel() for parameter in parameters) == num_parameters
     assert all(parameter.is_meta for parameter in parameters)
+    few_steps = prepared.rules.preset_rules.few_steps
+    assert (few_steps and few_steps.presets[0].name) == RECOGNISED.get(name)
 
 
 @table("name", PUBLISHED)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
-from published_configs import PUBLISHED, write_published
+from published_configs import write_published
 from tables import table
 
 from diffusion_runtime import GenerationRequest
@@ -138,21 +138,6 @@ def test_no_preset_is_recognised_by_a_lone_number() -> None:
         for sign in preset.recognised_by:
             shifted = [values for values in sign.values() if isinstance(values, dict) and "shift" in values]
             assert all("use_dynamic_shifting" in values for values in shifted), preset.name
-
-
-def test_published_folders_are_recognised_as_before(tmp_path: Path) -> None:
-    recognised = {}
-    for index, name in enumerate(PUBLISHED):
-        rules = rules_of(tmp_path / str(index), name)
-        if rules.preset_rules.few_steps is not None:
-            recognised[name] = rules.preset_rules.few_steps.presets[0].name
-    assert recognised == {
-        "FLUX.1-schnell": "schnell",
-        "FLUX.2-klein-4B": "klein-4",
-        "FLUX.2-klein-9B": "klein-4",
-        "FLUX.2-klein-9b-kv": "klein-4",
-        "Z-Image-Turbo": "turbo-8",
-    }
 
 
 def test_a_note_of_levels_that_are_not_shifted_is_left_out(tmp_path: Path) -> None:

@@ -279,6 +279,7 @@ def interpret_rows_of_blocks() -> None:
         return LocalAttention(heads, 16, layer=LayerInfo(0, 1, "self"), policy=policy)
 
     raster = dataclasses.replace(layout, tile=RASTER)
+    rows_in_place = norm_and_rotate(product.clone(), norms, rotations)
     for gated, extra, given, expected in (
         (False, {}, layout, 1),
         (True, {}, layout, 1),
@@ -297,7 +298,7 @@ def interpret_rows_of_blocks() -> None:
             assert written.call_count == expected, (gated, extra, given.tile)
             if expected:
                 assert packed.call_count + averaged.call_count + means.call_count == 0, (gated, extra)
-        in_place = layer(**extra)(*norm_and_rotate(product.clone(), norms, rotations), context, gate=weighed)
+        in_place = layer(**extra)(*rows_in_place, context, gate=weighed)
         torch.testing.assert_close(found, in_place, atol=1e-5, rtol=1e-5)
 
 

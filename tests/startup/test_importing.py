@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from cli_support import process_environment
 
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.startup import VARIABLE
+from diffusion_runtime.startup.importing import import_failure
 from diffusion_runtime.startup.kept_kernels import ENABLED_VARIABLE, FOLDER_VARIABLE
 
 # A package as FlashAttention-4 stands on one (quack), and one of another name.
@@ -51,16 +54,25 @@ def run(packages: Path, script: str, **variables: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-LEFT_OUT = """
+# In one process, which has no compiler at first. Other packages get torch's own decorator, which imports it.
+IMPORTS = """
 import sys
 import torch
-from diffusion_runtime.startup.importing import import_failure
+from diffusion_runtime.startup.importing import _compiler_left_out, import_failure
 theirs = torch.compiler.disable
 assert import_failure("flash_attn.cute", "flash_attn_func") is None
 assert "torch._dynamo" not in sys.modules
 assert torch.compiler.disable is theirs
 import quack
 assert quack.add.__name__ == "add"
+# Two threads that import at once: the one that ends last does not put back what the first had put there.
+first, second = _compiler_left_out("quack"), _compiler_left_out("quack")
+first.__enter__(), second.__enter__(), first.__exit__(None, None, None), second.__exit__(None, None, None)
+assert torch.compiler.disable is theirs
+assert "torch._dynamo" not in sys.modules
+with _compiler_left_out("quack"):
+    assert import_failure("another", "add") is None
+assert "torch._dynamo" in sys.modules
 assert (quack.add(1, b=2), quack.Tuner().add(2)) == (3, 3)
 # The compiler does not look into what is marked so.
 import torch._dynamo.testing
@@ -68,27 +80,10 @@ counted = torch._dynamo.testing.CompileCounter()
 torch.compile(lambda x: quack.add(x.sin(), x), backend=counted)(torch.ones(2))
 assert (counted.frame_count, counted.op_count) == (1, 1), (counted.frame_count, counted.op_count)
 """
-# Two threads that import at once: the one that ends last does not put back what the first had put there.
-OVERLAPPING = """
-import torch
-from diffusion_runtime.startup.importing import _compiler_left_out
-theirs = torch.compiler.disable
-first, second = _compiler_left_out("quack"), _compiler_left_out("quack")
-first.__enter__(), second.__enter__(), first.__exit__(None, None, None), second.__exit__(None, None, None)
-assert torch.compiler.disable is theirs
-"""
-OTHERS = """
-import sys
-from diffusion_runtime.startup.importing import import_failure, _compiler_left_out
-assert import_failure("another", "add") is None
-assert "torch._dynamo" in sys.modules
-"""
 
 
-@pytest.mark.parametrize("script", [LEFT_OUT, OVERLAPPING, OTHERS], ids=["quack", "overlapping", "another package"])
-@pytest.mark.slow
-def test_decorators_of_quack_alone_import_no_compiler(script: str, packages: Path) -> None:
-    done = run(packages, script)
+def test_decorators_of_quack_alone_import_no_compiler(packages: Path) -> None:
+    done = run(packages, IMPORTS)
     assert done.returncode == 0, done.stderr
 
 
@@ -139,6 +134,8 @@ def test_one_variable_turns_every_measure_off(packages: Path) -> None:
     assert not any(taken(DIFFUSION_RUNTIME_STARTUP="off").values())
 
 
-def test_another_value_is_refused(packages: Path) -> None:
-    done = run(packages, MEASURES, DIFFUSION_RUNTIME_STARTUP="no")
-    assert "ConfigError: DIFFUSION_RUNTIME_STARTUP: expected on or off, got 'no'" in done.stderr
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first import that asks, and not kept as what the import raised."""
+    monkeypatch.setenv(VARIABLE, "no")
+    with pytest.raises(ConfigError, match="DIFFUSION_RUNTIME_STARTUP: expected on or off, got 'no'"):
+        import_failure("flash_attn.cute", "a function of this test")
