@@ -204,6 +204,26 @@ def _image_joint(sample: StepSample) -> StepInputs:
     )
 
 
+def _image_on_diagonal(sample: StepSample) -> StepInputs:
+    """Return inputs whose pictures have the positions that follow 512 tokens of text."""
+    latents, num_tokens = sample.latents(), sample.text_tokens or 512
+    text = sample.random(num_tokens, sample.config["joint_attention_dim"])
+    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
+    diagonal = torch.arange(num_tokens, device=sample.device)[:, None]
+    theirs = {
+        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "timestep": timestep / 1000,
+        "encoder_hidden_states": text,
+        "txt_ids": diagonal * torch.tensor([0, 1, 1], device=sample.device),
+        "img_ids": _places(grid, sample.device) + torch.tensor([1, 512, 512], device=sample.device),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text), sample.size)
+    return StepInputs(
+        (latents, timestep, inputs), theirs, lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True)
+    )
+
+
 def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
     """Return inputs whose text tokens are all attended, padding too."""
     latents, num_tokens = sample.latents(), sample.text_tokens or 512
@@ -437,6 +457,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "LTX2VideoTransformer3DModel": _video_with_sound,
     "LTXVideoTransformer3DModel": _video_by_coordinates,
     "FluxTransformer2DModel": _image_joint,
+    "LongCatImageTransformer2DModel": _image_on_diagonal,
     "Flux2Transformer2DModel": _image_joint_on_four_axes,
     "QwenImageTransformer2DModel": _image_text_first,
     "QwenImage21Transformer2DModel": _image_after_prefix,

@@ -54,8 +54,9 @@ def weight_bytes(config: RuntimeConfig) -> dict[str, int]:
 
 def folder_fingerprint(folder: ModelFolder, elsewhere: Collection[str]) -> str | None:
     """Return the SHA-256, in hexadecimal, of the fingerprints of the weights in a model's own folders; None for a model
-    of the package, and where no weights are here. elsewhere: components whose weights are not the folder's."""
-    if folder.is_packaged:
+    of the package, and where no weights are here, such as for random ones. elsewhere: components whose weights are not
+    the folder's."""
+    if folder.is_packaged or not folder.path.is_dir():
         return None
     places = [path for path in folder.path.iterdir() if path.is_dir() and path.name not in elsewhere]
     found = {place.name: digest for place in sorted(places) if (digest := fingerprint(place)) is not None}

@@ -67,6 +67,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "flux.1-dev": {**_JOINT, "pooled_projection_dim": 32},
     "flux.1-schnell": {**_JOINT, "pooled_projection_dim": 32},
     "flux.1-kontext-dev": {**_JOINT, "pooled_projection_dim": 32},
+    "longcat-image": {**_JOINT, "pooled_projection_dim": 32},
     "flux.2-dev": _JOINT,
     "flux.2-klein-4b": _JOINT,
     "qwen-image": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},

@@ -90,7 +90,8 @@ def test_a_rank_that_hears_no_interruption_is_killed_soon(tmp_path: Path) -> Non
         running.process.send_signal(signal.SIGINT)
         result = running.finish(timeout=25)
         assert result.code == 130
-        assert result.err.count("error: ") == result.err.count("error: interrupted") == 1, result.err
+        # Two lines where a rank was about to report the first signal when the second one came.
+        assert result.err.count("error: ") == result.err.count("error: interrupted") in (1, 2), result.err
         assert running.remaining() == []
     finally:
         end(running)
@@ -113,7 +114,8 @@ def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(tmp_path: 
         result = twice.finish()
         assert result.code == 130
         assert "Traceback" not in result.err
-        assert result.err.count("error: ") == result.err.count("error: interrupted") == 1, result.err
+        # Two lines where a rank was about to report the first signal when the second one came.
+        assert result.err.count("error: ") == result.err.count("error: interrupted") in (1, 2), result.err
         assert killed.remaining() == []
         assert twice.remaining() == []
     finally:
