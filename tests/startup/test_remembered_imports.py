@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_an_import_that_fails_after_all_is_an_error_and_forgotten(tmp_path: Path
     # As a library does that the package needs and that is gone: the package itself is as it was.
     module.write_text("import gone".ljust(len(FLASH) - 1) + "\n")
     os.utime(module, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    # Bytecode of a file of that size and time would be taken for its own.
+    shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
     said = ask(tmp_path, "fa4", "use")
     assert said["fa4"] == ["fa4", False]
     assert "attention backend 'fa4' cannot run" in said["use"][0]
