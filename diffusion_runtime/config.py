@@ -435,7 +435,8 @@ class RuntimeConfig:
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
         instead, which gives frames that differ by rounding.
-    vae_tiling: whether latents are decoded in tiles that overlap and are blended, which needs less memory; `auto` does
+    vae_tiling: whether latents are decoded in tiles, which needs less memory; tiles of FLUX.1, FLUX.2 and Z-Image give
+        the frames of a whole decode, to rounding, others overlap and are blended, and differ. `auto` does
         as the model's authors do, and takes tiles where a whole decode does not fit; `on` and `off` as they say;
         `SIZE` or `SIZE:OVERLAP` in tiles of that size, in pixels.
     vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
@@ -547,7 +548,7 @@ class RuntimeConfig:
         OUTPUT,
         "auto",
         Tiles(),
-        Flag("Decode in blended tiles: auto, on (less memory), off, SIZE:OVERLAP in pixels.", "CHOICE"),
+        Flag("Decode in tiles: auto, on (less memory), off, SIZE or SIZE:OVERLAP in pixels.", "CHOICE"),
         _DECODES,
     )
     vae_decoder: str | None = option(

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.core.model_folder import AnyFolder, ModelFolder, read_index
 from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, first_line, shown
+from diffusion_runtime.models.comfyui_folders import CHECKPOINTS, MAX_DEPTH, PARTS, files_in, known_root
 from diffusion_runtime.models.misplaced_files import advice_for_file
 from diffusion_runtime.models.model_sources import find_configs, has_weights
 from diffusion_runtime.models.part_files import (
     BY_NAMES,
     PART_KEYS,
     PartFile,
+    has_tokenizer,
     misfit_of,
     named_components,
     part_files,
@@ -51,16 +53,8 @@ _logger = logging.getLogger("diffusion_runtime.loading")
 
 # Folders of models, as many as PATH has of programs.
 VARIABLE = "DIFFUSION_RUNTIME_MODELS"
-# Folders of ComfyUI's models: of transformers, of one part each, of whole checkpoints.
-_TRANSFORMERS = ("diffusion_models", "unet")
-_PARTS = ("vae", "text_encoders", "clip", "clip_vision")
-_CHECKPOINTS = ("checkpoints",)
-_OTHERS = ("loras", "latent_upscale_models")
-_KNOWN = (*_TRANSFORMERS, *_PARTS, *_CHECKPOINTS, *_OTHERS)
-# Levels of folders below one of these, and files and header bytes that are looked at.
-_MAX_DEPTH = 3
 _MAX_MISFITS = 3
-_MAX_FILES = 5000
+# Of a head, where many files are looked at.
 _MAX_HEADER_BYTES = 16 * 2**20
 _OPTIONS = {"transformer": "transformer_path", "transformer_2": "transformer_2_path"} | {
     component: key for key, component in PART_KEYS.items()
@@ -294,7 +288,7 @@ class _Search:
                 f"model_path: {self.path}: {self.like} has two transformers, and by its name this one {which}: give "
                 f"the one of high noise, or both: {ways}"
             )
-        others = [path for path in _files_in([self.path.parent], 0) if _noise_of(path) == "low"]
+        others = [path for path in files_in([self.path.parent], 0) if _noise_of(path) == "low"]
         fitting = [path for path in others if fits_transformer(path, self.folder, "transformer_2")]
         same = re.sub("high", "low", self.path.name, flags=re.IGNORECASE).lower()
         named = [path for path in fitting if path.name.lower() == same]
@@ -315,7 +309,7 @@ class _Search:
     @functools.cache  # noqa: B019 - the search is as short as a load
     def _places(self) -> tuple[tuple[str, tuple[_Candidate, ...]], ...]:
         """Return what candidates are looked for in, one place after the other, with the candidates."""
-        own = _known_root(self.path)
+        own = known_root(self.path)
         roots = [] if own is None else [own]
         for text in (*self.config.models_dir, *filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))):
             folder = user_path(text, "models_dir")
@@ -323,8 +317,8 @@ class _Search:
                 raise ConfigError(f"models_dir: {folder}: expected a folder of models, such as ComfyUI's `models`")
             roots.append(folder / "models" if (folder / "models").is_dir() else folder)
         flat = [self.path.parent, *roots]
-        in_parts = [*_files_in(flat, 0), *_files_in([root / name for root in roots for name in _PARTS], _MAX_DEPTH)]
-        whole = _files_in([root / name for root in roots for name in _CHECKPOINTS], _MAX_DEPTH)
+        in_parts = [*files_in(flat, 0), *files_in([root / name for root in roots for name in PARTS], MAX_DEPTH)]
+        whole = files_in([root / name for root in roots for name in CHECKPOINTS], MAX_DEPTH)
         seen: set[Path] = set()
         return (
             ("in the same file", self._candidates([self.path], seen)),
@@ -360,7 +354,7 @@ class _Search:
             return f"  {component}{size}: the folder {component}/ of {self.like}{misfits}"
         owner, repository, *rest = known[0].files[0].split("/")
         others = f" (or {listed(known[0].names[1:])})" if known[0].names[1:] else ""
-        root = _known_root(self.path) or Path("FOLDER")
+        root = known_root(self.path) or Path("FOLDER")
         return (
             f"  {component}{size}: {known[0].names[0]}{others}, from {owner}/{repository} ({'/'.join(rest)}), into "
             f"{root / known[0].folder}{misfits}"
@@ -420,63 +414,7 @@ def _tokenizers_missing(folder: ModelFolder, config: RuntimeConfig) -> list[str]
     return missing
 
 
-# Any of these is a tokenizer's vocabulary.
-_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a tokenizer's folder has a vocabulary, rather than its settings alone."""
-    return any((folder / name).is_file() for name in _VOCABULARIES)
-
-
 def _noise_of(path: Path) -> str | None:
     """Return `high` or `low`, which expert of two a file's name says that it is; None where it says neither."""
     found = [noise for noise in ("high", "low") if noise in path.stem.lower()]
     return found[0] if len(found) == 1 else None
-
-
-def _known_root(path: Path) -> Path | None:
-    """Return the folder that holds ComfyUI's folders, in one of which a file is; None without one."""
-    parents = path.absolute().parents
-    return next((each.parent for each in list(parents)[: _MAX_DEPTH + 1] if each.name in _KNOWN), None)
-
-
-def _files_in(folders: Sequence[Path], depth: int) -> list[Path]:
-    """Return the weight files in folders and `depth` levels below, in their order. Raises ConfigError for too many."""
-    found: list[Path] = []
-    seen: set[str] = set()
-    for folder in folders:
-        for path in _walk(folder, depth, seen):
-            found.append(path)
-            if len(found) > _MAX_FILES:
-                raise ConfigError(
-                    f"models_dir: {folder}: more than {_MAX_FILES} files of weights; name the parts by their flags, or "
-                    "give a smaller folder"
-                )
-    return found
-
-
-def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
-    """Yield the weight files of a folder, then those below. seen: folders, each of which is entered once, as links may
-    lead back to it."""
-    real = os.path.realpath(folder)
-    if real in seen:
-        return
-    seen.add(real)
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    below = []
-    for entry in entries:
-        try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
-        except OSError:
-            # A link to itself.
-            continue
-        if is_file and entry.name.endswith(SUFFIXES):
-            yield Path(entry.path)
-        elif is_folder and depth and not entry.name.startswith("."):
-            below.append(Path(entry.path))
-    for place in below:
-        yield from _walk(place, depth - 1, seen)

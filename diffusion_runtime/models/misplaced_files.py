@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.models.comfyui_folders import CHECKPOINTS, PARTS, TRANSFORMERS
 from diffusion_runtime.models.recognised_files import models_that_fit
 from diffusion_runtime.models.weight_summary import holds_weights, summarise_weights
 from diffusion_runtime.weights.transformer_files import SUFFIXES
@@ -13,9 +14,8 @@ from diffusion_runtime.weights.weight_files import listed
 
 # What takes a file of a component, by the component of its summary.
 _FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path", "image_encoder": "--image-encoder-path"}
-# Folders of ComfyUI's models: those of transformers and whole checkpoints, and of the other parts.
-_TRANSFORMERS = ("diffusion_models", "unet", "checkpoints")
-_PARTS = ("vae", "text_encoders", "clip")
+# Folders in which a model may be one file.
+_MODELS = (*TRANSFORMERS, *CHECKPOINTS)
 
 
 def advice_for_file(path: Path) -> str:
@@ -52,9 +52,9 @@ def advice_for_comfyui(path: Path) -> str | None:
     folder = next((each for each in (path / "models", path) if _is_comfyui(each)), None)
     if folder is None:
         return None
-    files = _files(folder, _TRANSFORMERS)
+    files = _files(folder, _MODELS)
     if not files:
-        return f"it is a folder of ComfyUI without a transformer in {', '.join(_TRANSFORMERS)}; give a name of `models`"
+        return f"it is a folder of ComfyUI without a transformer in {', '.join(_MODELS)}; give a name of `models`"
     more = f"; its transformers: {listed(file.name for file in files)}" if files[1:] else ""
     return (
         "it is a folder of ComfyUI, which holds the parts of models as files: write --model-path "
@@ -64,8 +64,8 @@ def advice_for_comfyui(path: Path) -> str | None:
 
 
 def _is_comfyui(folder: Path) -> bool:
-    has_parts = any((folder / name).is_dir() for name in (*_PARTS, "loras"))
-    return has_parts and any((folder / name).is_dir() for name in _TRANSFORMERS)
+    has_parts = any((folder / name).is_dir() for name in (*PARTS, "loras"))
+    return has_parts and any((folder / name).is_dir() for name in _MODELS)
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:

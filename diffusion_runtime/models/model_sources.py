@@ -87,6 +87,8 @@ def resolve_model_folder(
         _refuse_single_file(path)
         raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
     check_place(path, "model_path")
+    if path.suffix in SUFFIXES:
+        raise ModelLoadError(f"there is no file {model_path}.{_sibling_files(path)}")
     named = model_of_name(model_path)
     if named is not None:
         return _download(named.model_path, weights, elsewhere, revision, offline, variant)
@@ -203,6 +205,15 @@ def check_weights_are_there(
 
 def _is_local(model_path: str) -> bool:
     return model_path in EMBEDDED_FOLDERS or user_path(model_path, "model_path").is_dir()
+
+
+def _sibling_files(path: Path) -> str:
+    """Return the names most like a missing file's among the files of weights beside it; else all."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" Its parent {parent} does not exist either."
+    names = sorted(entry.name for entry in parent.iterdir() if entry.suffix in SUFFIXES)
+    return nearest(path.name, names) if names else f" No file in {parent} holds weights ({', '.join(SUFFIXES)})."
 
 
 def _siblings(path: Path, typed: str = "") -> str:

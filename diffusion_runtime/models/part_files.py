@@ -19,6 +19,7 @@ from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
     LINKS,
     PART_MARK,
+    AnyFolder,
     ModelFolder,
     part_prefix,
     read_index,
@@ -141,10 +142,15 @@ def misfit_of(
     return None
 
 
-# Any of these makes a tokenizer.
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
+# Any of these is a tokenizer's vocabulary.
+_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # What the hub's cache has of one.
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def has_tokenizer(folder: AnyFolder) -> bool:
+    """Return whether a tokenizer's folder has a vocabulary, rather than its settings alone."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict[str, Path]:
@@ -154,7 +160,7 @@ def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict
         return {}
     index, of_part = read_index(folder), part.component.replace("text_encoder", "tokenizer")
     name = of_part if of_part in index or "processor" not in index else "processor"
-    if name not in index or any((folder / name / file).is_file() for file in _TOKENIZER_FILES):
+    if name not in index or has_tokenizer(folder / name):
         return {}
     config, path = read_json(encoder / "config.json"), Path(user_path(part.path, part.key))
     found = tokenizer_in(path, part_prefix(encoder), str(config.get("model_type"))) if path.is_file() else None
@@ -279,7 +285,7 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
         return prefix
     else:
         fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
-        expected = f"the {part.component.rstrip('_2').replace('_', ' ')} of the model, of model_type {wanted!r}"
+        expected = f"the {part.component.removesuffix('_2').replace('_', ' ')} of the model, of model_type {wanted!r}"
     if fits:
         _check_width(path, part, own, shapes)
         return prefix

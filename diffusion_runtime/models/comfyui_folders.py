@@ -1,0 +1,66 @@
+"""ComfyUI's folders of models: their names, and the files of weights in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.weights.transformer_files import SUFFIXES
+
+# Of transformers, of one part each, of whole checkpoints.
+TRANSFORMERS = ("diffusion_models", "unet")
+PARTS = ("vae", "text_encoders", "clip", "clip_vision")
+CHECKPOINTS = ("checkpoints",)
+_KNOWN = (*TRANSFORMERS, *PARTS, *CHECKPOINTS, "loras", "latent_upscale_models")
+# Levels of folders below one of these, and files that are looked at.
+MAX_DEPTH = 3
+_MAX_FILES = 5000
+
+
+def known_root(path: Path) -> Path | None:
+    """Return the folder that holds ComfyUI's folders, in one of which a file is; None without one."""
+    parents = path.absolute().parents
+    return next((each.parent for each in list(parents)[: MAX_DEPTH + 1] if each.name in _KNOWN), None)
+
+
+def files_in(folders: Sequence[Path], depth: int) -> list[Path]:
+    """Return the weight files in folders and `depth` levels below, in their order. Raises ConfigError for too many."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for folder in folders:
+        for path in _walk(folder, depth, seen):
+            found.append(path)
+            if len(found) > _MAX_FILES:
+                raise ConfigError(
+                    f"models_dir: {folder}: more than {_MAX_FILES} files of weights; name the parts by their flags, or "
+                    "give a smaller folder"
+                )
+    return found
+
+
+def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
+    """Yield the weight files of a folder, then those below. seen: folders, each of which is entered once, as links may
+    lead back to it."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    below = []
+    for entry in entries:
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:
+            # A link to itself.
+            continue
+        if is_file and entry.name.endswith(SUFFIXES):
+            yield Path(entry.path)
+        elif is_folder and depth and not entry.name.startswith("."):
+            below.append(Path(entry.path))
+    for place in below:
+        yield from _walk(place, depth - 1, seen)
