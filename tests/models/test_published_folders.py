@@ -73,6 +73,7 @@ NUM_PARAMETERS = {
     "LongCat-Image": 6_270_668_864,
     "Z-Image-Turbo": 6_154_908_736,
     "Z-Image": 6_154_908_736,
+    **dict.fromkeys(("Krea-2-Turbo", "Krea-2-Raw"), 12_820_073_036),
 }
 
 # The sampling presets of those that are recognised as of few steps.
