@@ -75,7 +75,7 @@ def load_weights(
     Weights of 8-bit layers are quantised one after the other, on the device.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
         nothing reads. arrange: changes what was read to what our layers have, such as the order of rows. make_empty:
-        makes the parameters, where they shall lie; None for `device`. 8-bit weights are quantised on `device` in any case.
+        makes the parameters, where they shall lie; None for `device`, where 8-bit weights are quantised in any case.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
