@@ -28,7 +28,7 @@ def write_tiny_krea2(folder: Path, *, is_distilled: bool = False) -> Path:
         text_encoder, tokenizer = tiny_qwen3_vl(TEMPLATE_WORDS)
         pipeline = Krea2Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(
-                use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=16, max_image_seq_len=64
+                use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=16, max_image_seq_len=4096
             ),
             vae=tiny_autoencoder(CHANNELS),
             text_encoder=text_encoder.model,

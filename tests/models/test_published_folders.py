@@ -83,6 +83,7 @@ RECOGNISED = {
     "FLUX.2-klein-9B": "klein-4",
     "FLUX.2-klein-9b-kv": "klein-4",
     "Z-Image-Turbo": "turbo-8",
+    "Krea-2-Turbo": "turbo-8",
 }
 
 
