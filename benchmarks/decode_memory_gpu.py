@@ -54,7 +54,9 @@ def measure(
     height, width, num_frames = size
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         folder = write_folder(Path(temporary), published_files(name))
-        prepared = prepare(RuntimeConfig(model_path=str(folder), device=str(device), dtype="bfloat16", vae_tiling=tiling))
+        prepared = prepare(
+            RuntimeConfig(model_path=str(folder), device=str(device), dtype="bfloat16", vae_tiling=tiling)
+        )
         assert isinstance(prepared, PreparedModel)
         request = prepared.rules.resolve(
             GenerationRequest("a red circle", height=height, width=width, num_frames=num_frames, seed=1)
@@ -71,7 +73,13 @@ def measure(
         with torch.inference_mode():
             return torch.cat([chunk.cpu() for chunk in decoder.stream(latents).chunks], dim=1)
 
-    row = {"model": name, "size": list(size), "tiling": tiling, "planned": found.demand.decode_activations, "granted": granted}
+    row = {
+        "model": name,
+        "size": list(size),
+        "tiling": tiling,
+        "planned": found.demand.decode_activations,
+        "granted": granted,
+    }
     if device.type == "cpu":
         return {**row, "measured": peak_bytes(decode, device)}
     # The first decode of a size compiles, and compares with the decoder without fused kernels, which takes more: it is

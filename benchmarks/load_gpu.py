@@ -34,11 +34,14 @@ from benchmarks.machine import describe_machine
 from benchmarks.quantization_gpu import WAN_14B
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.kernels.int8_rows import api as int8
+from diffusion_runtime.loading.native_model import build_transformer
 from diffusion_runtime.memory.machine_memory import peak_in_machine
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.tensor_files import write_tensors
+from diffusion_runtime.weights.weight_loading import MakeEmpty
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 4 * 10**9
@@ -109,10 +112,15 @@ def load(model: Model[Any, Any], device: torch.device, arena: torch.Tensor | Non
         begin, used = used, used + shape.numel() * dtype.itemsize
         return arena[begin:used].view(dtype).view(shape)
 
-    transformer = model.build_transformer(policy)
+    quantization = Quantization.of(model.family.name, "none", ())
+    transformer = build_transformer(model, policy, quantization)
     # Layers whose weights the files hold in another format become layers of that format.
     model.weights.check(model.modules(transformer), ())
-    model.load_transformer(transformer, device, DTYPE, room_for=lambda *_: None if arena is None else empty)
+
+    def room_for(*_: object) -> MakeEmpty | None:
+        return None if arena is None else empty
+
+    model.load_transformer(transformer, device, DTYPE, quantization=quantization, room_for=room_for)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del transformer
