@@ -26,12 +26,13 @@ from diffusion_runtime.models.qwen_image.family import FAMILY as ORIGINAL
 
 # Logarithm of the flow shift of a distilled model, at every size.
 _DISTILLED_LOG_SHIFT = 1.15
+_DISTILLED = published_defaults("krea-2-turbo", "num_inference_steps", "guidance_scale")
 
 _Model = Model[Krea2TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with the weights of its norms; distilled: with one shift for every size."""
+    """Return the model with the weights of its norms; distilled: eight steps, no guidance, one shift for every size."""
     model = dataclasses.replace(model, weights=dataclasses.replace(model.weights, arrange=add_one))
     if not read_pipeline_config(model.folder).is_distilled:
         return model
@@ -39,7 +40,8 @@ def _adapt(model: _Model) -> _Model:
     if isinstance(schedule, ShiftByTokens):
         log_shifts = {"base_log_shift": _DISTILLED_LOG_SHIFT, "max_log_shift": _DISTILLED_LOG_SHIFT}
         schedule = dataclasses.replace(schedule, **log_shifts)
-    return dataclasses.replace(model, sampling=dataclasses.replace(model.sampling, schedule=schedule))
+    sampling = dataclasses.replace(model.sampling, schedule=schedule)
+    return dataclasses.replace(model, sampling=sampling, defaults={**model.defaults, **_DISTILLED})
 
 
 def _check_parts(folder: AnyFolder) -> None:
