@@ -312,7 +312,7 @@ def _image_with_text_layers(sample: StepSample) -> StepInputs:
     timestep, places = sample.full(_TIMESTEP), _places(grid, sample.device)
     theirs = {
         "hidden_states": patchify(latents, _LATENT_PATCH),
-        "encoder_hidden_states": text.unflatten(-1, (config["num_text_layers"], config["text_hidden_dim"])),
+        "encoder_hidden_states": torch.unflatten(text, -1, (config["num_text_layers"], config["text_hidden_dim"])),
         "timestep": timestep / 1000,
         "position_ids": torch.cat([places.new_zeros(room, 3), places]),
         "encoder_attention_mask": sample.is_real(room, lengths),

@@ -5,42 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
-from diffusion_runtime.core.model_folder import (
-    INDEX_FILE,
-    MAX_LAYERS,
-    AnyFolder,
-    ConfigFile,
-    read_config,
-    read_index,
-)
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 
 # The pipeline folds 2 x 2 latents into a token.
 _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
-# Channels of a head that carry (frame, row, column), where config.json does not set them.
+# Keys of config.json that are whole numbers, with the values that they have where they are left out.
+_NUMBERS = {
+    **{"in_channels": 64, "num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 48},
+    **{"num_key_value_heads": 12, "intermediate_size": 16384, "timestep_embed_dim": 256, "text_hidden_dim": 2560},
+    **{"num_text_layers": 12, "text_num_attention_heads": 20, "text_num_key_value_heads": 20},
+    **{"text_intermediate_size": 6912, "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
+}
 _AXES = (32, 48, 48)
-# Layers of the language model whose outputs are read, where model_index.json does not set them.
-_TEXT_LAYERS = tuple(range(2, 36, 3))
-_KEYS = (
-    "in_channels",
-    "num_layers",
-    "attention_head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "timestep_embed_dim",
-    "text_hidden_dim",
-    "num_text_layers",
-    "text_num_attention_heads",
-    "text_num_key_value_heads",
-    "text_intermediate_size",
-    "num_layerwise_text_blocks",
-    "num_refiner_text_blocks",
-    "axes_dims_rope",
-    "rope_theta",
-    "norm_eps",
-)
+# Keys of model_index.json beside the components.
+INDEX_KEYS = ("is_distilled", "text_encoder_select_layers", "patch_size")
 
 
 @dataclass(frozen=True)
@@ -83,10 +62,6 @@ class Krea2TransformerConfig:
     eps: float
 
     @property
-    def dim(self) -> int:
-        return self.joint.dim
-
-    @property
     def text_dim(self) -> int:
         """Numbers per token of the conditions: of all layers, one after the other."""
         return self.num_text_layers * self.text.dim
@@ -100,43 +75,41 @@ class Krea2TransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> Krea2TransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
-    in_channels, text_dim = file.whole_number("in_channels", 64), file.whole_number("text_hidden_dim", 2560)
-    if in_channels % (_SIDE * _SIDE):
-        raise file.error("in_channels", f"a multiple of {_SIDE * _SIDE}", in_channels)
-    joint_heads, text_heads = (_heads(file, prefix, of) for prefix, of in (("", (48, 12)), ("text_", (20, 20))))
-    head_dim = file.whole_number("attention_head_dim", 128)
-    if text_dim % text_heads[0]:
-        raise file.error("text_hidden_dim", f"a multiple of text_num_attention_heads, {text_heads[0]}", text_dim)
+    file.refuse_unknown((*_NUMBERS, "axes_dims_rope", "rope_theta", "norm_eps"))
+    found = {
+        key: (file.layer_count if key.endswith(("layers", "blocks")) else file.whole_number)(key, default)
+        for key, default in _NUMBERS.items()
+    }
+    for key, divisor in (("in_channels", 4), ("timestep_embed_dim", 2)):
+        if found[key] % divisor:
+            raise file.error(key, f"a multiple of {divisor}", found[key])
+    for key, whole in {
+        "num_key_value_heads": "num_attention_heads",
+        "text_num_key_value_heads": "text_num_attention_heads",
+        "text_num_attention_heads": "text_hidden_dim",
+    }.items():
+        if found[whole] % found[key]:
+            raise file.error(key, f"a divisor of {whole}, {found[whole]}", found[key])
+    head_dim, text_heads = found["attention_head_dim"], found["text_num_attention_heads"]
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
     if sum(axes) != head_dim or any(size % 2 for size in axes):
         raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
-    num_waves = file.whole_number("timestep_embed_dim", 256)
-    if num_waves % 2:
-        raise file.error("timestep_embed_dim", "an even number", num_waves)
+    joint = found["num_attention_heads"], found["num_key_value_heads"], head_dim, found["intermediate_size"]
+    text_head_dim = found["text_hidden_dim"] // text_heads
+    text = text_heads, found["text_num_key_value_heads"], text_head_dim, found["text_intermediate_size"]
     return Krea2TransformerConfig(
-        joint=BlockSizes(*joint_heads, head_dim, file.whole_number("intermediate_size", 16384)),
-        text=BlockSizes(*text_heads, text_dim // text_heads[0], file.whole_number("text_intermediate_size", 6912)),
-        num_layers=file.layer_count("num_layers", 28),
-        num_channels=in_channels // (_SIDE * _SIDE),
-        num_text_layers=file.layer_count("num_text_layers", 12),
-        num_layer_blocks=file.layer_count("num_layerwise_text_blocks", 2),
-        num_refiner_blocks=file.layer_count("num_refiner_text_blocks", 2),
+        BlockSizes(*joint),
+        BlockSizes(*text),
+        num_layers=found["num_layers"],
+        num_channels=found["in_channels"] // _SIDE**2,
+        num_text_layers=found["num_text_layers"],
+        num_layer_blocks=found["num_layerwise_text_blocks"],
+        num_refiner_blocks=found["num_refiner_text_blocks"],
         axes=axes,
         theta=file.number("rope_theta", 1000.0),
-        num_waves=num_waves,
+        num_waves=found["timestep_embed_dim"],
         eps=file.number("norm_eps", 1e-5),
     )
-
-
-def _heads(file: ConfigFile, prefix: str, defaults: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of heads of queries, and of keys and values."""
-    num_heads = file.whole_number(f"{prefix}num_attention_heads", defaults[0])
-    key = f"{prefix}num_key_value_heads"
-    num_kv_heads = file.whole_number(key, defaults[1])
-    if num_heads % num_kv_heads:
-        raise file.error(key, f"a divisor of {prefix}num_attention_heads, {num_heads}", num_kv_heads)
-    return num_heads, num_kv_heads
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
@@ -147,30 +120,21 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
     return ImageGeometry(num_channels, read_frame_factor(file, [False, True, True]), 1, PATCH)
 
 
-@dataclass(frozen=True)
-class PipelineConfig:
-    """Keys of model_index.json. is_distilled: to a few steps without guidance (Turbo). text_layers: of the language
-    model whose outputs are read, counted from 1; 0 is its input."""
-
-    is_distilled: bool
-    text_layers: tuple[int, ...]
-
-    keys = ("is_distilled", "text_encoder_select_layers", "patch_size")
-
-
-def read_pipeline_config(folder: AnyFolder) -> PipelineConfig:
-    """Read model_index.json. Raises ModelLoadError that names the file and the key."""
+def read_is_distilled(folder: AnyFolder) -> bool:
+    """Return whether the model is distilled to a few steps (Turbo). Raises ModelLoadError as read_geometry does."""
     file = ConfigFile(folder / INDEX_FILE, read_index(folder))
-    if file.whole_number("patch_size", _SIDE) != _SIDE:
-        raise file.error("patch_size", str(_SIDE), file.values["patch_size"])
-    key, expected = "text_encoder_select_layers", read_transformer_config(folder).num_text_layers
-    layers = file.values.get(key)
-    layers = list(_TEXT_LAYERS) if layers is None else layers
-    if not isinstance(layers, list) or any(type(each) is not int or not 0 <= each <= MAX_LAYERS for each in layers):
-        raise file.error(key, "a list of numbers of layers", layers)
-    if len(layers) != expected or max(layers) == 0:
-        raise ModelLoadError(
-            f"{file.path}: key {key!r}: expected {expected} numbers of layers, as many as the transformer's "
-            f"num_text_layers, got {len(layers)}: {layers}"
-        )
-    return PipelineConfig(file.flag("is_distilled", False), tuple(layers))
+    file.refuse_other_values({"patch_size": _SIDE}, "the only value this family runs")
+    return file.flag("is_distilled", False)
+
+
+def read_text_layers(folder: AnyFolder) -> tuple[int, ...]:
+    """Return the layers of the language model whose outputs are read, counted from 1; 0 is its input. Raises
+    ModelLoadError as read_geometry does."""
+    file, key = ConfigFile(folder / INDEX_FILE, read_index(folder)), "text_encoder_select_layers"
+    layers, count = file.values.get(key), read_transformer_config(folder).num_text_layers
+    layers = list(range(2, 36, 3)) if layers is None else layers
+    fits = isinstance(layers, list) and all(type(each) is int and 0 <= each < 1000 for each in layers)
+    if not fits or len(layers) != count or not any(layers):
+        expected = f"the numbers of {count} layers of the language model, as many as the transformer's num_text_layers"
+        raise file.error(key, expected, layers)
+    return tuple(layers)

@@ -10,13 +10,8 @@ from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.denoising.flow_schedule import ShiftByTokens, token_shift
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
-from diffusion_runtime.models.krea2.config import (
-    Krea2TransformerConfig,
-    PipelineConfig,
-    read_geometry,
-    read_pipeline_config,
-    read_transformer_config,
-)
+from diffusion_runtime.models.krea2 import config as folder_config
+from diffusion_runtime.models.krea2.config import Krea2TransformerConfig
 from diffusion_runtime.models.krea2.text import load_text_encoder
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
 from diffusion_runtime.models.krea2.weights import LORA_NAMES, add_one, is_norm, transformer_pieces
@@ -34,24 +29,23 @@ _Model = Model[Krea2TransformerConfig, ImageGeometry]
 def _adapt(model: _Model) -> _Model:
     """Return the model with the weights of its norms; distilled: eight steps, no guidance, one shift for every size."""
     model = dataclasses.replace(model, weights=dataclasses.replace(model.weights, arrange=add_one))
-    if not read_pipeline_config(model.folder).is_distilled:
+    if not folder_config.read_is_distilled(model.folder):
         return model
     schedule = model.sampling.schedule
     if isinstance(schedule, ShiftByTokens):
-        log_shifts = {"base_log_shift": _DISTILLED_LOG_SHIFT, "max_log_shift": _DISTILLED_LOG_SHIFT}
-        schedule = dataclasses.replace(schedule, **log_shifts)
+        level = _DISTILLED_LOG_SHIFT
+        schedule = dataclasses.replace(schedule, base_log_shift=level, max_log_shift=level)
     sampling = dataclasses.replace(model.sampling, schedule=schedule)
     return dataclasses.replace(model, sampling=sampling, defaults={**model.defaults, **_DISTILLED})
 
 
 def _check_parts(folder: AnyFolder) -> None:
     read_statistics(folder)
-    read_pipeline_config(folder)
+    folder_config.read_text_layers(folder)
 
 
 def _text_shapes(folder: AnyFolder, config: Krea2TransformerConfig) -> TextShapes:
-    layers = read_pipeline_config(folder).text_layers
-    return TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=max(layers))
+    return TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=max(folder_config.read_text_layers(folder)))
 
 
 FAMILY = ModelFamily(
@@ -59,7 +53,7 @@ FAMILY = ModelFamily(
     files=FolderFormat(
         transformer_classes=("Krea2Transformer2DModel",),
         pipeline_classes=("Krea2Pipeline",),
-        index_keys=PipelineConfig.keys,
+        index_keys=folder_config.INDEX_KEYS,
         diffusers_components=(AUTOENCODER,),
         check_parts=_check_parts,
     ),
@@ -73,8 +67,8 @@ FAMILY = ModelFamily(
     ),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=ORIGINAL.decoding,
-    read_config=read_transformer_config,
-    read_geometry=read_geometry,
+    read_config=folder_config.read_transformer_config,
+    read_geometry=folder_config.read_geometry,
     transformer=Krea2Transformer,
     shared_heads=lambda config: config.joint.num_heads,
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=is_norm),

@@ -13,7 +13,7 @@ import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.krea2.config import read_pipeline_config, read_transformer_config
+from diffusion_runtime.models.krea2.config import read_text_layers, read_transformer_config
 from diffusion_runtime.models.qwen_image.family import MAX_TOKENS, TEMPLATE
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen3_vl
@@ -41,7 +41,7 @@ class Krea2TextEncoder(LanguageModelEncoder):
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Krea2TextEncoder:
     """Load `text_encoder/` and `tokenizer/` of a model folder, without the layers after the last that is read. Raises
     ModelLoadError also where the encoder is not of the transformer's width."""
-    layers = read_pipeline_config(folder).text_layers
+    layers = read_text_layers(folder)
     model, tokenizer = load_qwen3_vl(folder, device, dtype, num_layers=max(layers))
     width, expected = int(model.config.hidden_size), read_transformer_config(folder).text.dim
     if width != expected:

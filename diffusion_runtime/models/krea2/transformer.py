@@ -128,14 +128,14 @@ class Krea2Transformer(DiffusionTransformer):
         self.text_mix = Linear(config.num_text_layers, 1, bias=False)
         self.text_refiner = blocks(*text, REFINER_ROLE, "text_refiner", config.num_refiner_blocks)
         self.text_norm = RMSNorm(config.text.dim, config.eps)
-        self.text_embedding = FeedForward(config.text.dim, config.dim, config.dim)
-        self.patch_embedding = Linear(config.patch_channels, config.dim)
-        self.timestep_embedding = FeedForward(config.num_waves, config.dim, config.dim)
-        self.time_projection = Linear(config.dim, _NUM_ROWS * config.dim)
+        self.text_embedding = FeedForward(config.text.dim, config.joint.dim, config.joint.dim)
+        self.patch_embedding = Linear(config.patch_channels, config.joint.dim)
+        self.timestep_embedding = FeedForward(config.num_waves, config.joint.dim, config.joint.dim)
+        self.time_projection = Linear(config.joint.dim, _NUM_ROWS * config.joint.dim)
         self.blocks = blocks(config.joint, USPAttention, "self", "blocks", config.num_layers)
-        self.out_table = nn.Parameter(torch.zeros(2, config.dim))
-        self.out_norm = RMSNorm(config.dim, config.eps)
-        self.out = Linear(config.dim, config.patch_channels)
+        self.out_table = nn.Parameter(torch.zeros(2, config.joint.dim))
+        self.out_norm = RMSNorm(config.joint.dim, config.eps)
+        self.out = Linear(config.joint.dim, config.patch_channels)
 
     @property
     def num_blocks(self) -> int:

@@ -30,53 +30,43 @@ def transformer_pieces(config: Krea2TransformerConfig) -> dict[str, tuple[Piece,
 
 
 def _all_pieces(config: Krea2TransformerConfig) -> Iterator[NamedPieces]:
-    dim, text_dim = config.dim, config.text.dim
-    text = {"text_layers": ("layerwise_blocks", config.num_layer_blocks)}
-    text["text_refiner"] = ("refiner_blocks", config.num_refiner_blocks)
-    for ours, (theirs, count) in text.items():
-        for index in range(count):
-            yield from _block(f"{ours}.{index}", f"text_fusion.{theirs}.{index}", config.text)
+    dim, text = config.joint.dim, config.text
+    yield from _blocks("text_layers", "text_fusion.layerwise_blocks", config.num_layer_blocks, text)
     yield from linear_pieces("text_mix", [("text_fusion.projector", 1)], config.num_text_layers, bias=False)
-    yield "text_norm.weight", (Piece("txt_in.norm.weight", (text_dim,)),)
-    yield from two_layer_pieces("text_embedding", "txt_in", text_dim, dim)
+    yield from _blocks("text_refiner", "text_fusion.refiner_blocks", config.num_refiner_blocks, text)
+    yield from two_layer_pieces("text_embedding", "txt_in", text.dim, dim)
     yield from linear_pieces("patch_embedding", [("img_in", dim)], config.patch_channels)
     yield from two_layer_pieces("timestep_embedding", "time_embed", config.num_waves, dim)
     yield from linear_pieces("time_projection", [("time_mod_proj", 6 * dim)], dim)
+    yield from _blocks("blocks", "transformer_blocks", config.num_layers, config.joint)
     for index in range(config.num_layers):
-        theirs = f"transformer_blocks.{index}"
-        yield f"blocks.{index}.table", (Piece(f"{theirs}.scale_shift_table", (6, dim)),)
-        yield from _block(f"blocks.{index}", theirs, config.joint)
+        yield f"blocks.{index}.table", (Piece(f"transformer_blocks.{index}.scale_shift_table", (6, dim)),)
     yield "out_table", (Piece("final_layer.scale_shift_table", (2, dim)),)
-    yield "out_norm.weight", (Piece("final_layer.norm.weight", (dim,)),)
     yield from linear_pieces("out", [("final_layer.linear", config.patch_channels)], dim)
+    for ours, (theirs, width) in {"text_norm": ("txt_in", text.dim), "out_norm": ("final_layer", dim)}.items():
+        yield f"{ours}.weight", (Piece(f"{theirs}.norm.weight", (width,)),)
 
 
-def _block(ours: str, theirs: str, sizes: BlockSizes) -> Iterator[NamedPieces]:
-    dim, attention = sizes.dim, f"{ours}.self_attention"
+def _blocks(ours: str, theirs: str, count: int, sizes: BlockSizes) -> Iterator[NamedPieces]:
+    dim, ffn_dim = sizes.dim, sizes.ffn_dim
     widths = {"to_q": dim, "to_k": sizes.kv_dim, "to_v": sizes.kv_dim, "to_gate": dim}
-    inward = [(f"{theirs}.attn.{name}", width) for name, width in widths.items()]
-    yield from linear_pieces(f"{attention}.qkv_gate", inward, dim, bias=False)
-    for name in ("norm_q", "norm_k"):
-        yield f"{attention}.{name}.weight", (Piece(f"{theirs}.attn.{name}.weight", (sizes.head_dim,)),)
-    yield from linear_pieces(f"{attention}.out", [(f"{theirs}.attn.to_out.0", dim)], dim, bias=False)
-    for mine, name in {"attention_norm": "norm1", "ffn_norm": "norm2"}.items():
-        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
-    up = [(f"{theirs}.ff.{name}", sizes.ffn_dim) for name in ("gate", "up")]
-    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
-    yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.ff.down", dim)], sizes.ffn_dim, bias=False)
+    norms = {"self_attention.norm_q": ("attn.norm_q", sizes.head_dim), "attention_norm": ("norm1", dim)}
+    norms |= {"self_attention.norm_k": ("attn.norm_k", sizes.head_dim), "ffn_norm": ("norm2", dim)}
+    for mine, block in ((f"{ours}.{index}", f"{theirs}.{index}") for index in range(count)):
+        inward = [(f"{block}.attn.{name}", width) for name, width in widths.items()]
+        yield from linear_pieces(f"{mine}.self_attention.qkv_gate", inward, dim, bias=False)
+        yield from linear_pieces(f"{mine}.self_attention.out", [(f"{block}.attn.to_out.0", dim)], dim, bias=False)
+        up = [(f"{block}.ff.{name}", ffn_dim) for name in ("gate", "up")]
+        yield from linear_pieces(f"{mine}.feed_forward.up", up, dim, bias=False)
+        yield from linear_pieces(f"{mine}.feed_forward.down", [(f"{block}.ff.down", dim)], ffn_dim, bias=False)
+        for norm, (name, width) in norms.items():
+            yield f"{mine}.{norm}.weight", (Piece(f"{block}.{name}.weight", (width,)),)
 
 
 _BLOCK: Originals = {
-    "attn.wq": "attn.to_q",
-    "attn.wk": "attn.to_k",
-    "attn.wv": "attn.to_v",
-    "attn.wo": "attn.to_out.0",
-    "attn.gate": "attn.to_gate",
-    "attn.qknorm.qnorm": "attn.norm_q",
-    "attn.qknorm.knorm": "attn.norm_k",
-    "prenorm": "norm1",
-    "postnorm": "norm2",
-    **{f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")},
+    **{"attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.wo": "attn.to_out.0"},
+    **{"attn.gate": "attn.to_gate", "attn.qknorm.qnorm": "attn.norm_q", "attn.qknorm.knorm": "attn.norm_k"},
+    **{"prenorm": "norm1", "postnorm": "norm2", "mlp.gate": "ff.gate", "mlp.up": "ff.up", "mlp.down": "ff.down"},
 }
 LORA_NAMES = LoraNames(
     title="Krea 2",
@@ -84,17 +74,10 @@ LORA_NAMES = LoraNames(
         **block_names("blocks.{}", "transformer_blocks.{}", {**_BLOCK, "mod.lin": "scale_shift_table"}),
         **block_names("txtfusion.layerwise_blocks.{}", "text_fusion.layerwise_blocks.{}", _BLOCK),
         **block_names("txtfusion.refiner_blocks.{}", "text_fusion.refiner_blocks.{}", _BLOCK),
-        "txtfusion.projector": "text_fusion.projector",
-        "txtmlp.0": "txt_in.norm",
-        "txtmlp.1": "txt_in.linear_1",
-        "txtmlp.3": "txt_in.linear_2",
-        "first": "img_in",
-        "tmlp.0": "time_embed.linear_1",
-        "tmlp.2": "time_embed.linear_2",
-        "tproj.1": "time_mod_proj",
-        "last.linear": "final_layer.linear",
-        "last.norm": "final_layer.norm",
-        "last.modulation.lin": "final_layer.scale_shift_table",
+        **{"txtfusion.projector": "text_fusion.projector", "first": "img_in", "tproj.1": "time_mod_proj"},
+        **{"txtmlp.0": "txt_in.norm", "txtmlp.1": "txt_in.linear_1", "txtmlp.3": "txt_in.linear_2"},
+        **{"tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2", "last.linear": "final_layer.linear"},
+        **{"last.norm": "final_layer.norm", "last.modulation.lin": "final_layer.scale_shift_table"},
     },
     widths=frozenset({6144}),
     num_blocks=frozenset({28}),
