@@ -82,9 +82,10 @@ def test_a_generation_equals_diffusers(
 
 def test_the_distilled_model_takes_eight_steps_at_one_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of(write_tiny_krea2(tmp_path / "turbo", is_distilled=True))
-    given = request(num_inference_steps=None)
-    resolved = pair[0].resolve(given)
+    resolved = pair[0].resolve(request(num_inference_steps=None))
     assert (resolved.num_inference_steps, resolved.guidance_scale) == (8, 0.0)
+    # With other steps and guidance, too, which are not those of its preset.
+    given = request(guidance_scale=1.0)
     kept = record_latents(monkeypatch)
     assert_equal_runs(pair[0], [given], kept, lambda several, noise: run_theirs(pair[1], several, noise))
 
@@ -142,7 +143,7 @@ def test_prompts_and_guidance_matter(pair: Pair) -> None:
     noise = torch.randn(1, CHANNELS, 1, 8, 12, generator=torch.Generator().manual_seed(1))
 
     def last(**values: Any) -> torch.Tensor:
-        return run_theirs(pair[1], [pair[0].resolve(request(**values))], noise)[0][-1]
+        return run_theirs(pair[1], [pair[0].resolve(request(num_inference_steps=1, **values))], noise)[0][-1]
 
     for other in (last(prompt=PROMPTS[1]), last(negative_prompt="a yellow square"), last(guidance_scale=1.0)):
         assert relative(other, last()) > 5e-3
