@@ -299,6 +299,7 @@ def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> Non
         ("z-image", "z_image_turbo_bf16", {}, "z-image-turbo", "name"),
         ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
         ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
+        ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
     ],
 )
 def test_a_published_model_is_recognised(
