@@ -15,12 +15,14 @@ from diffusion_runtime.attention.catalogue import list_backends
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.core.progress import OnProgress
-from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.errors import DeviceMemoryError, RequestError, nearest, shown
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.memory.machine_memory import free_in_machine, peak_in_machine
+from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.sampling_presets import shipped_lora_of
 from diffusion_runtime.parallel.world import World
@@ -95,7 +97,7 @@ class ServedModel:
         """Return a request of the default size, with as few steps as its sampler takes. Raises RequestError for a model
         that needs an image."""
         rules = self.prepared(Choice()).rules
-        request = GenerationRequest("a warm-up", seed=0, num_inference_steps=_WARM_UP_STEPS)
+        request = GenerationRequest("a circle", seed=0, num_inference_steps=_WARM_UP_STEPS)
         try:
             return rules.resolve(request).to_dict()
         except RequestError:
@@ -109,7 +111,7 @@ class ServedModel:
         """
         prepared = self.prepared(Choice.of(work))
         requests = self._resolved(prepared, work)
-        prepared.planned_for(requests)
+        _check_memory(prepared.planned_for(requests).description.memory)
         keys = [prepared.rules.batch_key(request) for request in requests]
         choice = Choice.of(work)
         key = repr((keys[0], choice.attention, choice.loras, self._shipped(choice)))
@@ -250,6 +252,14 @@ class ServedModel:
         the order of the keys."""
         is_own = decided == Choice()
         return self._recipe if is_own else self._prepared(decided).description.to_dict()
+
+
+def _check_memory(plan: MemoryPlan | None) -> None:
+    """Raises DeviceMemoryError for a plan of more memory than the machine has beside other programs: the system would
+    end this process, with the jobs that it makes. A plan with a limit has been refused before."""
+    free = free_in_machine()
+    if plan is not None and plan.shortage and free is not None and plan.peak > free + peak_in_machine():
+        raise DeviceMemoryError(plan.shortage)
 
 
 def parse_attention(value: Any) -> AttentionConfig:
