@@ -93,13 +93,12 @@ class Submission:
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
         dispatcher, settings = self._dispatcher, self._dispatcher.settings
-        if draft.num_previews and not (dispatcher.engine.card or {}).get("previews"):
+        card = dispatcher.engine.card or {}
+        if draft.num_previews and not card.get("previews"):
             name = "return_previews" if draft.kind == VIDEO else "partial_images"
-            message = (
-                f"{name}: this server shows no estimates of running jobs, see previews of /v1/models; leave it out"
-            )
+            message = f"{name}: this server shows no estimates of running jobs: {card.get('no_previews')}; leave it out"
             raise invalid(name, message, "unsupported_for_model")
-        if draft.images and not (dispatcher.engine.card or {}).get("takes_image", True):
+        if draft.images and not card.get("takes_image", True):
             name = in_clients_words(draft.kind, next(iter(draft.images)))
             raise invalid(name, f"{name}: this model takes no images; leave it out", "unsupported_for_model")
         names = []
