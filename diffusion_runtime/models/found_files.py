@@ -137,7 +137,7 @@ def _published_name(path: Path) -> str:
         _logger.info("%s: recognised as %s by its tensors", path, recognised.name)
     elif recognised.told_by:
         _logger.info(
-            "%s: recognised as %s by its %s; %s have the same tensors (--like NAME chooses)",
+            "%s: recognised as %s by its %s; with the same tensors: %s (--like NAME chooses)",
             path,
             recognised.name,
             recognised.told_by,
