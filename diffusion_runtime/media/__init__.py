@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, check_writable, format_of
     from diffusion_runtime.media.generated import GeneratedMedia
     from diffusion_runtime.media.publish import numbered
-    from diffusion_runtime.media.reading import MediaFile, has_sound_beside, read_media_file, read_own_sidecar, read_recipe
+    from diffusion_runtime.media.reading import (
+        MediaFile,
+        has_sound_beside,
+        read_media_file,
+        read_own_sidecar,
+        read_recipe,
+    )
     from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, SIDECAR_SCHEMA
 
 _HOMES = {

@@ -21,7 +21,15 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.core.model_folder import AnyFolder, ModelFolder, read_index
 from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, first_line, shown
-from diffusion_runtime.models.comfyui_folders import CHECKPOINTS, MAX_DEPTH, PARTS, VARIABLE, files_in, known_root, model_roots
+from diffusion_runtime.models.comfyui_folders import (
+    CHECKPOINTS,
+    MAX_DEPTH,
+    PARTS,
+    VARIABLE,
+    files_in,
+    known_root,
+    model_roots,
+)
 from diffusion_runtime.models.lora_sources import with_loras_in
 from diffusion_runtime.models.misplaced_files import advice_for_file
 from diffusion_runtime.models.model_sources import find_configs, has_weights

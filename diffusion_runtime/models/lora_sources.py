@@ -53,8 +53,13 @@ def with_loras_in(roots: Sequence[Path], loras: Sequence[LoraConfig]) -> tuple[L
 
 def _in_folders(lora: LoraConfig, roots: Sequence[Path]) -> LoraConfig:
     name = Path(lora.path)
-    is_name = lora.revision is None and lora.path.endswith(SUFFIXES) and not lora.path.startswith((_HUB, "~", "/", "."))
-    if not is_name or ".." in name.parts or os.path.lexists(user_path(name, "lora.path")):
+    is_name = lora.revision is None and lora.path.endswith(SUFFIXES)
+    if (
+        not is_name
+        or lora.path.startswith((_HUB, "~", "/", "."))
+        or ".." in name.parts
+        or os.path.lexists(user_path(name, "lora.path"))
+    ):
         return lora
     places = [root / LORAS for root in roots]
     files = files_in(places, MAX_DEPTH)
@@ -65,7 +70,8 @@ def _in_folders(lora: LoraConfig, roots: Sequence[Path]) -> LoraConfig:
         return dataclasses.replace(lora, path=str(path))
     if found:
         raise ConfigError(
-            f"lora.path: {len(found)} files are named {shown(lora.path)}: {listed(found.values())}; give the path of one"
+            f"lora.path: {len(found)} files are named {shown(lora.path)}: {listed(found.values())}; give the path of "
+            "one"
         )
     if len(name.parts) > 2:
         # A file of the hub's, perhaps.

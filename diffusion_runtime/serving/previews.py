@@ -65,9 +65,9 @@ def read_linear_map(folder: AnyFolder, num_channels: int) -> LinearMap | None:
 
 class Previews:
     """Previews of a model. choice: `auto`, `linear`, `decode` or `off`, as of serve. prepared: the model before its
-    weights are read. method: how they are made, None for not at all; reason: why not, empty where they are. `auto` takes the linear map, else a tiny decoder,
-    else the decoder of a model that makes images; the first frame of a video by a full decoder may need memory that no
-    plan has counted.
+    weights are read. method: how they are made, None for not at all; reason: why not, empty where they are. `auto`
+    takes the linear map, else a tiny decoder, else the decoder of a model that makes images; the first frame of a video
+    by a full decoder may need memory that no plan has counted.
 
     Raises ConfigError for a choice that this model does not have, and what read_linear_map raises.
     """

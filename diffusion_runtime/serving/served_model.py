@@ -112,7 +112,7 @@ class ServedModel:
         return rules.resolve(wanted[-1]).to_dict()
 
     @staticmethod
-    def _small_sizes(rules: Any) -> Iterator[dict[str, int]]:
+    def _small_sizes(rules: Any) -> Iterator[dict[str, Any]]:
         if isinstance(rules, RequestRules):
             side, frames = _size_steps(rules)
             num_frames = 1 + frames if rules.sampling.geometry.temporal_factor > 1 else 1

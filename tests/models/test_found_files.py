@@ -266,7 +266,7 @@ def test_loras_are_found_by_name(file: Path, settings: Path, wan: Path, monkeypa
     assert (config.lora[0].path, config.models_dir) == (str(style), ())
     assert found(file, settings, lora=["org/name/style.safetensors"]).lora[0].path == "org/name/style.safetensors"
     write(loras / "style.safetensors", {"x": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="2 files are named 'style.safetensors'"):
+    with pytest.raises(ConfigError, match=r"2 files are named 'style\.safetensors'"):
         found(file, settings, lora=["style.safetensors"])
     assert found(file, settings, lora=["wan/style.safetensors"]).lora[0].path == str(style)
     monkeypatch.chdir(write(settings.parent / "here" / "style.safetensors", {"x": torch.ones(1)}).parent)

@@ -110,7 +110,7 @@ def test_a_causal_model_says_why_it_shows_no_estimates() -> None:
     previews = Previews("auto", prepared)
     assert previews.method is None
     assert "one part of the video after the other" in previews.reason
-    with pytest.raises(ConfigError, match="^preview: decode: a causal model .*leave out --preview"):
+    with pytest.raises(ConfigError, match=r"^preview: decode: a causal model .*leave out --preview"):
         Previews("decode", prepared)
 
 
