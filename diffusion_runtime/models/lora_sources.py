@@ -78,8 +78,8 @@ def _in_folders(lora: LoraConfig, roots: Sequence[Path]) -> LoraConfig:
         return lora
     there = nearest(lora.path, [path.name for path in files[:50]]) if files else f" {places[0]} has none"
     raise ModelLoadError(
-        f"lora.path: there is no {shown(lora.path)} here, and none in {listed(places)}; put it into {places[0]}, or give "
-        f"its path.{there}"
+        f"lora.path: there is no {shown(lora.path)} here, and none in {listed(places)}; put it into {places[0]}, or "
+        f"give its path.{there}"
     )
 
 
