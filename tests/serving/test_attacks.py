@@ -205,6 +205,7 @@ def test_a_long_data_url_is_in_base64() -> None:
 @table(
     ("storage", "message", "public"),
     [
+        ("st", "the best/worst", "the best/worst"),
         ("st", "steps: st/results/a.png is missing", "steps: results/a.png is missing"),
         ("/tmp/jobs", "no /tmp/jobs/inputs/a.png, in '/etc/x'", "no inputs/a.png, in 'x'"),
         ("/tmp/jobs", "/tmp/jobs: is full", ": is full"),
