@@ -39,21 +39,29 @@ MAX_FLAT = 10_000
 _MAX_LINE = 16 * 2**20
 
 
+class Done(frozenset[bytes]):
+    """Rows that are made: 16 bytes for each, as there may be millions."""
+
+    def has(self, row: Row, digest: str) -> bool:
+        return _key(row.id, digest) in self
+
+
 class ResultFolder:
     """One folder. model: digest of the model and its options. file_format: None for png or mp4, by the number of
-    frames."""
+    frames. is_nested: whether results are in folders of two levels. manifest_bytes: its length when it was opened."""
 
-    def __init__(self, folder: Path, model: str, file_format: str | None) -> None:
+    def __init__(self, folder: Path, model: str, file_format: str | None, *, is_nested: bool = False) -> None:
         self.folder = folder
         self.model = model
         if file_format is not None:
             check_writable(check_format(file_format))
         self._format = file_format
-        self._is_nested = False
+        self.is_nested = is_nested
+        self.manifest_bytes = 0
         self._lock: IO[str] | None = None
         self._manifest: IO[bytes] | None = None
         self._failures: IO[bytes] | None = None
-        self._done: set[bytes] = set()
+        self._done = Done()
 
     def open(self, num_rows: int | None, *, resumes: bool, writes: bool = True) -> None:
         """Begin to write, or go on where an earlier run ended. num_rows: None where nobody knows. writes: False looks
@@ -76,10 +84,16 @@ class ResultFolder:
             raise UsageError(
                 f"--resume: {self.folder} was begun with --format {state['format'] or 'left out'}; give the same"
             )
-        self._is_nested = state["is_nested"]
+        self.is_nested = state["is_nested"]
         if writes:
             self._begin(state)
-        self._done = {_key(line["id"], line["digest"]) for line in self.lines() if self._is_there(line)}
+        path = self.folder / MANIFEST
+        self.manifest_bytes = path.stat().st_size if path.exists() else 0
+        self._done = self.done(self.manifest_bytes)
+
+    def done(self, num_bytes: int) -> Done:
+        """Return the rows in the first bytes of the manifest whose files are there."""
+        return Done({_key(line["id"], line["digest"]) for line in self._lines(num_bytes) if self._is_there(line)})
 
     def _begin(self, state: Mapping[str, Any]) -> None:
         try:
@@ -108,7 +122,7 @@ class ResultFolder:
             if file is not None:
                 file.close()
 
-    def lines(self, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    def _lines(self, num_bytes: int) -> Iterator[dict[str, Any]]:
         """Yield the lines of the manifest, or of its first bytes. Raises OutputError for a line that is none."""
         path = self.folder / MANIFEST
         if not path.exists():
@@ -117,7 +131,7 @@ class ResultFolder:
             number = 0
             while line := file.readline(_MAX_LINE):
                 number += 1
-                if not line.endswith(b"\n") or (num_bytes is not None and file.tell() > num_bytes):
+                if not line.endswith(b"\n") or file.tell() > num_bytes:
                     return
                 try:
                     values = parse_json(line)
@@ -134,15 +148,15 @@ class ResultFolder:
         return bool(self._done)
 
     def is_done(self, row: Row, digest: str) -> bool:
-        """Return whether the manifest has a row, and its file is there."""
-        return _key(row.id, digest) in self._done
+        """Return whether the manifest had a row when it was opened, and its file was there."""
+        return self._done.has(row, digest)
 
     def target(self, row_id: str, num_frames: int) -> Path:
         """Return the path of a result. Raises ConfigError for frames that the format does not hold."""
         suffix = check_format(self._format or ("png" if num_frames == 1 else "mp4"), num_frames)
         check_writable(suffix, num_frames)
         name = hashlib.sha256(row_id.encode()).hexdigest()
-        folder = self.folder / name[:2] / name[2:4] if self._is_nested else self.folder
+        folder = self.folder / name[:2] / name[2:4] if self.is_nested else self.folder
         return folder / f"{row_id}.{suffix}"
 
     def found(self, row: Row, digest: str, target: Path) -> dict[str, Any] | None:
@@ -220,7 +234,7 @@ class ResultFolder:
 
 
 def _key(row_id: str, digest: str) -> bytes:
-    """Return 16 bytes for a row: a million of them are held."""
+    """Return 16 bytes that stand for a row."""
     return hashlib.blake2b(f"{digest}/{row_id}".encode(), digest_size=16).digest()
 
 

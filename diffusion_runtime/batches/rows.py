@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -21,6 +23,7 @@ from diffusion_runtime.serving.request_fields import SPELLINGS, read_draft
 from diffusion_runtime.serving.settings import Limits
 from diffusion_runtime.untrusted.files import open_file, read_file
 from diffusion_runtime.untrusted.image_urls import data_of_url
+from diffusion_runtime.untrusted.json_text import parse_json
 
 # A name that every file system takes, as it is and with an extension behind it.
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -171,3 +174,21 @@ def _source(name: str, value: Any, folder: Path) -> Source:
         raise RequestError(f"{name}: there is no file {shown(value)} below the folder of the rows")
     return Source(value, path)
 
+
+def row_to_json(row: Row) -> str:
+    """Return a row as a text, with the content of its input files, for another machine."""
+    inputs = {
+        name: [[source.name, base64.b64encode(source.loaded().content).decode()] for source in each]  # type: ignore[arg-type]
+        for name, each in (row.inputs or {}).items()
+    }
+    return json.dumps({**dataclasses.asdict(dataclasses.replace(row, inputs=None)), "inputs": inputs})
+
+
+def row_from_json(text: str) -> Row:
+    """Return the row of a text that `row_to_json` made."""
+    values = parse_json(text)
+    inputs = {
+        name: [Source(known, base64.b64decode(content)) for known, content in each]
+        for name, each in values["inputs"].items()
+    }
+    return Row(**{**values, "inputs": inputs or None, "frames": [tuple(each) for each in values["frames"]]})
