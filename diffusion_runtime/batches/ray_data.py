@@ -59,7 +59,7 @@ def run_on_ray(job: BatchJob, folder: ResultFolder, tally: Tally) -> Iterator[Ou
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         publish_text(probe, probe.name)
         for each in _made(job, data, source, {**_values(job, folder), "probe": str(probe)}):
-            yield _outcome(folder, each)
+            yield from _outcomes(folder, each)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"--ray {job.ray}: {str(error)[:200]}; start a cluster with `ray start --head`, or give --ray local"
@@ -82,19 +82,21 @@ def _ray() -> tuple[Any, Any]:
         ) from error
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    # A group of rows is a block, and thereby a task: else blocks of 128 MiB would go to one actor each.
+    context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray, ray.data
 
 
 def _made(job: BatchJob, data: Any, source: _RowSource, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what the actors return for each row, as it comes."""
+    """Yield what the actors return for each group of rows, as it comes."""
     least, most = job.replicas
     num_processes = RuntimeConfig.from_dict(job.config).parallel.num_processes
     is_on_cpu = job.config["device"] == "cpu" or not _has_gpus()
     resources = {"num_cpus": num_processes} if is_on_cpu else {"num_gpus": num_processes}
-    made = data.read_datasource(source.datasource(), override_num_blocks=1, num_cpus=0.1).map_batches(
+    made = data.read_datasource(source.datasource(), override_num_blocks=1, num_cpus=0).map_batches(
         RowEngine,
-        batch_size=job.max_batch_size,
+        batch_size=1,
         batch_format="numpy",
         compute=data.ActorPoolStrategy(min_size=least, max_size=most),
         fn_constructor_args=(dict(values),),
@@ -131,7 +133,7 @@ class _RowSource:
         self._state = job.rows.state
         self._folder = str(folder.folder.absolute())
         self._model = job.model
-        self._window = job.window
+        self._window, self._group = job.window, job.max_batch_size
         self._manifest_bytes = folder.manifest_bytes
 
     def rows(self) -> Iterator[Row]:
@@ -150,8 +152,8 @@ class _RowSource:
 
         def read() -> Iterator[Any]:
             rows = self.rows()
-            while texts := [row_to_json(row) for row in itertools.islice(rows, 16)]:
-                yield pyarrow.table({"row": pyarrow.array(texts, pyarrow.large_string())})
+            while texts := [row_to_json(row) for row in itertools.islice(rows, self._group)]:
+                yield pyarrow.table({"rows": pyarrow.array([json.dumps(texts)], pyarrow.large_string())})
 
         class Rows(Datasource):  # type: ignore[misc]
             """One task, on the node of this process, which has the file."""
@@ -183,12 +185,13 @@ class RowEngine:
         self._is_loaded = False
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        rows = [row_from_json(text) for text in batch["row"]]
+        """Make one group of rows."""
+        (text,) = batch["rows"]
+        rows = [row_from_json(each) for each in parse_json(text)]
         outcomes = self._loop.run_until_complete(self._make(rows))
-        made = [self._plain(outcome) for outcome in outcomes]
-        if self._error is not None:
-            made = [{"outcome": json.dumps({"fatal": self._error}), "files": []}]
-        return {name: [each[name] for each in made] for name in ("outcome", "files")}
+        files = [file for at, outcome in enumerate(outcomes) for file in self._files(at, outcome)]
+        made: Any = {"fatal": self._error} if self._error is not None else [self._plain(each) for each in outcomes]
+        return {"outcomes": [json.dumps(made)], "files": [files]}
 
     async def _make(self, rows: list[Row]) -> list[Outcome]:
         try:
@@ -203,34 +206,36 @@ class RowEngine:
 
     def _plain(self, outcome: Outcome) -> dict[str, Any]:
         target = outcome.target
-        values = {
+        return {
             "row": row_to_json(dataclasses.replace(outcome.row, inputs=None)),
             "digest": outcome.digest,
             "path": None if target is None else target.relative_to(self._folder.folder).as_posix(),
             "result": outcome.result,
             "failure": outcome.failure,
-            "was_there": outcome.was_there,
         }
-        files: list[dict[str, Any]] = []
-        if target is not None and not self._is_shared:
-            paths = [*(target.with_suffix(suffix) for suffix in _SUFFIXES), target]
-            for path in paths:
-                if path.is_file():
-                    files.append({"suffix": path.suffix, "content": read_file(path, max_bytes=_MAX_RESULT)})
-                    path.unlink()
-        return {"outcome": json.dumps(values), "files": files}
+
+    def _files(self, at: int, outcome: Outcome) -> Iterator[dict[str, Any]]:
+        """Yield the files of the outcome at an index of its group, where the folder of results is not this node's."""
+        target = outcome.target
+        if target is None or self._is_shared:
+            return
+        for path in (*(target.with_suffix(suffix) for suffix in _SUFFIXES), target):
+            if path.is_file():
+                yield {"at": at, "suffix": path.suffix, "content": read_file(path, max_bytes=_MAX_RESULT)}
+                path.unlink()
 
 
-def _outcome(folder: ResultFolder, made: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a row, whose files are in the folder then. Raises the error for which no engine can run."""
-    values = parse_json(made["outcome"])
-    if "fatal" in values:
-        raise error_of(values["fatal"])
-    target = None if values["path"] is None else folder.folder / values["path"]
+def _outcomes(folder: ResultFolder, made: Mapping[str, Any]) -> Iterator[Outcome]:
+    """Yield the outcomes of a group, whose files are in the folder then. Raises the error for which no engine can
+    run."""
+    outcomes = parse_json(made["outcomes"])
+    if isinstance(outcomes, Mapping):
+        raise error_of(outcomes["fatal"])
     for file in made["files"] or ():
-        assert target is not None
-        publish_bytes(target.with_suffix(file["suffix"]), file["content"])
-        sync(target.with_suffix(file["suffix"]))
-    row = row_from_json(values["row"])
-    # What a task that was lost had made is no earlier run's.
-    return Outcome(row, values["digest"], target, values["result"], values["failure"])
+        path = (folder.folder / outcomes[file["at"]]["path"]).with_suffix(file["suffix"])
+        publish_bytes(path, file["content"])
+        sync(path)
+    for each in outcomes:
+        target = None if each["path"] is None else folder.folder / each["path"]
+        # What a task that was lost had made is no earlier run's.
+        yield Outcome(row_from_json(each["row"]), each["digest"], target, each["result"], each["failure"])
