@@ -92,7 +92,9 @@ class Tally:
         """Return `120/200 rows, 2 failed, 3.1 s a row, ETA 4 min`."""
         of = "" if self.num_rows is None else f"/{self.num_rows}"
         parts = [f"{self.num_ended}{of} rows"]
-        parts += [f"{self.was_there} made before"] * bool(self.was_there) + [f"{self.failed} failed"] * bool(self.failed)
+        parts += [f"{self.was_there} made before"] * bool(self.was_there) + [f"{self.failed} failed"] * bool(
+            self.failed
+        )
         if self.made and (seconds := (time.monotonic() - self._began) / (self.made + self.failed)):
             parts.append(f"{seconds:.2f} s per row")
             if self.num_rows is not None and self.num_rows > self.num_ended:
@@ -274,4 +276,3 @@ def _duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-

@@ -73,7 +73,11 @@ class Maker:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._engine = EngineProcess(self._given, self._inbox.put_nowait)
         self._ended = asyncio.create_task(self._run(self._engine, self._inbox))
-        await self._until("prepared")
+        try:
+            await self._until("prepared")
+        except BaseException:
+            await self.close()
+            raise
 
     async def load(self) -> None:
         """Read the weights. Raises what `load_pipeline` raises."""

@@ -59,7 +59,7 @@ def run_on_ray(job: BatchJob, folder: ResultFolder, tally: Tally) -> Iterator[Ou
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         publish_text(probe, probe.name)
         for each in _made(job, data, source, {**_values(job, folder), "probe": str(probe)}):
-            yield from _outcomes(folder, each)
+            yield from outcomes_of(folder, each)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"--ray {job.ray}: {str(error)[:200]}; start a cluster with `ray start --head`, or give --ray local"
@@ -193,6 +193,12 @@ class RowEngine:
         made: Any = {"fatal": self._error} if self._error is not None else [self._plain(each) for each in outcomes]
         return {"outcomes": [json.dumps(made)], "files": [files]}
 
+    def close(self) -> None:
+        """End the engine. Ray ends an actor without it, and the engine with its socket."""
+        self._loop.run_until_complete(self._maker.close())
+        self._loop.close()
+        self._scratch.cleanup()
+
     async def _make(self, rows: list[Row]) -> list[Outcome]:
         try:
             if not self._is_loaded and self._error is None:
@@ -225,7 +231,7 @@ class RowEngine:
                 path.unlink()
 
 
-def _outcomes(folder: ResultFolder, made: Mapping[str, Any]) -> Iterator[Outcome]:
+def outcomes_of(folder: ResultFolder, made: Mapping[str, Any]) -> Iterator[Outcome]:
     """Yield the outcomes of a group, whose files are in the folder then. Raises the error for which no engine can
     run."""
     outcomes = parse_json(made["outcomes"])

@@ -111,7 +111,8 @@ def read_row(values: Mapping[str, Any], number: int, model: str, folder: Path) -
         if name in given:
             raise RequestError(f"{name}: a row has one result and no answer; leave it out")
     # Of the row alone, so that a run that goes on, or another machine, draws the same noise.
-    given.setdefault("seed", int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:4]) % 2**31)
+    if given.get("seed") in (None, -1, "-1", ""):
+        given["seed"] = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:4]) % 2**31
     try:
         draft = read_draft(VIDEO, Body(given), model, _LIMITS)
     except ApiError as error:

@@ -103,7 +103,10 @@ class _RowFlags:
     ray: Annotated[
         str | None,
         options.option(
-            _CLUSTER, "Run on a Ray cluster: auto is the one of this machine, local starts one.", "--ray", metavar="ADDRESS"
+            _CLUSTER,
+            "Run on a Ray cluster: auto is the one of this machine, local starts one.",
+            "--ray",
+            metavar="ADDRESS",
         ),
     ] = None
     replicas: Annotated[

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
-    {"tuning"},
+    {"batches", "tuning"},
     {"benchmark", "comparison", "serving"},
     {"explanation", "profiling"},
     {"loading"},
@@ -83,6 +83,8 @@ HOMES = {
     "matplotlib": ("benchmark/plot",),
     "jinja2": ("explanation", "comparison"),
     "lpips": ("comparison/frame_metrics.py",),
+    "pyarrow": ("batches/row_files.py", "batches/ray_data.py"),
+    "ray": ("batches/ray_data.py",),
     "skimage": ("comparison/frame_metrics.py",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
