@@ -2,8 +2,8 @@
 
 FOLDER, which the server's user alone can read, has `config.json` and the socket over which lines of JSON go: `check`,
 `explain`, `load`, `run` and `cancel` come in; `prepared`, `loading`, `ready`, `checked`, `progress`, `preview`,
-`finished`, `failed` and `done` go out. With several processes rank 0 holds the socket and hands every batch to the others. A server that is gone
-ends the engine.
+`finished`, `failed` and `done` go out. With several processes rank 0 holds the socket and hands every batch to the
+others. A server that is gone ends the engine.
 """
 
 from __future__ import annotations

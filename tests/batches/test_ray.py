@@ -1,4 +1,4 @@
-"""`batch --ray` on a cluster of this machine: a node that dies, results by the object store, the bytes of one machine."""
+"""`batch --ray` on a cluster of this machine: a node that dies, results by the object store, one machine's bytes."""
 
 from __future__ import annotations
 
