@@ -173,8 +173,8 @@ class Maker:
                 if (result := self._found(each.row, each.digest, each.target)) is not None:
                     yield Outcome(each.row, each.digest, each.target, result)
                 elif is_again:
-                    message = f"{error} twice while it made this row"
-                    yield Outcome(each.row, each.digest, failure={"kind": "EngineLost", "message": message})
+                    failure = {"kind": "EngineLost", "message": f"{error} twice while it made this row"}
+                    yield Outcome(each.row, each.digest, failure=failure)
                 else:
                     async for outcome in self._make([each], is_again=True):
                         yield outcome
@@ -225,12 +225,13 @@ class Maker:
 
 def error_of(message: Mapping[str, Any]) -> DiffusionRuntimeError:
     """Return the error that an engine described."""
-    kind = getattr(errors, message["kind"], None)
+    kind: Any = getattr(errors, message["kind"], None)
     text = str(message["message"])
     if kind is BackendUnavailableError:
         return BackendUnavailableError(text, [(name, reason) for name, reason in message["reasons"]])
     is_ours = isinstance(kind, type) and issubclass(kind, DiffusionRuntimeError)
-    return kind(text) if is_ours else DiffusionRuntimeError(text)
+    error: DiffusionRuntimeError = kind(text) if is_ours else DiffusionRuntimeError(text)
+    return error
 
 
 def _failure(error: DiffusionRuntimeError) -> dict[str, Any]:

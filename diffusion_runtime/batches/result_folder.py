@@ -228,7 +228,7 @@ class ResultFolder:
 
     def _is_there(self, line: Mapping[str, Any]) -> bool:
         try:
-            return (self.folder / line["path"]).stat().st_size == line["bytes"]
+            return bool((self.folder / line["path"]).stat().st_size == line["bytes"])
         except OSError:
             return False
 

@@ -91,7 +91,7 @@ WORKER = {
     "properties": {
         **HEAD["properties"],
         "groupName": {"type": "string"},
-        **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), {"type": "integer", "minimum": 0}),
+        **{name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas")},
     },
 }
 CLUSTER = {
