@@ -16,6 +16,7 @@ from diffusion_runtime import errors
 from diffusion_runtime.batches.result_folder import ROW_KEY
 from diffusion_runtime.batches.rows import Row
 from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError
+from diffusion_runtime.media.publish import publish_bytes
 from diffusion_runtime.serving.engine_process import EngineLost, EngineProcess, Refused
 
 # Of a row: where its file goes, by its number of frames; what is known of one that is there.
@@ -209,11 +210,11 @@ class Maker:
         try:
             for field, sources in (row.inputs or {}).items():
                 for source in sources:
-                    path = source.content
-                    if isinstance(path, bytes):
+                    path = content = source.content
+                    if isinstance(content, bytes):
                         suffix = Path(source.name).suffix if ":" not in source.name else ""
                         path = Path(self._inputs.name) / f"{row.id}-{len(written)}{suffix}"
-                        path.write_bytes(source.content)  # type: ignore[arg-type]
+                        publish_bytes(path, content)
                         written.append(path)
                     paths.setdefault(field, []).append(str(path))
                     names[str(path)] = source.name

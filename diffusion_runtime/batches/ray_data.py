@@ -17,8 +17,9 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from diffusion_runtime.batches.batch_job import BatchJob, Tally
 from diffusion_runtime.batches.maker import Maker, Outcome, error_of
 from diffusion_runtime.batches.result_folder import ResultFolder
 from diffusion_runtime.batches.row_files import RowFile
@@ -30,9 +31,6 @@ from diffusion_runtime.serving.engine_process import EngineLost
 from diffusion_runtime.serving.files import sync
 from diffusion_runtime.untrusted.files import read_file
 from diffusion_runtime.untrusted.json_text import parse_json
-
-if TYPE_CHECKING:
-    from diffusion_runtime.batches.batch_job import BatchJob, Tally
 
 # Of a result that goes through the object store.
 _MAX_RESULT = 2**30
@@ -174,7 +172,7 @@ class RowEngine:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         probe = Path(values["probe"])
-        self._is_shared = probe.is_file() and probe.read_text() == probe.name
+        self._is_shared = probe.is_file() and read_file(probe, max_bytes=100) == probe.name.encode()
         self._scratch = tempfile.TemporaryDirectory(prefix="diffusion-runtime-")
         folder = Path(values["folder"]) if self._is_shared else Path(self._scratch.name)
         self._folder = ResultFolder(folder, values["model"], values["format"], is_nested=values["is_nested"])

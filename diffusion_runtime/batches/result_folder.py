@@ -48,7 +48,7 @@ class Done(frozenset[bytes]):
 
 class ResultFolder:
     """One folder. model: digest of the model and its options. file_format: None for png or mp4, by the number of
-    frames. is_nested: whether results are in folders of two levels. manifest_bytes: its length when it was opened."""
+    frames. is_nested: whether results are in folders of two levels. manifest_bytes: its length when the run began."""
 
     def __init__(self, folder: Path, model: str, file_format: str | None, *, is_nested: bool = False) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class ResultFolder:
         self._failures: IO[bytes] | None = None
         self._done = Done()
 
-    def open(self, num_rows: int | None, *, resumes: bool, writes: bool = True) -> None:
+    def begin(self, num_rows: int | None, *, resumes: bool, writes: bool = True) -> None:
         """Begin to write, or go on where an earlier run ended. num_rows: None where nobody knows. writes: False looks
         alone.
 
@@ -86,7 +86,7 @@ class ResultFolder:
             )
         self.is_nested = state["is_nested"]
         if writes:
-            self._begin(state)
+            self._take(state)
         path = self.folder / MANIFEST
         self.manifest_bytes = path.stat().st_size if path.exists() else 0
         self._done = self.done(self.manifest_bytes)
@@ -95,7 +95,7 @@ class ResultFolder:
         """Return the rows in the first bytes of the manifest whose files are there."""
         return Done({_key(line["id"], line["digest"]) for line in self._lines(num_bytes) if self._is_there(line)})
 
-    def _begin(self, state: Mapping[str, Any]) -> None:
+    def _take(self, state: Mapping[str, Any]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Not `with`: the lock holds until the process ends, however it ends.
@@ -144,11 +144,11 @@ class ResultFolder:
 
     @property
     def has_any(self) -> bool:
-        """Return whether the manifest had a row when it was opened."""
+        """Return whether the manifest had a row when the run began."""
         return bool(self._done)
 
     def is_done(self, row: Row, digest: str) -> bool:
-        """Return whether the manifest had a row when it was opened, and its file was there."""
+        """Return whether the manifest had a row when the run began, and its file was there."""
         return self._done.has(row, digest)
 
     def target(self, row_id: str, num_frames: int) -> Path:
@@ -199,7 +199,7 @@ class ResultFolder:
         self._put(self._failures, values)
 
     def _put(self, file: IO[bytes] | None, values: Mapping[str, Any]) -> None:
-        assert file is not None, "open comes first"
+        assert file is not None, "begin comes first"
         try:
             file.write(json.dumps(values).encode() + b"\n")
             _flush(file)

@@ -35,7 +35,8 @@ def batch(context: typer.Context, **given: Any) -> None:
     docs/cluster.md.
     """
     del context
-    from diffusion_runtime.batches.batch_job import BatchJob, Tally, check_job, run_job
+    from diffusion_runtime.batches.batch_job import BatchJob, Tally
+    from diffusion_runtime.batches.batch_run import check_job, run_job
     from diffusion_runtime.batches.row_files import RowFile
     from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 

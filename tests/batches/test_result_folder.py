@@ -21,7 +21,7 @@ DIGEST = "d" * 32
 def opened(folder: Path, num_rows: int | None = 5, **options: Any) -> ResultFolder:
     result = ResultFolder(folder, "m", options.pop("file_format", None))
     try:
-        result.open(num_rows, resumes=options.pop("resumes", True))
+        result.begin(num_rows, resumes=options.pop("resumes", True))
     except BaseException:
         result.close()
         raise

@@ -134,6 +134,6 @@ def test_a_table_holds_the_same_rows_as_lines(tmp_path: Path, monkeypatch: pytes
 def test_the_driver_needs_neither_torch_nor_a_server() -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'starlette', 'fastapi', 'ray', 'pyarrow')));"
-        "import diffusion_runtime.batches.batch_job, diffusion_runtime.batches.ray_data"
+        "import diffusion_runtime.batches.batch_run"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)

@@ -95,6 +95,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "b
 # media/generated.py and media/reading.py open what they wrote or have checked.
 OWN_TEXTS = {
     "attention/machine_cache.py",
+    "batches/result_folder.py",
     "core/cache_folder.py",
     "attention/self_check.py",
     "cli/generation.py",
@@ -237,6 +238,7 @@ def scattered_readers() -> Iterator[str]:
 # Files that write elsewhere than through media/publish.py, and why nobody finds half a result of theirs.
 OWN_WRITERS = {
     "attention/machine_cache.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
+    "batches/result_folder.py": "a journal of lines; what a kill leaves of one is cut when it is begun again",
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
