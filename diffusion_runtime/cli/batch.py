@@ -30,9 +30,9 @@ _ROWS, _CLUSTER = "Rows", "Cluster"
 def batch(context: typer.Context, **given: Any) -> None:
     """Make the rows of a file: a result per row, a manifest, resume.
 
-    A row is {"id", "prompt", any request field, "image"}. Results are named by id;
-    manifest.jsonl has digests and reports, failures.jsonl what failed. See
-    docs/cluster.md.
+    A row is {"id", "prompt", any request field, "image"}; its id names its file.
+    manifest.jsonl has digests and reports, failures.jsonl what failed.
+    See docs/cluster.md.
     """
     del context
     from diffusion_runtime.batches.batch_job import BatchJob, Tally
