@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -16,6 +15,7 @@ from starlette.requests import Request
 
 from diffusion_runtime.errors import shown
 from diffusion_runtime.serving.api_errors import ApiError, invalid
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -25,16 +25,6 @@ _KEY = re.compile(r"(\w+)((?:\[[^\[\]]*\])*)")
 _PART = re.compile(r"\[([^\[\]]*)\]")
 # Wrappers of other servers and clients, whose values stand beside the others; those at the top win.
 _FLATTENED = ("video_params", "extra_params", "extra_body", "extra_json")
-
-
-@dataclass(frozen=True)
-class Body:
-    """values: by field, plain values; is_form: texts of a form stand for numbers. files: contents by field, in their
-    order."""
-
-    values: Mapping[str, Any]
-    files: Mapping[str, list[bytes]] = field(default_factory=dict)
-    is_form: bool = False
 
 
 async def read_body(request: Request) -> Body:

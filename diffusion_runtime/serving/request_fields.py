@@ -17,7 +17,7 @@ from diffusion_runtime.core.options import parse_scalar
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.serving.api_errors import ApiError, invalid
-from diffusion_runtime.serving.bodies import Body
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.jobs import IMAGE, VIDEO
 from diffusion_runtime.serving.settings import Limits
 
@@ -109,6 +109,8 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
     request: dict[str, Any] = {"prompt": checked_prompt(values.get("prompt"))}
     request |= _size(reader.take("size", reader.text))
     for name in PLAIN_FIELDS:
+        if name not in values:
+            continue
         value = reader.take(name, reader.of_kind(REQUEST_FIELDS[name].check.kind))
         if value is not None:
             request[name] = value

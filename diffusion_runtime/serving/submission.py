@@ -13,7 +13,8 @@ from typing import Any
 from starlette.requests import Request
 
 from diffusion_runtime.serving.api_errors import ApiError, invalid
-from diffusion_runtime.serving.bodies import Body, read_body
+from diffusion_runtime.serving.bodies import read_body
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.guard import key_of
