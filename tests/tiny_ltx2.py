@@ -19,6 +19,13 @@ LTX23: dict[str, Any] = {
     "perturbed_attn": True,
     "use_prompt_embeddings": False,
 }
+# What LTX-2.5 changes of that.
+LTX25: dict[str, Any] = {
+    **LTX23,
+    "ff_bias": False,
+    "use_prompt_adaln_single": False,
+    "use_keyframes_abs_pos_embedding": True,
+}
 # What turns the further terms of guidance of diffusers' pipelines off.
 ONE_SCALE: dict[str, Any] = {
     "stg_scale": 0.0,

@@ -32,6 +32,10 @@ from diffusion_runtime.models.published import published_defaults
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
+# Marks keyframes that a pass invents beside the clip (LTX-2.5), which nothing here asks for; diffusers' pipelines from
+# text, images and conditions leave it out, too.
+_UNUSED = "keyframes_abs_pos_embedding"
+# Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _STG_FIELDS = ("stg_scale", "stg_blocks", "audio_stg_scale")
 _Model = Model[LTX2Config, LTX2Geometry]
@@ -50,12 +54,9 @@ def _adapt(model: _Model) -> _Model:
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
-    if not model.config.turns_halves:
-        return model
-    # Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
-    weights = dataclasses.replace(
-        model.weights, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS)
-    )
+    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
+    if model.config.turns_halves:
+        weights = dataclasses.replace(weights, arrange=pair_channels)
     return dataclasses.replace(model, weights=weights)
 
 
