@@ -368,7 +368,7 @@ FAMILIES = {
         text_refusals=(
             in_file(
                 "text_encoder/config.json",
-                "model_type: expected 'gemma3' or 'gemma3_text', got 'gemma4'",
+                "model_type: expected 'gemma3' or 'gemma3_text' or 'gemma4_unified' or .*, got 'gemma4'",
                 model_type="gemma4",
             ),
             *(

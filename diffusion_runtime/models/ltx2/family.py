@@ -1,10 +1,10 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
-It runs LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video and its
-sound, from text, from an image as well, or for a given sound; with an upsampler a second stage at full size. Guidance
-is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which each term is off unless the request sets it,
-and the sound is guided like the pictures. Images at any frame, of any strength (condition.py). Not here: conditions of
-several frames; LTX-2.5.
+It runs LTX-2.0; LTX-2.3, whose attention has gates and whose timestep modulates the text as well; and LTX-2.5, which
+has Gemma 4 and fewer biases: a video and its sound, from text, from an image as well, or for a given sound; with an
+upsampler a second stage at full size. Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of
+which each term is off unless the request sets it, and the sound is guided like the pictures. Images at any frame, of any
+strength (condition.py). Not here: conditions of several frames; generated keyframes of LTX-2.5.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def _adapt(model: _Model) -> _Model:
     model = dataclasses.replace(model, inputs=ImageInputs(images=images))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
+        if not model.config.video.has_ffn_bias:
+            defaults |= _LTX25_DEFAULTS
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
     weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
     if model.config.turns_halves:
@@ -70,6 +72,7 @@ _LTX23_DEFAULTS = published_defaults(
     "guidance_rescale",
     "audio_guidance_scale",
 )
+_LTX25_DEFAULTS = published_defaults("ltx-2.5", "image_crf")
 
 FAMILY = ModelFamily(
     name="ltx2",
