@@ -50,8 +50,8 @@ def write_tiny_ltx2(
 ) -> Path:
     """Write a whole LTX-2 folder and return its path. About 1 MB; it depends on nothing but the arguments.
 
-    is_ltx23: whether every part is as in LTX-2.3; is_ltx25: as in LTX-2.5, with what it may have besides. has_registers: whether the connectors fill what a prompt leaves.
-    shifts_by_size: whether the flow shift follows the number of video tokens.
+    is_ltx23: whether every part is as in LTX-2.3; is_ltx25: as in LTX-2.5. has_registers: whether the connectors fill
+    what a prompt leaves. shifts_by_size: whether the flow shift follows the number of video tokens.
     """
     import torch
     from diffusers import LTX2Pipeline

@@ -91,8 +91,8 @@ OTHER = {
     **dict.fromkeys(
         ("ltx-2.3-distilled", "ltx-2.5"),
         frozenset(
-            ("sigmas", "num_inference_steps", "guidance_scale", "audio_guidance_scale")
-            + ("stg_scale", "modality_scale", "guidance_rescale")
+            "sigmas num_inference_steps guidance_scale audio_guidance_scale stg_scale modality_scale "
+            "guidance_rescale".split()
         ),
     ),
     "ltx-video-0.9.7-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
