@@ -3,8 +3,8 @@
 It runs LTX-2.0; LTX-2.3, whose attention has gates and whose timestep modulates the text as well; and LTX-2.5, which
 has Gemma 4 and fewer biases: a video and its sound, from text, from an image as well, or for a given sound; with an
 upsampler a second stage at full size. Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of
-which each term is off unless the request sets it, and the sound is guided like the pictures. Images at any frame, of any
-strength (condition.py). Not here: conditions of several frames; generated keyframes of LTX-2.5.
+which each term is off unless the request sets it, and the sound is guided like the pictures. Images at any frame, of
+any strength (condition.py). Not here: conditions of several frames; generated keyframes of LTX-2.5.
 """
 
 from __future__ import annotations
