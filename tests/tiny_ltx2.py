@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,14 @@ def write_tiny_ltx2(
             transformer=random_transformer(rope_type=rope_type, **(LTX25 if is_ltx25 else LTX23 if is_ltx23 else {})),
             vocoder=_extended_vocoder() if is_ltx23 else _vocoder(),
         )
+        decoder = _diffusion_decoder() if is_ltx25 else None
     pipeline.save_pretrained(folder)
+    if decoder is not None:
+        # No pipeline of diffusers loads it with the others; the published folder has it all the same.
+        decoder.save_pretrained(folder / "diffusion_decoder")
+        index = json.loads((folder / "model_index.json").read_text())
+        index["diffusion_decoder"] = ["diffusers", "LTX2VideoDiffusionDecoderModel"]
+        (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
 
@@ -248,6 +256,26 @@ def _vae(*, is_ltx23: bool = False) -> Any:
         scaling_factor=0.7,
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
+    )
+    model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
+    model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))
+    return model.eval()
+
+
+def _diffusion_decoder() -> Any:
+    import torch
+    from diffusers import LTX2VideoDiffusionDecoderModel
+
+    model = LTX2VideoDiffusionDecoderModel(
+        latent_channels=VIDEO_CHANNELS,
+        scaling_factor=0.7,
+        decoder_head_dim=8,
+        decoder_stage_channels=(16, 8, 8, 8, 8),
+        decoder_stage_depths=(1, 1, 1, 1, 1),
+        decoder_stage_kernels=((3, 2, 2), (3, 2, 3), (3, 3, 3), (3, 3, 5)),
+        decoder_upsample_channel_reductions=(2, 1, 1, 1),
+        decoder_stage5_kernel=(5, 3, 5),
+        decoder_t_emb_dim=16,
     )
     model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
     model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))

@@ -333,6 +333,7 @@ LOADERS_BY_NAME = {
     "loading/description.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
+    "text_encoders/gemma.py": "packages of others",
     "models/registry.py": "a family's files, when a folder asks for it",
 }
 

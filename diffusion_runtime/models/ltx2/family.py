@@ -14,10 +14,18 @@ import dataclasses
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.declaration import (
+    Decoding,
+    FolderFormat,
+    NamedDecoder,
+    Requests,
+    TextEncoding,
+    TextShapes,
+    Weights,
+)
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
-from diffusion_runtime.models.ltx2 import codec, text
+from diffusion_runtime.models.ltx2 import codec, diffusion_decoder, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
     AUDIO_SELF_ROLE,
@@ -26,6 +34,7 @@ from diffusion_runtime.models.ltx2.block import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.ltx2.sound_decoder import AUDIO_AUTOENCODER, VOCODER_NETWORK
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
@@ -80,7 +89,7 @@ FAMILY = ModelFamily(
         transformer_classes=("LTX2VideoTransformer3DModel",),
         # One transformer does both.
         pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
-        diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
+        diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
@@ -113,7 +122,20 @@ FAMILY = ModelFamily(
         ),
         load=text.load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder, tiny_decoders={128: "taeltx_2"}, is_fast=True, tiling=codec.tiling),
+    decoding=Decoding(
+        load=codec.load_decoder,
+        tiny_decoders={128: "taeltx_2"},
+        is_fast=True,
+        tiling=codec.tiling,
+        named={
+            diffusion_decoder.NAME: NamedDecoder(
+                diffusion_decoder.NETWORK,
+                diffusion_decoder.load_diffusion_decoder,
+                diffusion_decoder.with_whole_windows,
+                diffusion_decoder.decoding_bytes,
+            )
+        },
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTX2Transformer,
