@@ -195,7 +195,8 @@ class PreparedModel:
         fetch_weights(
             config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
         )
-        check_component_files(opened.folder, elsewhere)
+        unread = opened.family.unread_components(config.vae_decoder)
+        check_component_files(opened.folder, (*elsewhere, *unread))
         if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"

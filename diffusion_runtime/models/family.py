@@ -197,6 +197,11 @@ class ModelFamily(Generic[C, G]):
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
 
+    def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
+        """Return the components that a folder may have and that are not read. vae_decoder: of RuntimeConfig."""
+        named = {name: each.component.name for name, each in self.decoding.named.items()}
+        return frozenset((*self.files.unread, *(each for name, each in named.items() if name != vae_decoder)))
+
     def open(self, folder: AnyFolder) -> Model[C, G]:
         """Open the model in this folder, from its json alone, after `files.check`."""
         self.files.check(folder)

@@ -120,7 +120,9 @@ def is_all_in_files(config: RuntimeConfig) -> bool:
         return False
     found = find_configs(config.model_path, offline=config.offline)
     folder = ModelFolder(found.path)
-    return found.is_packaged and not (set(_components(folder)) - named or _tokenizers_missing(folder, config))
+    return found.is_packaged and not (
+        set(_components(folder, config.vae_decoder)) - named or _tokenizers_missing(folder, config)
+    )
 
 
 def _published_name(path: Path) -> str:
@@ -221,7 +223,7 @@ class _Search:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
         found = {"transformer_path": str(self.path)}
         missing: list[str] = []
-        for component in _components(self.folder):
+        for component in _components(self.folder, self.config.vae_decoder):
             key = _OPTIONS.get(component)
             if component == "transformer":
                 self._say(component, self.path, "given")
@@ -361,7 +363,11 @@ class _Search:
         )
 
     def _ways(self) -> str:
-        keys = [_OPTIONS[component] for component in _components(self.folder) if component in _OPTIONS]
+        keys = [
+            _OPTIONS[component]
+            for component in _components(self.folder, self.config.vae_decoder)
+            if component in _OPTIONS
+        ]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
         download = "" if published_of(self.like) is None else f"; --download takes what is missing from {self.like}"
@@ -394,10 +400,15 @@ class _Search:
         _logger.info("%s: %s%s (%s)", component, path, size, how)
 
 
-def _components(folder: AnyFolder) -> list[str]:
-    """Return the components that have weights; schedulers and tokenizers have no config.json."""
-    entries = read_index(folder).items()
-    return [name for name, entry in entries if isinstance(entry, list) and (folder / name / "config.json").is_file()]
+def _components(folder: AnyFolder, vae_decoder: str | None) -> list[str]:
+    """Return the components whose weights are read; schedulers and tokenizers have no config.json. vae_decoder: of
+    RuntimeConfig, which may name one that is not read otherwise."""
+    unread, entries = family_for_folder(folder).unread_components(vae_decoder), read_index(folder).items()
+    return [
+        name
+        for name, entry in entries
+        if isinstance(entry, list) and name not in unread and (folder / name / "config.json").is_file()
+    ]
 
 
 def _tokenizers_missing(folder: ModelFolder, config: RuntimeConfig) -> list[str]:

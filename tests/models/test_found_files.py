@@ -21,6 +21,7 @@ from published_files import write_transformer_file
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
+from tiny_ltx2 import write_tiny_ltx2
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
@@ -105,7 +106,7 @@ CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = 
     **{family: (family, in_comfyui, {}) for family in WRITERS if family not in ("flux1", "flux2", "ltx2")},
     "flux1 in one file": ("flux1", all_of_flux1, {}),
     "flux2": ("flux2", partial(in_comfyui, prefix="net."), {}),
-    "ltx2 in two files": ("ltx2", most_of_ltx2, {}),
+    "ltx2 in two files": (partial(write_tiny_ltx2, is_ltx25=True), most_of_ltx2, {"stg_scale": 0.0}),
     "two experts": (partial(write_tiny_wan, boundary_ratio=0.875), partial(in_comfyui, prefix=""), {}),
     "an image encoder": (partial(write_tiny_wan, condition="clip and tokens"), in_comfyui, {"image_path": "image.png"}),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import LTX2VideoDiffusionDecoderModel
-from tiny_ltx2 import TINY_SIZES, VIDEO_CHANNELS, write_tiny_ltx2
+from tiny_ltx2 import TINY_SIZES, VIDEO_CHANNELS
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, RequestError
@@ -17,14 +17,9 @@ from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.ltx2.diffusion_decoder import DiffusionDecoder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_ltx2(tmp_path_factory.mktemp("ltx25") / "model", is_ltx25=True)
-
-
-def test_frames_equal_diffusers_and_the_sound_stays(folder: Path) -> None:
+def test_frames_equal_diffusers_and_the_sound_stays(tiny_folder25: Path) -> None:
     request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=2, seed=5, stg_scale=0.0)
-    pipeline = load_pipeline(str(folder), device="cpu", vae_decoder="diffusion")
+    pipeline = load_pipeline(str(tiny_folder25), device="cpu", vae_decoder="diffusion")
     assert isinstance(pipeline, Pipeline)
     media = pipeline(request)
     assert "LTX2VideoDiffusionDecoderModel, neighbourhood attention in boxes" in str(media.attention_report)
@@ -32,7 +27,7 @@ def test_frames_equal_diffusers_and_the_sound_stays(folder: Path) -> None:
     assert media.audio.samples.std() > 0.01
     decoder = pipeline.decoder.for_request(request)
     assert isinstance(decoder, DiffusionDecoder)
-    theirs = LTX2VideoDiffusionDecoderModel.from_pretrained(folder / "diffusion_decoder").eval()
+    theirs = LTX2VideoDiffusionDecoderModel.from_pretrained(tiny_folder25 / "diffusion_decoder").eval()
     latents = torch.randn(1, VIDEO_CHANNELS, 2, 2, 2, generator=torch.Generator().manual_seed(1))
     mean, std = (each.view(1, -1, 1, 1, 1) for each in (theirs.latents_mean, theirs.latents_std))
     with torch.no_grad(), warnings.catch_warnings():
@@ -45,8 +40,10 @@ def test_frames_equal_diffusers_and_the_sound_stays(folder: Path) -> None:
     assert (decoder.decode(latents) - expected).abs().max() < 1e-5
 
 
-def test_what_it_cannot_decode_is_refused_before_the_weights(folder: Path, tiny_copy: Callable[[], Path]) -> None:
-    rules = inspect_pipeline(RuntimeConfig(str(folder), device="cpu", vae_decoder="diffusion")).rules
+def test_what_it_cannot_decode_is_refused_before_the_weights(
+    tiny_folder25: Path, tiny_copy: Callable[[], Path]
+) -> None:
+    rules = inspect_pipeline(RuntimeConfig(str(tiny_folder25), device="cpu", vae_decoder="diffusion")).rules
     with pytest.raises(RequestError, match="num_frames: expected 9 or more, got 1"):
         rules.resolve(GenerationRequest("a circle", **{**TINY_SIZES, "num_frames": 1}, stg_scale=0.0))
     with pytest.raises(ConfigError, match=r"vae_decoder: diffusion: .* has no diffusion_decoder .* leave out"):

@@ -46,12 +46,6 @@ def pair23(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(write_tiny_ltx2(tmp_path_factory.mktemp("ltx23") / "model", is_ltx23=True))
 
 
-@pytest.fixture(scope="module")
-def pair25(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """On a folder of LTX-2.5."""
-    return make_pair(write_tiny_ltx2(tmp_path_factory.mktemp("ltx25") / "model", is_ltx25=True))
-
-
 @pytest.fixture
 def our_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return record_latents(monkeypatch)
@@ -200,9 +194,9 @@ def test_ltx23_and_its_terms_of_guidance(
     compare(pair23, batch(**values) if is_batch else [request(**values)], our_latents)
 
 
-def test_ltx25_with_gemma_4(pair25: Pair, our_latents: list[torch.Tensor]) -> None:
+def test_ltx25_with_gemma_4(tiny_folder25: Path, our_latents: list[torch.Tensor]) -> None:
     values = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0, "audio_guidance_scale": 1.0}
-    compare(pair25, [request(**values, guidance_scale=1.0, num_inference_steps=2)], our_latents)
+    compare(make_pair(tiny_folder25), [request(**values, guidance_scale=1.0, num_inference_steps=2)], our_latents)
 
 
 def test_the_terms_of_guidance_that_change_the_sound_alone(pair: Pair, our_latents: list[torch.Tensor]) -> None:
