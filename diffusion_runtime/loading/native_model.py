@@ -135,7 +135,8 @@ class PreparedModel:
     def _planned_in_tiles(self, requests: Sequence[GenerationRequest]) -> PreparedModel | None:
         """Return the model with a plan that decodes in tiles, where the config leaves that open and the plan fits."""
         decoding = self.model.family.decoding
-        if self.description.config.vae_tiling != "auto" or decoding.tiling is None or self.tiny is not None:
+        config = self.description.config
+        if config.vae_tiling != "auto" or decoding.tiling is None or config.vae_decoder is not None:
             return None
         try:
             planned = self._with_tiling("on").planned_for(requests)
