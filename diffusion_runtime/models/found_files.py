@@ -216,6 +216,8 @@ class _Search:
         # In bfloat16, 10 ** 9 bytes.
         self.sizes = {} if published is None else {name: 2 * billions for name, billions in published.parameters}
         self.unread: list[str] = []
+        # The text encoder's file.
+        self._beside: str | None = None
         # By component, why files that might have been it are not.
         self.misfits: dict[str, list[str]] = {}
 
@@ -223,8 +225,11 @@ class _Search:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
         found = {"transformer_path": str(self.path)}
         missing: list[str] = []
-        for component in _components(self.folder, self.config.vae_decoder):
+        # Connectors last: a part of them may lie in the text encoder's file.
+        for component in sorted(_components(self.folder, self.config.vae_decoder), key="connectors".__eq__):
             key = _OPTIONS.get(component)
+            if component == "text_encoder":
+                self._beside = self.config.text_encoder_path
             if component == "transformer":
                 self._say(component, self.path, "given")
                 continue
@@ -233,6 +238,7 @@ class _Search:
                 self._say(component, user_path(given, str(key)), "given")
             elif key is not None and (chosen := self._chosen(component, key)) is not None:
                 found[key] = str(chosen)
+                self._beside = str(chosen) if component == "text_encoder" else self._beside
             elif has_weights(self.folder.path, component):
                 self._say(component, self.folder / component, "of the model's folder")
             elif not self.config.download:
@@ -274,7 +280,7 @@ class _Search:
         own = self.folder.read_json(component, "config.json")
         if not candidate.may_be(component, own.get("model_type")):
             return False
-        part = PartFile(str(candidate.path), key, component)
+        part = PartFile(str(candidate.path), key, component, beside=self._beside if component == "connectors" else None)
         error = misfit_of(self.folder, part, self.family.files.diffusers_components)
         if error is not None and component not in BY_NAMES:
             self.misfits.setdefault(component, []).append(first_line(error).removeprefix(f"{key}: "))

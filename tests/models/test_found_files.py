@@ -100,13 +100,32 @@ def most_of_ltx2(folder: Path, root: Path) -> Path:
     return write(root / "checkpoints" / "most.safetensors", whole)
 
 
+def files_of_ltx25(folder: Path, root: Path) -> Path:
+    """The connectors in two files: most of them with the transformer, their projections with the text encoder."""
+    connectors = connectors_as_authors(tensors_of(folder, "connectors"))
+    projections = {name: each for name, each in connectors.items() if name.startswith("text_embedding_projection.")}
+    text = {re.sub(r"^model\.language_model\.", "model.", name): each for name, each in gemma_of(folder).items()}
+    write(root / "text_encoders" / "with-proj.safetensors", text | projections)
+    for component in ("vae", "audio_vae", "vocoder"):
+        write(root / "vae" / f"{component}.safetensors", tensors_of(folder, component))
+    blocks = {name: each for name, each in connectors.items() if name not in projections}
+    transformer = {f"model.diffusion_model.{name}": each for name, each in tensors_of(folder, "transformer").items()}
+    return write(root / "diffusion_models" / "whole.safetensors", transformer | blocks)
+
+
+def gemma_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The language model alone."""
+    return {name: each for name, each in tensors_of(folder, "text_encoder").items() if "language_model" in name}
+
+
 # The folder, as a family or its writer; its files; what a request needs.
 Layout = Callable[[Path, Path], Path]
 CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = {
     **{family: (family, in_comfyui, {}) for family in WRITERS if family not in ("flux1", "flux2", "ltx2")},
     "flux1 in one file": ("flux1", all_of_flux1, {}),
     "flux2": ("flux2", partial(in_comfyui, prefix="net."), {}),
-    "ltx2 in two files": (partial(write_tiny_ltx2, is_ltx25=True), most_of_ltx2, {"stg_scale": 0.0}),
+    "ltx2 in two files": ("ltx2", most_of_ltx2, {}),
+    "ltx2.5": (partial(write_tiny_ltx2, is_ltx25=True), files_of_ltx25, {"stg_scale": 0.0}),
     "two experts": (partial(write_tiny_wan, boundary_ratio=0.875), partial(in_comfyui, prefix=""), {}),
     "an image encoder": (partial(write_tiny_wan, condition="clip and tokens"), in_comfyui, {"image_path": "image.png"}),
 }
