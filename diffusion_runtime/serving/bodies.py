@@ -42,6 +42,8 @@ async def read_body(request: Request) -> Body:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (not kind and "content-length" in request.headers):
         content = await request.body()
+        if not content.strip():
+            raise invalid(None, "the body: expected a JSON object, such as {}, got an empty one")
         try:
             # In a thread where it takes long: images of data: URLs are of megabytes.
             is_long = len(content) > _LONG
