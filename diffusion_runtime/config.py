@@ -439,7 +439,8 @@ class RuntimeConfig:
         the frames of a whole decode, to rounding, others overlap and are blended, and differ. `auto` does
         as the model's authors do, and takes tiles where a whole decode does not fit; `on` and `off` as they say;
         `SIZE` or `SIZE:OVERLAP` in tiles of that size, in pixels.
-    vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
+    vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews;
+        `diffusion` for the one-step diffusion decoder of LTX-2.5's folder.
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `int8` holds
         the same layers as 8-bit integers, rotated in groups (ConvRot); `none`.
@@ -554,8 +555,8 @@ class RuntimeConfig:
     vae_decoder: str | None = option(
         OUTPUT,
         None,
-        Text("tiny or the path of a safetensors file", is_optional=True, none_word=True),
-        Flag("For previews: tiny, or a TAEHV file in safetensors; none: the model's own.", "tiny|FILE"),
+        Text("tiny, diffusion or the path of a safetensors file", is_optional=True, none_word=True),
+        Flag("Previews: tiny, or a TAEHV file; diffusion: LTX-2.5's; none: the model's own.", "NAME|FILE"),
         _DECODES,
     )
     quantization: str = option(

@@ -337,8 +337,10 @@ FAMILIES = {
             *misfits(("patch_size", 2), ("audio_patch_size", 2), ("qk_norm", "layer_norm"), ("rope_type", "spiral")),
             *misfits(("vae_scale_factors", [8, 32]), ("attention_head_dim", 15), ("cross_attention_dim", 16)),
             *misfits(("audio_cross_attention_dim", 32), ("out_channels", 12), ("norm_elementwise_affine", True)),
-            # LTX-2.5, and between 2.0 and 2.3.
-            *misfits(("ff_bias", False), ("audio_cross_attn_mod", True), ("gated_attn", 1)),
+            # Between 2.0 and 2.3, and other types.
+            *misfits(
+                ("ff_bias", 1), ("use_prompt_adaln_single", "no"), ("audio_cross_attn_mod", True), ("gated_attn", 1)
+            ),
             Refusal(
                 {"audio_num_attention_heads": 4, "audio_attention_head_dim": 4},
                 "key 'audio_num_attention_heads': expected 2, num_attention_heads, got 4",
@@ -366,7 +368,7 @@ FAMILIES = {
         text_refusals=(
             in_file(
                 "text_encoder/config.json",
-                "model_type: expected 'gemma3' or 'gemma3_text', got 'gemma4'",
+                "model_type: expected 'gemma3' or 'gemma3_text' or 'gemma4_unified' or .*, got 'gemma4'",
                 model_type="gemma4",
             ),
             *(

@@ -57,6 +57,8 @@ def test_operations_are_those_of_the_layers() -> None:
     per_token = 2 * (4 * dim * dim + 2 * dim * dim + 2 * dim * hidden)
     products = 4 * 2 * 6 * tokens * per_token
     assert by_name["linear layers"].operations == pytest.approx(products, rel=0.12)
+    # Keys and values of the text, at least, for both branches, at the first of the 4 steps alone.
+    assert by_name["text, once per request"].operations >= 2 * 6 * 2 * 2 * dim * dim
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
     assert repr(found).startswith("<Explanation: shapes, passes 4 in 4 steps, each of both guidance branches; expected")
     assert len(repr(found)) < 300

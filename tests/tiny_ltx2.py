@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ LTX23: dict[str, Any] = {
     **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
     "perturbed_attn": True,
     "use_prompt_embeddings": False,
+}
+# What LTX-2.5 changes of that.
+LTX25: dict[str, Any] = {
+    **LTX23,
+    "ff_bias": False,
+    "use_prompt_adaln_single": False,
+    "use_keyframes_abs_pos_embedding": True,
 }
 # What turns the further terms of guidance of diffusers' pipelines off.
 ONE_SCALE: dict[str, Any] = {
@@ -39,11 +47,12 @@ def write_tiny_ltx2(
     has_registers: bool = True,
     shifts_by_size: bool = True,
     is_ltx23: bool = False,
+    is_ltx25: bool = False,
 ) -> Path:
     """Write a whole LTX-2 folder and return its path. About 1 MB; it depends on nothing but the arguments.
 
-    is_ltx23: whether every part is as in LTX-2.3. has_registers: whether the connectors fill what a prompt leaves.
-    shifts_by_size: whether the flow shift follows the number of video tokens.
+    is_ltx23: whether every part is as in LTX-2.3; is_ltx25: as in LTX-2.5. has_registers: whether the connectors fill
+    what a prompt leaves. shifts_by_size: whether the flow shift follows the number of video tokens.
     """
     import torch
     from diffusers import LTX2Pipeline
@@ -53,17 +62,25 @@ def write_tiny_ltx2(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tokenizer = gemma_tokenizer()
+        is_ltx23 = is_ltx23 or is_ltx25
         pipeline = LTX2Pipeline(
             scheduler=_scheduler(shifts_by_size),
             vae=_vae(is_ltx23=is_ltx23),
             audio_vae=_audio_vae(),
-            text_encoder=_gemma(len(tokenizer)),
+            text_encoder=_gemma4(len(tokenizer)) if is_ltx25 else _gemma(len(tokenizer)),
             tokenizer=tokenizer,
             connectors=_connectors(rope_type, has_registers, is_ltx23=is_ltx23),
-            transformer=random_transformer(rope_type=rope_type, **(LTX23 if is_ltx23 else {})),
+            transformer=random_transformer(rope_type=rope_type, **(LTX25 if is_ltx25 else LTX23 if is_ltx23 else {})),
             vocoder=_extended_vocoder() if is_ltx23 else _vocoder(),
         )
+        decoder = _diffusion_decoder() if is_ltx25 else None
     pipeline.save_pretrained(folder)
+    if decoder is not None:
+        # No pipeline of diffusers loads it with the others; the published folder has it all the same.
+        decoder.save_pretrained(folder / "diffusion_decoder")
+        index = json.loads((folder / "model_index.json").read_text())
+        index["diffusion_decoder"] = ["diffusers", "LTX2VideoDiffusionDecoderModel"]
+        (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
 
@@ -106,6 +123,35 @@ def _gemma(vocab_size: int) -> Any:
         image_token_index=4,
     )
     return Gemma3ForConditionalGeneration(config).eval()
+
+
+def _gemma4(vocab_size: int) -> Any:
+    """Gemma 4 with both kinds of layers, which have heads of their own width, and its halves that see and hear."""
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": NUM_GEMMA_LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "initializer_range": 0.3,
+        },
+        vision_config={"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": HIDDEN},
+        audio_config={"audio_embed_dim": 16},
+    )
+    model = Gemma4UnifiedForConditionalGeneration(config).eval()
+    for layer in model.model.language_model.layers:
+        layer.layer_scalar.uniform_(0.5, 1.5)
+    return model
 
 
 def _connectors(rope_type: str, has_registers: bool, *, is_ltx23: bool = False) -> Any:
@@ -210,6 +256,26 @@ def _vae(*, is_ltx23: bool = False) -> Any:
         scaling_factor=0.7,
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
+    )
+    model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
+    model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))
+    return model.eval()
+
+
+def _diffusion_decoder() -> Any:
+    import torch
+    from diffusers import LTX2VideoDiffusionDecoderModel
+
+    model = LTX2VideoDiffusionDecoderModel(
+        latent_channels=VIDEO_CHANNELS,
+        scaling_factor=0.7,
+        decoder_head_dim=8,
+        decoder_stage_channels=(16, 8, 8, 8, 8),
+        decoder_stage_depths=(1, 1, 1, 1, 1),
+        decoder_stage_kernels=((3, 2, 2), (3, 2, 3), (3, 3, 3), (3, 3, 5)),
+        decoder_upsample_channel_reductions=(2, 1, 1, 1),
+        decoder_stage5_kernel=(5, 3, 5),
+        decoder_t_emb_dim=16,
     )
     model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
     model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))

@@ -1,8 +1,10 @@
-"""LTX-2 at its real size: config.json of the published 19B transformer of LTX-2.0 (Lightricks/LTX-2), five seconds of
-768 x 512 and their sound."""
+"""LTX-2 at its real size: config.json of the published 19B transformers of LTX-2.0 and LTX-2.5, and of one whose text
+does not depend on the timestep; five seconds of 768 x 512 and their sound."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,20 +52,32 @@ _CONFIG: dict[str, Any] = {
     "timestep_scale_multiplier": 1000,
     "vae_scale_factors": [8, 32, 32],
 }
+_CONFIG_25: dict[str, Any] = {
+    **_CONFIG,
+    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+    "perturbed_attn": True,
+    "use_prompt_embeddings": False,
+    "ff_bias": False,
+    "use_keyframes_abs_pos_embedding": True,
+}
 _SIZE = ClipSize(512, 768, 121, 24)
 # Latents of such a clip, in channels, frames, height and width, and of its sound, in channels, moments and bins.
 _VIDEO, _AUDIO = (128, 16, 16, 24), (8, 126, 16)
-_TEXT_TOKENS, _TEXT_DIM = 1024, 3840
+_TEXT_TOKENS = 1024
 
 
-def _inputs(device: torch.device, dtype: torch.dtype) -> StepInputs:
+def _inputs(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> StepInputs:
     generator = torch.Generator(device).manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(1, *shape, generator=generator, device=device, dtype=dtype)
 
     video, audio = noise(*_VIDEO), noise(*_AUDIO)
-    text, audio_text = noise(_TEXT_TOKENS, _TEXT_DIM), noise(_TEXT_TOKENS, _TEXT_DIM)
+    text_dims = (config["caption_channels"],) * 2
+    if not config.get("use_prompt_embeddings", True):
+        # Since LTX-2.3 the connectors make them as wide as the streams.
+        text_dims = config["cross_attention_dim"], config["audio_cross_attention_dim"]
+    text, audio_text = (noise(_TEXT_TOKENS, text_dim) for text_dim in text_dims)
     timestep = torch.full((1,), 700.0, device=device)
     conditions = Conditions.of(text, further=[TextStream(audio_text, (_TEXT_TOKENS,))])
     theirs = {
@@ -97,13 +111,19 @@ def _flat(video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
     return torch.cat([video.flatten(1), audio.flatten(1)], dim=1)
 
 
-STEPS = (
-    FamilyStep(
-        "LTX-2 19B, 512 x 768, 121 frames, sound",
+def _step(name: str, config: Mapping[str, Any]) -> FamilyStep:
+    return FamilyStep(
+        f"{name}, 512 x 768, 121 frames, sound",
         "LTX2VideoTransformer3DModel",
-        _CONFIG,
-        _inputs,
+        config,
+        functools.partial(_inputs, config),
         vae_config={"latent_channels": 128},
         other_configs={"audio_vae": {"latent_channels": 8, "mel_bins": 64}},
-    ),
+    )
+
+
+STEPS = (
+    _step("LTX-2 19B", _CONFIG),
+    _step("LTX-2.5 19B", _CONFIG_25),
+    _step("LTX-2.5 19B, text once per request", {**_CONFIG_25, "use_prompt_adaln_single": False}),
 )

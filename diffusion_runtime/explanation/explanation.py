@@ -221,8 +221,8 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
 
 
 class _PassCosts:
-    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, for a model
-    with a prefix; None for others."""
+    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, a prefix or
+    what is made of the text alone; None for a model with neither."""
 
     def __init__(self, prepared: InspectableModel, request: GenerationRequest) -> None:
         self._prepared = prepared
@@ -288,9 +288,10 @@ def _without(row: LayerSchedule, skipped: Collection[int], steps: range) -> Laye
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
-    """Return what the first pass of a request computes once, for a model with a prefix, or None."""
+    """Return what the first pass of a request computes once, a prefix or what is made of the text alone, or None."""
     attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
-    return ForwardCost(first.products - later.products, attention) if attention else None
+    products = first.products - later.products
+    return ForwardCost(products, attention) if attention or products > 0 else None
 
 
 def _num_grid(layout: Any) -> int:
@@ -353,8 +354,8 @@ def _parts(
     prefill: ForwardCost | None,
     branches: float,
 ) -> tuple[PartCost, ...]:
-    """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix, the
-    rest of the steps, decoding. branches: that compute a prefix."""
+    """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix or
+    of the text, the rest of the steps, decoding. branches: that compute it."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -379,7 +380,8 @@ def _parts(
         attention = sum(each.operations for each in prefill.attention) * branches
         products = prefill.products * branches
         time = products / _RATES["linear layers"] + attention / _RATES["dense"]
-        add("prefill", products + attention, products + attention, time)
+        name = "prefill" if prefill.attention else "text, once per request"
+        add(name, products + attention, products + attention, time)
     add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
     decoding = count_decoding(prepared.model, planned, torch.device("meta"))
     add("decode", decoding, decoding, decoding / _RATES["decode"])

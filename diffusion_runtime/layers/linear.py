@@ -194,10 +194,10 @@ def _runs_on_onednn(x: torch.Tensor) -> bool:
 class FeedForward(nn.Module):
     """down(gelu(up(x))), with the tanh form of GELU. out_dim: None is dim."""
 
-    def __init__(self, dim: int, hidden_dim: int, out_dim: int | None = None) -> None:
+    def __init__(self, dim: int, hidden_dim: int, out_dim: int | None = None, *, bias: bool = True) -> None:
         super().__init__()
-        self.up = Linear(dim, hidden_dim)
-        self.down = Linear(hidden_dim, dim if out_dim is None else out_dim)
+        self.up = Linear(dim, hidden_dim, bias=bias)
+        self.down = Linear(hidden_dim, dim if out_dim is None else out_dim, bias=bias)
 
     def forward(self, x: LinearInput) -> torch.Tensor:
         """[..., dim] to [..., out_dim]. x may be quantised where `up` takes that."""

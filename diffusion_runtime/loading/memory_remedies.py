@@ -90,7 +90,8 @@ def _in_two_passes(given: Alternative, model: Model[Any, Any]) -> Alternative | 
 
 
 def _in_tiles(given: Alternative, model: Model[Any, Any]) -> Alternative | None:
-    if model.family.decoding.tiling is None or given.config.vae_tiling not in ("auto", "off"):
+    has_tiles = model.family.decoding.tiling is not None and given.config.vae_decoder is None
+    if not has_tiles or given.config.vae_tiling not in ("auto", "off"):
         return None
     return given.and_then("--vae-tiling on", {"decode"}, config=dataclasses.replace(given.config, vae_tiling="on"))
 

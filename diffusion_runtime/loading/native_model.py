@@ -135,7 +135,8 @@ class PreparedModel:
     def _planned_in_tiles(self, requests: Sequence[GenerationRequest]) -> PreparedModel | None:
         """Return the model with a plan that decodes in tiles, where the config leaves that open and the plan fits."""
         decoding = self.model.family.decoding
-        if self.description.config.vae_tiling != "auto" or decoding.tiling is None or self.tiny is not None:
+        config = self.description.config
+        if config.vae_tiling != "auto" or decoding.tiling is None or config.vae_decoder is not None:
             return None
         try:
             planned = self._with_tiling("on").planned_for(requests)
@@ -195,7 +196,8 @@ class PreparedModel:
         fetch_weights(
             config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
         )
-        check_component_files(opened.folder, elsewhere)
+        unread = opened.family.unread_components(config.vae_decoder)
+        check_component_files(opened.folder, (*elsewhere, *unread))
         if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"

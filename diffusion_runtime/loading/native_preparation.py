@@ -155,7 +155,8 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
     folder = with_controlnet(folder, config.controlnet_path, family.files.controlnet_class, family.name)
     family.decoding.check_mode(config.vae_decode, family.name)
-    model = family.open(folder).with_transformer_files(files, lora_names_of_families)
+    model = family.open(folder).with_decoder(config.vae_decoder)
+    model = model.with_transformer_files(files, lora_names_of_families)
     family.decoding.check_tiling(config.vae_tiling, family.name, model.geometry.spatial_factor)
     if family.text.shapes(folder, model.config).sees:
         check_sees(folder)
@@ -281,6 +282,8 @@ def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> Library
     """Return what decodes, and by which class: its attention is the class's own, and cannot be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
+    if (named := model.named_decoder) is not None:
+        return LibraryAttention("vae", named.component.decoding_library(model.folder), named.component.class_name)
     library = model.family.files.decoding_library(model.folder)
     return LibraryAttention("vae", library, component_class(model.folder, "vae")[1])
 
@@ -303,7 +306,7 @@ def _variant_here(config: RuntimeConfig, folder: ModelFolder) -> str | None:
 
 
 def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
-    if config.vae_decoder is None:
+    if config.vae_decoder is None or model.named_decoder is not None:
         return None
     family = model.family
     # The embedded model's autoencoder has the shapes of Wan 2.1's, and latents of its own.

@@ -9,7 +9,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from diffusion_runtime.config import tile_pixels
-from diffusion_runtime.core.model_folder import AnyFolder, refuse_other_pipelines, refuse_unknown_index_keys
+from diffusion_runtime.core.model_folder import (
+    AnyFolder,
+    read_index,
+    refuse_other_pipelines,
+    refuse_unknown_index_keys,
+)
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
@@ -36,7 +41,8 @@ class FolderFormat:
     transformer_classes: the class names in model_index.json that it loads. pipeline_classes: the pipelines that it
     replaces; index_keys: keys that model_index.json may have in addition to components. diffusers_components: those
     that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
-    diffusers, whose ControlNets its models take; None where they take none.
+    diffusers, whose ControlNets its models take; None where they take none. unread: further components that a folder
+    may have, and that change nothing here.
     """
 
     transformer_classes: tuple[str, ...]
@@ -44,6 +50,7 @@ class FolderFormat:
     diffusers_components: tuple[DiffusersComponent, ...]
     index_keys: tuple[str, ...] = ()
     controlnet_class: str | None = None
+    unread: tuple[str, ...] = ()
     check_parts: Callable[[AnyFolder], object] = _nothing
 
     def check(self, folder: AnyFolder) -> None:
@@ -124,12 +131,33 @@ class TextEncoding(Generic[C]):
     library: Callable[[AnyFolder, torch.dtype], str] = lambda *_: "transformers"
 
 
+@dataclass(frozen=True)
+class NamedDecoder:
+    """Another decoder of the same latents that a folder may have, by a name in RuntimeConfig.vae_decoder. component: of
+    the folder; load: as Decoding.load. geometry: (folder, geometry of the model) -> that of clips that it decodes.
+    num_bytes: (folder, dtype, height, width, frames) -> activations of a decode."""
+
+    component: DiffusersComponent
+    load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
+    geometry: Callable[[AnyFolder, Any], Any]
+    num_bytes: Callable[[AnyFolder, torch.dtype, int, int, int], int]
+
+    def check(self, folder: AnyFolder, name: str) -> None:
+        """Check that the folder has it. Raises ConfigError, and ModelLoadError for settings that are not known."""
+        if self.component.name not in read_index(folder):
+            raise ConfigError(
+                f"vae_decoder: {name}: {folder} has no {self.component.name} ({self.component.class_name}); leave out "
+                "--vae-decoder, or use a folder that has one"
+            )
+        self.component.check(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """Decoder of a family. is_shared: whether several processes decode together, so that every one needs a decoder.
     is_fast: whether the decoder has a `fast` mode; tiling: an autoencoder's module -> the decoder's tiles, None for one
     that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
-    channels -> the name of the decoder for previews that TAEHV publishes for them."""
+    channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder."""
 
     load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     is_shared: bool = False
@@ -137,6 +165,7 @@ class Decoding:
     has_exact_tiles: bool = False
     is_fast: bool = False
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
+    named: Mapping[str, NamedDecoder] = field(default_factory=dict)
 
     def check_mode(self, mode: str, family: str) -> None:
         """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""

@@ -17,7 +17,15 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.scheduler_config import read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.declaration import C, Decoding, FolderFormat, Requests, TextEncoding, Weights
+from diffusion_runtime.models.declaration import (
+    C,
+    Decoding,
+    FolderFormat,
+    NamedDecoder,
+    Requests,
+    TextEncoding,
+    Weights,
+)
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
@@ -50,7 +58,7 @@ class Model(Generic[C, G]):
     `context.sharding`. modules: by component, the part of a transformer that the component's weights fill.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's. make_transformer: see
-    build_transformer.
+    build_transformer. named_decoder: the one that RuntimeConfig.vae_decoder names in place of the family's.
     """
 
     family: ModelFamily[C, G]
@@ -66,6 +74,7 @@ class Model(Generic[C, G]):
     load_image_conditioner: Callable[[torch.device, torch.dtype], ImageConditioner]
     inputs: ImageInputs = dataclasses.field(default_factory=ImageInputs)
     request_fields: tuple[str, ...] = ()
+    named_decoder: NamedDecoder | None = None
     modules: Callable[[DiffusionTransformer], Mapping[str, nn.Module]] = lambda whole: {"transformer": whole}
 
     @property
@@ -116,6 +125,20 @@ class Model(Generic[C, G]):
         """Read the weights into the transformer from `build_transformer`. See TransformerWeights.load."""
         self.weights.load(self.modules(transformer), device, dtype, changes, quantization, room_for)
         return transformer
+
+    def with_decoder(self, name: str | None) -> Model[C, G]:
+        """Return the model with the decoder of that name, in families that have one; itself elsewhere. Raises
+        ConfigError where the folder has none."""
+        named = self.family.decoding.named.get(name or "")
+        if named is None:
+            return self
+        named.check(self.folder, str(name))
+        return dataclasses.replace(
+            self,
+            named_decoder=named,
+            sampling=dataclasses.replace(self.sampling, geometry=named.geometry(self.folder, self.geometry)),
+            load_decoder=lambda device, dtype: named.load(self.folder, device, dtype),
+        )
 
     def shared_by(self, group: RankGroup) -> Model[C, G]:
         """Return the model with its weights shared by processes; policies that transformers are built with have a mesh
@@ -173,6 +196,11 @@ class ModelFamily(Generic[C, G]):
     shared_heads: Callable[[C], int | None]
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
+
+    def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
+        """Return the components that a folder may have and that are not read. vae_decoder: of RuntimeConfig."""
+        named = {name: each.component.name for name, each in self.decoding.named.items()}
+        return frozenset((*self.files.unread, *(each for name, each in named.items() if name != vae_decoder)))
 
     def open(self, folder: AnyFolder) -> Model[C, G]:
         """Open the model in this folder, from its json alone, after `files.check`."""

@@ -133,7 +133,9 @@ def is_all_in_files(config: RuntimeConfig) -> bool:
         return False
     found = find_configs(config.model_path, offline=config.offline)
     folder = ModelFolder(found.path)
-    return found.is_packaged and not (set(_components(folder)) - named or _tokenizers_missing(folder, config))
+    return found.is_packaged and not (
+        set(_components(folder, config.vae_decoder)) - named or _tokenizers_missing(folder, config)
+    )
 
 
 def _published_name(path: Path) -> str:
@@ -227,6 +229,8 @@ class _Search:
         # In bfloat16, 10 ** 9 bytes.
         self.sizes = {} if published is None else {name: 2 * billions for name, billions in published.parameters}
         self.unread: list[str] = []
+        # The text encoder's file.
+        self._beside: str | None = None
         # By component, why files that might have been it are not.
         self.misfits: dict[str, list[str]] = {}
 
@@ -234,8 +238,11 @@ class _Search:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
         found = {"transformer_path": str(self.path)}
         missing: list[str] = []
-        for component in _components(self.folder):
+        # Connectors last: a part of them may lie in the text encoder's file.
+        for component in sorted(_components(self.folder, self.config.vae_decoder), key="connectors".__eq__):
             key = _OPTIONS.get(component)
+            if component == "text_encoder":
+                self._beside = self.config.text_encoder_path
             if component == "transformer":
                 self._say(component, self.path, "given")
                 continue
@@ -244,6 +251,7 @@ class _Search:
                 self._say(component, user_path(given, str(key)), "given")
             elif key is not None and (chosen := self._chosen(component, key)) is not None:
                 found[key] = str(chosen)
+                self._beside = str(chosen) if component == "text_encoder" else self._beside
             elif has_weights(self.folder.path, component):
                 self._say(component, self.folder / component, "of the model's folder")
             elif not self.config.download:
@@ -285,7 +293,7 @@ class _Search:
         own = self.folder.read_json(component, "config.json")
         if not candidate.may_be(component, own.get("model_type")):
             return False
-        part = PartFile(str(candidate.path), key, component)
+        part = PartFile(str(candidate.path), key, component, beside=self._beside if component == "connectors" else None)
         error = misfit_of(self.folder, part, self.family.files.diffusers_components)
         if error is not None and component not in BY_NAMES:
             self.misfits.setdefault(component, []).append(first_line(error).removeprefix(f"{key}: "))
@@ -368,7 +376,11 @@ class _Search:
         )
 
     def _ways(self) -> str:
-        keys = [_OPTIONS[component] for component in _components(self.folder) if component in _OPTIONS]
+        keys = [
+            _OPTIONS[component]
+            for component in _components(self.folder, self.config.vae_decoder)
+            if component in _OPTIONS
+        ]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
         download = "" if published_of(self.like) is None else f"; --download takes what is missing from {self.like}"
@@ -401,10 +413,15 @@ class _Search:
         _logger.info("%s: %s%s (%s)", component, path, size, how)
 
 
-def _components(folder: AnyFolder) -> list[str]:
-    """Return the components that have weights; schedulers and tokenizers have no config.json."""
-    entries = read_index(folder).items()
-    return [name for name, entry in entries if isinstance(entry, list) and (folder / name / "config.json").is_file()]
+def _components(folder: AnyFolder, vae_decoder: str | None) -> list[str]:
+    """Return the components whose weights are read; schedulers and tokenizers have no config.json. vae_decoder: of
+    RuntimeConfig, which may name one that is not read otherwise."""
+    unread, entries = family_for_folder(folder).unread_components(vae_decoder), read_index(folder).items()
+    return [
+        name
+        for name, entry in entries
+        if isinstance(entry, list) and name not in unread and (folder / name / "config.json").is_file()
+    ]
 
 
 def _tokenizers_missing(folder: ModelFolder, config: RuntimeConfig) -> list[str]:

@@ -48,8 +48,8 @@ _JSON_FILES = (
 )
 _WEIGHT_FILES = ("*/*.safetensors",)
 # A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
-# components, which nothing reads.
-_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
+# components, which nothing reads; LTX-2.5's has its transformer before distillation as well.
+_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors", "transformer_full/*.safetensors")
 # COMPONENT/STEM[.VARIANT][-00001-of-00002].safetensors, and indexes of shards.
 _WEIGHTS = re.compile(r"([^/]+)/(?:model|diffusion_pytorch_model)(?:\.([a-zA-Z0-9_]+))?(?:-\d+-of-\d+)?\.safetensors")
 

@@ -333,8 +333,12 @@ def _decoder_size(
     activations of a decode. copies_layout: as in LiveBytes."""
     takes_image = _takes_image(model, planned)
     total, activations = 0, 0
+    named, size = model.named_decoder, planned.size
+    if named is not None:
+        total += sum(each.num_bytes(dtype) for each in named.component.tensors(model.folder))
+        activations = named.num_bytes(model.folder, dtype, size.height, size.width, size.num_frames)
     for component in model.family.files.diffusers_components:
-        if component.name == CONNECTORS:
+        if component.name == CONNECTORS or (named is not None and component.name == AUTOENCODER and not takes_image):
             continue
         # Measuring a module of ours needs no import of diffusers.
         own = None if takes_image else component.build_decoding_half(model.folder)
@@ -345,9 +349,8 @@ def _decoder_size(
         )
         for name, num_bytes in sizes.items():
             total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else num_bytes
-        if component.name == AUTOENCODER:
+        if component.name == AUTOENCODER and named is None:
             module = own if own is not None else nn.Module.to(component.build(model.folder), dtype)
-            size = planned.size
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
             of_family = model.family.decoding.tiling
             tiling = None if of_family is None else of_family(module).chosen(vae_tiling)

@@ -70,6 +70,8 @@ PART_KEYS = {
 }
 # Components that are recognised by their tensors alone.
 BY_NAMES = ("audio_vae", "vocoder", "connectors")
+# Of LTX-2's connectors, in the authors' files.
+_PROJECTIONS = "text_embedding_projection."
 # Keys of a config.json that change no computed number.
 _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
 
@@ -77,12 +79,15 @@ _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_
 @dataclass(frozen=True)
 class PartFile:
     """A component's weights. path: as given. key: of the config, for messages; component: whose weights. pictures: the
-    GGUF file of the half of a text encoder that reads pictures, as given."""
+    GGUF file of the half of a text encoder that reads pictures, as given. beside: another file that may hold the rest
+    of the component, as given: LTX-2.5's text encoder has projections of the connectors that its transformer's file
+    holds."""
 
     path: str
     key: str
     component: str
     pictures: str | None = None
+    beside: str | None = None
 
     @property
     def flag(self) -> str:
@@ -98,7 +103,13 @@ def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
             "or leave out --mmproj-path"
         )
     return tuple(
-        PartFile(path, key, component, config.mmproj_path if key == "text_encoder_path" else None)
+        PartFile(
+            path,
+            key,
+            component,
+            config.mmproj_path if key == "text_encoder_path" else None,
+            config.text_encoder_path if component == "connectors" else None,
+        )
         for key, component in PART_KEYS.items()
         if (path := getattr(config, key)) is not None
     )
@@ -224,9 +235,26 @@ def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     elif path.suffix == GGUF and part.component.startswith("text_encoder"):
         return _gguf_encoder(folder, path, part, own)
     else:
+        rest = None if part.beside is None else _projections(path, user_path(part.beside, part.key))
         files, links = [path], {f"{stem}.safetensors": path}
+        if rest is not None:
+            shards = {f"{stem}-{number}-of-2.safetensors": each for number, each in ((1, path), (2, rest))}
+            place = _linked(part.component, folder, shards)
+            weight_map = {name: name for name in shards}
+            (place / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+            return place
     prefixes = {_check_kind(file, part, own) for file in files}
     return _linked(part.component, folder, links, prefixes.pop() if len(prefixes) == 1 else "")
+
+
+def _projections(path: Path, beside: Path) -> Path | None:
+    """Return `beside` where it holds projections of the text that `path` lacks. Raises ModelLoadError for files that
+    cannot be read."""
+    if not beside.is_file() or beside.suffix not in SAFETENSORS:
+        return None
+    with closing(SafetensorsFile(path)) as file, closing(SafetensorsFile(beside)) as other:
+        has = [any(name.startswith(_PROJECTIONS) for name in each.heads) for each in (file, other)]
+    return beside if has == [False, True] else None
 
 
 def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:

@@ -91,7 +91,8 @@ class Previews:
         assert native is not None
         geometry = native.rules.sampling.geometry
         self._map = None if choice == DECODE else read_linear_map(native.model.folder, geometry.num_channels)
-        has_quick_decoder = config.vae_decoder not in (None, "none") or geometry.temporal_factor == 1
+        is_quick = config.vae_decoder not in (None, "none") and native.model.named_decoder is None
+        has_quick_decoder = is_quick or geometry.temporal_factor == 1
         if self._map is not None:
             self.method = LINEAR
         elif choice == LINEAR:

@@ -22,7 +22,7 @@ from diffusion_runtime.untrusted.json_text import read_json_file
 
 # Output layers, which loaders drop, and halves of multimodal models that read no text, which most of them drop.
 _UNREAD = re.compile(r"(^|\.)(lm_head|decoder\.block)\.")
-_VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
+_VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|embed_vision|embed_audio|multi_modal_projector)\.")
 # The layers of an encoder, by their names in every model of transformers that is read here.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.(\d+)\.")
 _ONE_LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.\d+$")

@@ -181,6 +181,7 @@ _TOKENIZER_IDS = {
     "qwen3": "Qwen/Qwen3-4B",
     "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
     "gemma3": "google/gemma-3-12b-it",
+    "gemma4_unified": "google/gemma-4-12B-it",
     "mistral3": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
 }
 

@@ -58,6 +58,12 @@ _KINDS = (
         "text_encoder",
     ),
     FileKind(
+        "Gemma 4",
+        (r"(language_model\.)?(model\.)?(language_model\.)?layers\.0\.layer_scalar",),
+        ("gemma4_unified", "gemma4_unified_text"),
+        "text_encoder",
+    ),
+    FileKind(
         "Gemma 3",
         (r"(language_model\.)?(model\.)?(language_model\.)?layers\.0\.pre_feedforward_layernorm\.weight",),
         ("gemma3", "gemma3_text"),

@@ -80,10 +80,10 @@ def single_stream_pieces(ours: str, theirs: str, dim: int, head_dim: int, ffn_di
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.proj_out", dim)], dim + ffn_dim)
 
 
-def feed_forward_pieces(ours: str, theirs: str, dim: int, ffn_dim: int) -> Iterator[NamedPieces]:
+def feed_forward_pieces(ours: str, theirs: str, dim: int, ffn_dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:
     """A FeedForward."""
-    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.net.0.proj", ffn_dim)], dim)
-    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.net.2", dim)], ffn_dim)
+    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.net.0.proj", ffn_dim)], dim, bias=bias)
+    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.net.2", dim)], ffn_dim, bias=bias)
 
 
 def layer_norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:

@@ -337,6 +337,7 @@ LOADERS_BY_NAME = {
     "loading/description.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
+    "text_encoders/gemma.py": "packages of others",
     "media/__init__.py": "its own files, so that programs that write text alone need no numpy",
     "models/registry.py": "a family's files, when a folder asks for it",
 }

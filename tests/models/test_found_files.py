@@ -21,6 +21,7 @@ from published_files import write_transformer_file
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
+from tiny_ltx2 import write_tiny_ltx2
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
@@ -99,6 +100,24 @@ def most_of_ltx2(folder: Path, root: Path) -> Path:
     return write(root / "checkpoints" / "most.safetensors", whole)
 
 
+def files_of_ltx25(folder: Path, root: Path) -> Path:
+    """The connectors in two files: most of them with the transformer, their projections with the text encoder."""
+    connectors = connectors_as_authors(tensors_of(folder, "connectors"))
+    projections = {name: each for name, each in connectors.items() if name.startswith("text_embedding_projection.")}
+    text = {re.sub(r"^model\.language_model\.", "model.", name): each for name, each in gemma_of(folder).items()}
+    write(root / "text_encoders" / "with-proj.safetensors", text | projections)
+    for component in ("vae", "audio_vae", "vocoder"):
+        write(root / "vae" / f"{component}.safetensors", tensors_of(folder, component))
+    blocks = {name: each for name, each in connectors.items() if name not in projections}
+    transformer = {f"model.diffusion_model.{name}": each for name, each in tensors_of(folder, "transformer").items()}
+    return write(root / "diffusion_models" / "whole.safetensors", transformer | blocks)
+
+
+def gemma_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The language model alone."""
+    return {name: each for name, each in tensors_of(folder, "text_encoder").items() if "language_model" in name}
+
+
 # The folder, as a family or its writer; its files; what a request needs.
 Layout = Callable[[Path, Path], Path]
 CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = {
@@ -106,6 +125,7 @@ CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = 
     "flux1 in one file": ("flux1", all_of_flux1, {}),
     "flux2": ("flux2", partial(in_comfyui, prefix="net."), {}),
     "ltx2 in two files": ("ltx2", most_of_ltx2, {}),
+    "ltx2.5": (partial(write_tiny_ltx2, is_ltx25=True), files_of_ltx25, {"stg_scale": 0.0}),
     "two experts": (partial(write_tiny_wan, boundary_ratio=0.875), partial(in_comfyui, prefix=""), {}),
     "an image encoder": (partial(write_tiny_wan, condition="clip and tokens"), in_comfyui, {"image_path": "image.png"}),
 }

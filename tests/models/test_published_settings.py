@@ -64,6 +64,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "qwen-image-edit-2511": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     **dict.fromkeys(("ltx-2.3", "ltx-2.3-distilled"), partial(write_tiny_ltx2, is_ltx23=True)),
     "krea-2-turbo": partial(write_tiny_krea2, is_distilled=True),
+    "ltx-2.5": partial(write_tiny_ltx2, is_ltx25=True),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-base-4b": write_tiny_flux2_klein,
     "flux.2-klein-base-9b": write_tiny_flux2_klein,
@@ -89,10 +90,13 @@ OTHER = {
     "hunyuan-video-1.5-i2v": {"height", "width", "guidance_scale"},
     # A distilled folder is known by its name.
     # Those of LTX-2.3 that is not distilled are the family's.
-    "ltx-2.3-distilled": {
-        *("sigmas", "num_inference_steps", "guidance_scale", "audio_guidance_scale"),
-        *("stg_scale", "modality_scale", "guidance_rescale"),
-    },
+    **dict.fromkeys(
+        ("ltx-2.3-distilled", "ltx-2.5"),
+        frozenset(
+            "sigmas num_inference_steps guidance_scale audio_guidance_scale stg_scale modality_scale "
+            "guidance_rescale".split()
+        ),
+    ),
     "ltx-video-0.9.7-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
     "ltx-video-0.9.8-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
 }

@@ -1,6 +1,6 @@
 """A block of LTX-2: two streams, the video's and the sound's, that attend to themselves, to the text and to each other.
 
-Since LTX-2.3 the timestep modulates the text too, so that its keys and values belong to a step and not to the request.
+In LTX-2.3 the timestep modulates the text too, so that its keys and values belong to a step and not to the request.
 Shapes: B batch, S tokens of a stream, L text tokens, D width of a stream.
 """
 
@@ -44,7 +44,7 @@ AUDIO_CROSS_ROLE = "ltx2.audio_cross"
 AUDIO_TO_VIDEO_ROLE = "ltx2.audio_to_video"
 VIDEO_TO_AUDIO_ROLE = "ltx2.video_to_audio"
 
-# The text that a stream attends to: keys and values, or since LTX-2.3 the tokens [B, L, D] that they are made of.
+# The text that a stream attends to: keys and values, or in LTX-2.3 the tokens [B, L, D] that they are made of.
 Text: TypeAlias = KeysAndValues | torch.Tensor
 
 # Still to be added to a stream: a branch [B, S, D] and the gates of its runs, None for 1.
@@ -60,7 +60,7 @@ class StreamInputs:
 
     time: rows of the timestep for self-attention and feed-forward, and since LTX-2.3 for attention to the text, [B, 6
     or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], of the other stream's
-    timestep, and text: for the text itself, [B, 2, D], None before LTX-2.3, of the timestep that is not an image's; all
+    timestep, and text: for the text itself, [B, 2, D], None but in LTX-2.3, of the timestep that is not an image's; all
     float32. rotations, shared_rotations: of its tokens within the stream and between the streams. context,
     text_context, keys_context: the forward pass where the keys are the stream itself, its text, or the stream as
     attended to by the other one. num_keyframe_tokens: of pictures that follow the grid's tokens, whole on every
@@ -92,7 +92,8 @@ class StreamBlock(nn.Module):
     """The part of a block within one stream.
 
     modulation: the block's own part of StreamInputs.time: shift, scale and gate of self-attention, of the feed-forward
-    network and of attention to the text; text_modulation: of StreamInputs.text. exchange_modulation: of
+    network and of attention to the text; text_modulation: shift and scale of the text, to which LTX-2.3 adds
+    StreamInputs.text. exchange_modulation: of
     StreamInputs.exchange: scale and shift for audio-to-video, scale and shift for video-to-audio, and the gate of the
     other stream's branch.
     """
@@ -108,7 +109,7 @@ class StreamBlock(nn.Module):
         self.exchange_modulation = nn.Parameter(torch.zeros(5, dim))
         self.self_attention = AcrossHeadsSelfAttention(dim, QK_EPS, self_attention, has_gates=has_gates)
         self.cross_attention = AcrossHeadsCrossAttention(dim, dim, dim, QK_EPS, to_text, has_gates=has_gates)
-        self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
+        self.feed_forward = FeedForward(stream.dim, stream.ffn_dim, bias=stream.has_ffn_bias)
 
     def attend(self, x: torch.Tensor, inputs: StreamInputs, text: Text, *, takes_values_alone: bool) -> GatedBranch:
         """Apply self-attention and attention to the text. x [B, S, D] is overwritten; the norm that follows adds the
@@ -121,20 +122,22 @@ class StreamBlock(nn.Module):
         )
         gates = [(tokens, each[2]) for tokens, each in rows]
         readers = self.cross_attention.input_layers
-        if isinstance(text, tuple):
+        if self.text_modulation is None:
+            assert isinstance(text, tuple)
             normalized = normed_after_branch(x, branch, gates, norm, layers=readers)
             return self.cross_attention(normalized, text, inputs.text_context), None
         rows = rows_by_run(self.modulation, inputs.time, slice(6, 9))
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
         normalized = normed_after_branch(x, branch, gates, norm, layers=readers, shifts=shifts)
-        attended = self.cross_attention(normalized, self._modulated_keys(text, inputs), inputs.text_context)
+        keys = text if isinstance(text, tuple) else self.keys_of(text, inputs.text)
+        attended = self.cross_attention(normalized, keys, inputs.text_context)
         return attended, [(tokens, each[2]) for tokens, each in rows]
 
-    def _modulated_keys(self, text: torch.Tensor, inputs: StreamInputs) -> KeysAndValues:
-        """Return keys and values of tokens [B, L, D] at this timestep."""
-        assert self.text_modulation is not None
-        assert inputs.text is not None
-        shift, scale = (self.text_modulation + inputs.text).unbind(1)
+    def keys_of(self, text: torch.Tensor, rows: torch.Tensor | None = None) -> KeysAndValues:
+        """Return keys and values of tokens [B, L, D]. rows: StreamInputs.text of a timestep."""
+        if self.text_modulation is None:
+            return self.cross_attention.keys_and_values(text)
+        shift, scale = (self.text_modulation[None] if rows is None else self.text_modulation + rows).unbind(1)
         modulated = text * (1 + scale[:, None]) + shift[:, None]
         return self.cross_attention.keys_and_values(modulated.to(text.dtype))
 

@@ -1,12 +1,11 @@
-"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. Also
-their encoders, for an image or a sound to start from."""
+"""LTX-2's decoder of the video as diffusers computes it, with that of the sound. Also their encoders, for an image or a
+sound to start from."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -17,55 +16,35 @@ from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder
 from diffusion_runtime.models.ltx2.config import AUDIO_FACTOR, AUDIO_VAE, read_geometry
+from diffusion_runtime.models.ltx2.sound_decoder import (
+    AUDIO_AUTOENCODER,
+    SoundDecoder,
+    is_statistic,
+    load_sound_decoder,
+    sample_rate,
+)
 
-VOCODER = "vocoder"
 VIDEO_AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_ltx2", "AutoencoderKLLTX2Video"
-)
-AUDIO_AUTOENCODER = DiffusersComponent(
-    AUDIO_VAE, "diffusers.models.autoencoders.autoencoder_kl_ltx2_audio", "AutoencoderKLLTX2Audio"
 )
 UPSAMPLER = DiffusersComponent(
     "latent_upsampler", "diffusers.pipelines.ltx2.latent_upsampler", "LTX2LatentUpsamplerModel"
 )
-# Vocoders of LTX-2.0, and of LTX-2.3 with bandwidth extension, a second network for the high frequencies.
-_EXTENDED_VOCODER = "LTX2VocoderWithBWE"
-VOCODER_NETWORK = DiffusersComponent(
-    VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder", other_classes=(_EXTENDED_VOCODER,)
-)
 
 
 class LTX2Decoder(VideoDecoder):
-    """The decoders of AutoencoderKLLTX2Video and AutoencoderKLLTX2Audio, in their weights' dtype, and the vocoder.
+    """The decoder of AutoencoderKLLTX2Video, in its weights' dtype, and that of the sound. scaling_factor: of the
+    video's latents."""
 
-    scaling_factor: of the video's latents. sample_rate: of the vocoder's sound.
-    """
-
-    def __init__(
-        self, autoencoder: Any, scaling_factor: float, audio_autoencoder: Any, vocoder: Any, sample_rate: int
-    ) -> None:
+    def __init__(self, autoencoder: Any, scaling_factor: float, sound: SoundDecoder) -> None:
         restore = by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor)
         frames, _ = _factors(autoencoder.decoder)
         decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw), frames)
         super().__init__(autoencoder, restore, decoders, tiling(autoencoder))
-        self._audio_autoencoder = audio_autoencoder
-        self._vocoder = vocoder
-        self._sample_rate = sample_rate
+        self.sound = sound
 
     def decode_audio(self, latents: torch.Tensor) -> Audio:
-        """Decode the sound. It is normalised moment by moment, over channels and bins together."""
-        weight = next(self._audio_autoencoder.parameters())
-        mean, std = (
-            statistic.view(1, latents.shape[1], 1, latents.shape[3])
-            for statistic in (self._audio_autoencoder.latents_mean, self._audio_autoencoder.latents_std)
-        )
-        raw = latents.to(weight.device, torch.float32) * std + mean
-        with torch.inference_mode():
-            spectrogram: torch.Tensor = self._audio_autoencoder.decode(raw.to(weight.dtype), return_dict=False)[0]
-            # The vocoder is in float32: the eight bits of bfloat16 would be heard as noise.
-            waveform: torch.Tensor = self._vocoder(spectrogram.float())
-        samples = waveform[0].clamp(-1.0, 1.0).cpu().numpy()
-        return Audio(numpy.ascontiguousarray(samples), self._sample_rate)
+        return self.sound.decode(latents)
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Decoder:
@@ -76,32 +55,10 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     """
     check_decoding(folder)
     return LTX2Decoder(
-        VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
+        VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=is_statistic),
         read_config(folder, COMPONENT).number("scaling_factor", 1.0),
-        AUDIO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
-        _load_vocoder(folder, device),
-        _sample_rate(folder),
+        load_sound_decoder(folder, device, dtype),
     )
-
-
-def _load_vocoder(folder: AnyFolder, device: torch.device) -> Any:
-    vocoder = VOCODER_NETWORK.load(folder, device, torch.float32)
-    if VOCODER_NETWORK.class_in(folder) == _EXTENDED_VOCODER:
-        # Its filter is computed and not read, which the meta device does not do.
-        given = vocoder.resampler
-        vocoder.resampler = type(given)(ratio=given.ratio, window_type="hann", persistent=False).to(device)
-    return vocoder
-
-
-def _sample_rate(folder: AnyFolder) -> int:
-    """Read the sample rate of the vocoder's sound. Raises ModelLoadError."""
-    file = read_config(folder, VOCODER)
-    if VOCODER_NETWORK.class_in(folder) != _EXTENDED_VOCODER:
-        return file.whole_number("output_sampling_rate", 24000)
-    rates = file.whole_number("input_sampling_rate", 16000), file.whole_number("output_sampling_rate", 48000)
-    if rates[1] % rates[0]:
-        raise file.error("output_sampling_rate", f"a multiple of {rates[0]}, its input_sampling_rate", rates[1])
-    return rates[1]
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Conditioner:
@@ -109,7 +66,7 @@ def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch
     load_decoder raises."""
 
     def load_image_encoder() -> FirstFrameConditioner:
-        autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
+        autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=is_statistic)
         return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
 
     def load_sound_encoder() -> SoundEncoder:
@@ -143,10 +100,6 @@ def tiling(autoencoder: Any) -> Tiling:
     return Tiling(size, stride, pixels, (8, 6), keeps_ends=True)
 
 
-def _is_statistic(name: str) -> bool:
-    return name in ("latents_mean", "latents_std")
-
-
 def check_decoding(folder: AnyFolder) -> None:
     """Check that a decoder adds no noise to latents, or between its layers, and its numbers. Raises ModelLoadError."""
     file = read_config(folder, COMPONENT)
@@ -156,4 +109,4 @@ def check_decoding(folder: AnyFolder) -> None:
     if noisy is True or (isinstance(noisy, list) and any(noisy)):
         raise file.error("decoder_inject_noise", "false: noise between a decoder's layers is not supported", noisy)
     file.number("scaling_factor", 1.0)
-    _sample_rate(folder)
+    sample_rate(folder)

@@ -26,10 +26,6 @@ _FIXED: dict[str, object] = {
     "norm_elementwise_affine": False,
     "attention_bias": True,
     "attention_out_bias": True,
-    "ff_bias": True,
-    "audio_ff_bias": True,
-    "use_prompt_adaln_single": True,
-    "use_keyframes_abs_pos_embedding": False,
 }
 _READ_ELSEWHERE = (
     "in_channels",
@@ -65,17 +61,23 @@ _READ_ELSEWHERE = (
     "audio_gated_attn",
     "audio_cross_attn_mod",
     "use_prompt_embeddings",
+    "ff_bias",
+    "audio_ff_bias",
+    "use_prompt_adaln_single",
+    "use_keyframes_abs_pos_embedding",
 )
 
 
 @dataclass(frozen=True)
 class StreamConfig(HeadWidths):
     """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents. text_dim: of its text
-    embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3."""
+    embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3. has_ffn_bias:
+    whether its feed-forward networks add a bias, as the video's do up to LTX-2.3."""
 
     num_channels: int
     text_dim: int
     has_gates: bool = False
+    has_ffn_bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class LTX2Config:
     eps: of the norms before attention and feed-forward. gate_factor: factor of the timestep for the gates between the
     streams. turns_halves: whether a channel turns with the one half a head further on, and not with its neighbour.
     projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0. modulates_text:
-    whether the timestep shifts and scales the text and its queries, as since LTX-2.3. can_skip_attention: whether
-    diffusers' model takes spatio-temporal guidance.
+    whether the text is shifted and scaled before each block, and the timestep does so to its queries, as since LTX-2.3.
+    text_follows_time: whether the timestep also shifts and scales the text, as in LTX-2.3 alone. can_skip_attention:
+    whether diffusers' model takes spatio-temporal guidance.
     """
 
     video: StreamConfig
@@ -98,6 +101,7 @@ class LTX2Config:
     positions: PositionRules
     projects_text: bool = True
     modulates_text: bool = False
+    text_follows_time: bool = False
     can_skip_attention: bool = False
 
     @property
@@ -110,7 +114,7 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
-    file.refuse_other_values(_FIXED, "as in LTX-2.0 and 2.3, which this family runs natively")
+    file.refuse_other_values(_FIXED, "as in LTX-2.0, 2.3 and 2.5, which this family runs natively")
     projects_text, modulates_text = file.flag("use_prompt_embeddings", True), file.flag("cross_attn_mod", False)
     text_dim = file.whole_number("caption_channels") if projects_text else None
     video, audio = _read_stream(file, "", text_dim), _read_stream(file, "audio_", text_dim)
@@ -121,6 +125,8 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
     if file.flag("audio_cross_attn_mod", False) != modulates_text:
         raise file.error("audio_cross_attn_mod", f"{shown(modulates_text)}, as cross_attn_mod", not modulates_text)
+    # Read for its type: the embedding marks generated keyframes, which this family does not make.
+    file.flag("use_keyframes_abs_pos_embedding", False)
     own, between = (
         file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
     )
@@ -134,6 +140,7 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         positions=_read_positions(file),
         projects_text=projects_text,
         modulates_text=modulates_text,
+        text_follows_time=file.flag("use_prompt_adaln_single", True) and modulates_text,
         can_skip_attention=file.flag("perturbed_attn", False),
     )
 
@@ -153,6 +160,7 @@ def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamC
         num_channels=num_channels,
         text_dim=num_heads * head_dim if text_dim is None else text_dim,
         has_gates=file.flag(f"{prefix}gated_attn", False),
+        has_ffn_bias=file.flag(f"{prefix}ff_bias", True),
     )
     if stream.head_dim % 2:
         raise file.error(f"{prefix}attention_head_dim", "an even number", stream.head_dim)

@@ -1,10 +1,10 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
-It runs LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video and its
-sound, from text, from an image as well, or for a given sound; with an upsampler a second stage at full size. Guidance
-is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which each term is off unless the request sets it,
-and the sound is guided like the pictures. Images at any frame, of any strength (condition.py). Not here: conditions of
-several frames; LTX-2.5.
+It runs LTX-2.0; LTX-2.3, whose attention has gates and whose timestep modulates the text as well; and LTX-2.5, which
+has Gemma 4 and fewer biases: a video and its sound, from text, from an image as well, or for a given sound; with an
+upsampler a second stage at full size. Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of
+which each term is off unless the request sets it, and the sound is guided like the pictures. Images at any frame, of
+any strength (condition.py). Not here: conditions of several frames; generated keyframes of LTX-2.5.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ import dataclasses
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.declaration import (
+    Decoding,
+    FolderFormat,
+    NamedDecoder,
+    Requests,
+    TextEncoding,
+    TextShapes,
+    Weights,
+)
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
-from diffusion_runtime.models.ltx2 import codec, text
+from diffusion_runtime.models.ltx2 import codec, diffusion_decoder, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
     AUDIO_SELF_ROLE,
@@ -26,12 +34,17 @@ from diffusion_runtime.models.ltx2.block import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.ltx2.sound_decoder import AUDIO_AUTOENCODER, VOCODER_NETWORK
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
+# Marks keyframes that a pass invents beside the clip (LTX-2.5), which nothing here asks for; diffusers' pipelines from
+# text, images and conditions leave it out, too.
+_UNUSED = "keyframes_abs_pos_embedding"
+# Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _STG_FIELDS = ("stg_scale", "stg_blocks", "audio_stg_scale")
 _Model = Model[LTX2Config, LTX2Geometry]
@@ -49,13 +62,12 @@ def _adapt(model: _Model) -> _Model:
     model = dataclasses.replace(model, inputs=ImageInputs(images=images))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
+        if not model.config.video.has_ffn_bias:
+            defaults |= _LTX25_DEFAULTS
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
-    if not model.config.turns_halves:
-        return model
-    # Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
-    weights = dataclasses.replace(
-        model.weights, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS)
-    )
+    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
+    if model.config.turns_halves:
+        weights = dataclasses.replace(weights, arrange=pair_channels)
     return dataclasses.replace(model, weights=weights)
 
 
@@ -69,6 +81,7 @@ _LTX23_DEFAULTS = published_defaults(
     "guidance_rescale",
     "audio_guidance_scale",
 )
+_LTX25_DEFAULTS = published_defaults("ltx-2.5", "image_crf")
 
 FAMILY = ModelFamily(
     name="ltx2",
@@ -76,8 +89,10 @@ FAMILY = ModelFamily(
         transformer_classes=("LTX2VideoTransformer3DModel",),
         # One transformer does both.
         pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
-        diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
+        diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
+        # Length of the video, and a longer prompt, from the text.
+        unread=("duration_head", "prompt_enhancer"),
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
     # it.
@@ -109,7 +124,20 @@ FAMILY = ModelFamily(
         ),
         load=text.load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder, tiny_decoders={128: "taeltx_2"}, is_fast=True, tiling=codec.tiling),
+    decoding=Decoding(
+        load=codec.load_decoder,
+        tiny_decoders={128: "taeltx_2"},
+        is_fast=True,
+        tiling=codec.tiling,
+        named={
+            diffusion_decoder.NAME: NamedDecoder(
+                diffusion_decoder.NETWORK,
+                diffusion_decoder.load_diffusion_decoder,
+                diffusion_decoder.with_whole_windows,
+                diffusion_decoder.decoding_bytes,
+            )
+        },
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTX2Transformer,

@@ -19,25 +19,28 @@ from diffusion_runtime.errors import RequestError
 @dataclass(frozen=True)
 class LTX2Geometry(LatentGeometry):
     """Geometry of a video and its sound. num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate:
-    moments per second. min_latents: in height and width, as many as the decoder needs."""
+    moments per second. min_latents: in height and width, as many as the decoder needs; min_frames: of the
+    video, likewise."""
 
     num_audio_channels: int
     num_audio_bins: int
     audio_rate: float
     min_latents: int = 1
+    min_frames: int = 1
 
     makes_sound: ClassVar[bool] = True
     appends_last_image: ClassVar[bool] = True
 
     def check(self, height: int, width: int, num_frames: int) -> None:
-        """Check a size. Raises RequestError for a picture too small to decode, too."""
+        """Check a size. Raises RequestError for a clip too small to decode, too."""
         super().check(height, width, num_frames)
-        smallest = self.min_latents * self.spatial_factor
-        for name, value in (("height", height), ("width", width)):
-            if value < smallest:
+        side = self.min_latents * self.spatial_factor
+        given = (("height", height, side), ("width", width, side), ("num_frames", num_frames, self.min_frames))
+        for name, value, least in given:
+            if value < least:
                 raise RequestError(
-                    f"{name}: expected {smallest} or more, got {value}: this model's decoder mirrors the edges of a "
-                    "picture, and there is too little between them"
+                    f"{name}: expected {least} or more, got {value}: this decoder reads further around each place of a "
+                    "clip, and there is too little of this one"
                 )
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:

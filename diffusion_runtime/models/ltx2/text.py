@@ -1,5 +1,5 @@
-"""LTX-2's text: every layer of Gemma 3, brought together by connectors into one text for the video and one for the
-sound.
+"""LTX-2's text: every layer of Gemma 3, since LTX-2.5 of Gemma 4, brought together by connectors into one text for the
+video and one for the sound.
 
 The connectors are diffusers'. They pad a prompt to 1024 tokens with learned ones, so that the transformer attends to
 all of them and has no padding.
@@ -16,7 +16,7 @@ from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.ltx2.config import read_transformer_config
-from diffusion_runtime.text_encoders.gemma3 import Gemma3Encoder, load_gemma3
+from diffusion_runtime.text_encoders.gemma import GemmaEncoder, load_gemma
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
 
 COMPONENT = "connectors"
@@ -25,11 +25,11 @@ MAX_TOKENS = 1024
 
 
 class LTX2TextEncoder(TextEncoder):
-    """Gemma 3 and the connectors as one: `embeddings` for the video, the first further stream for the sound."""
+    """Gemma and the connectors as one: `embeddings` for the video, the first further stream for the sound."""
 
     library = "transformers"
 
-    def __init__(self, gemma: Gemma3Encoder, connectors: Any) -> None:
+    def __init__(self, gemma: GemmaEncoder, connectors: Any) -> None:
         self.gemma = gemma
         self.connectors = connectors
         self.max_tokens = gemma.max_tokens
@@ -51,7 +51,7 @@ class LTX2TextEncoder(TextEncoder):
         )
 
     def _connect(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the texts of one prompt, each [1, max_tokens, dim]. states: of Gemma3Encoder.encode."""
+        """Return the texts of one prompt, each [1, max_tokens, dim]. states: of GemmaEncoder.encode."""
         num_tokens = states.shape[0]
         padded = states.new_zeros(1, self.max_tokens, *states.shape[1:])
         mask = torch.zeros(1, self.max_tokens, dtype=torch.long, device=states.device)
@@ -63,9 +63,9 @@ class LTX2TextEncoder(TextEncoder):
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
-    """Load Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
+    """Load Gemma and the connectors of a diffusers folder. Raises ModelLoadError."""
     check_connectors(folder)
-    gemma = load_gemma3(folder, device, dtype, max_tokens=MAX_TOKENS)
+    gemma = load_gemma(folder, device, dtype, max_tokens=MAX_TOKENS)
     file = read_config(folder, COMPONENT)
     for key, default, expected in (
         ("caption_channels", 3840, gemma.dim),

@@ -81,7 +81,7 @@ class Stream(nn.Module):
         self.time = TimestepModulation(NUM_WAVES, dim, config.num_rows)
         self.exchange = TimestepModulation(NUM_WAVES, dim, 4)
         self.exchange_gate = TimestepModulation(NUM_WAVES, dim, 1)
-        self.text_time = TimestepModulation(NUM_WAVES, dim, 2) if config.modulates_text else None
+        self.text_time = TimestepModulation(NUM_WAVES, dim, 2) if config.text_follows_time else None
         self.out_modulation = nn.Parameter(torch.zeros(2, dim))
         self.out = Linear(dim, stream.num_channels)
 
@@ -293,8 +293,8 @@ class LTX2Transformer(DiffusionTransformer):
 
     def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[Texts, Texts]:
         """Return the text of both streams that every block attends to, as long as the longest prompt; kept for the
-        other steps of the request: keys and values, which in LTX-2.0 take 1.2 GB a prompt in bfloat16, or since LTX-2.3
-        the tokens, which every step modulates."""
+        other steps of the request: keys and values, which take 1.2 GB a prompt in bfloat16, or in LTX-2.3 the tokens,
+        which every step modulates."""
         if not inputs.text.further:
             raise RequestError("this model takes two text embeddings, one for the video and one for the sound")
         num_tokens = max(1, *inputs.text.lengths)
@@ -304,13 +304,13 @@ class LTX2Transformer(DiffusionTransformer):
             dtype = self.video.out.weight.dtype
             video = self.video.embed_text(embeddings[0][:, :num_tokens].to(dtype))
             audio = self.audio.embed_text(embeddings[1][:, :num_tokens].to(dtype))
-            if self.config.modulates_text:
+            if self.config.text_follows_time:
                 return (video,) * self.num_blocks, (audio,) * self.num_blocks
             video_keys, audio_keys = [], []
             for block in self.all_blocks():
                 with held_weights(block):
-                    video_keys.append(block.video.cross_attention.keys_and_values(video))
-                    audio_keys.append(block.audio.cross_attention.keys_and_values(audio))
+                    video_keys.append(block.video.keys_of(video))
+                    audio_keys.append(block.audio.keys_of(audio))
             return tuple(video_keys), tuple(audio_keys)
 
         return cached_for_prompt("ltx2_text", embeddings[0], context, project)

@@ -61,7 +61,7 @@ def _stream(
         ("time", f"{prefix}time_embed", config.num_rows),
         ("exchange", f"av_cross_attn_{between}_scale_shift", 4),
         ("exchange_gate", f"av_cross_attn_{gate}_gate", 1),
-        *([("text_time", f"{prefix}prompt_adaln", 2)] if config.modulates_text else ()),
+        *([("text_time", f"{prefix}prompt_adaln", 2)] if config.text_follows_time else ()),
     ):
         yield from two_layer_pieces(f"{ours}.{name}.embedding", f"{theirs}.emb.timestep_embedder", NUM_WAVES, dim)
         yield from linear_pieces(f"{ours}.{name}.projection", [(f"{theirs}.linear", num_rows * dim)], dim)
@@ -83,7 +83,8 @@ def _stream_block(
     yield from linear_pieces(f"{mine}.qkv", [(f"{name}.{part}", dim) for part in ("to_q", "to_k", "to_v")], dim)
     yield from _attention_rest(mine, name, stream, dim)
     yield from _cross_attention(f"{ours}.cross_attention", f"{theirs}.{prefix}attn2", stream, dim, dim)
-    yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.{prefix}ff", dim, stream.ffn_dim)
+    network = f"{theirs}.{prefix}ff"
+    yield from feed_forward_pieces(f"{ours}.feed_forward", network, dim, stream.ffn_dim, bias=stream.has_ffn_bias)
 
 
 def _cross_attention(

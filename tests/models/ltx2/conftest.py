@@ -7,12 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_ltx2 import write_tiny_ltx2
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only: tests share it."""
     return tiny_folder_of("ltx2")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder25(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LTX-2.5, with what its folder may have. Read only."""
+    return write_tiny_ltx2(tmp_path_factory.mktemp("ltx25") / "model", is_ltx25=True)
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_decoders_are_read_out_of_one_file_of_the_authors(tiny_folder: Path, tmp
     found, expected = (
         FAMILY.describe(each).load_decoder(CPU, torch.float32) for each in (changed, ModelFolder(folder))
     )
-    for name in ("_autoencoder", "_audio_autoencoder", "_vocoder"):
-        ours, theirs = (getattr(decoder, name).state_dict() for decoder in (found, expected))
+    for part in (lambda of: of._autoencoder, lambda of: of.sound.autoencoder, lambda of: of.sound.vocoder):
+        ours, theirs = (part(decoder).state_dict() for decoder in (found, expected))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -194,6 +194,11 @@ def test_ltx23_and_its_terms_of_guidance(
     compare(pair23, batch(**values) if is_batch else [request(**values)], our_latents)
 
 
+def test_ltx25_with_gemma_4(tiny_folder25: Path, our_latents: list[torch.Tensor]) -> None:
+    values = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0, "audio_guidance_scale": 1.0}
+    compare(make_pair(tiny_folder25), [request(**values, guidance_scale=1.0, num_inference_steps=2)], our_latents)
+
+
 def test_the_terms_of_guidance_that_change_the_sound_alone(pair: Pair, our_latents: list[torch.Tensor]) -> None:
     compare(pair, [request(guidance_scale=3.0, audio_guidance_scale=5.0, audio_guidance_rescale=0.5)], our_latents)
 

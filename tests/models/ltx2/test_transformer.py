@@ -16,12 +16,13 @@ from family_parity import CPU, relative, write_plain_scheduler
 from safetensors.torch import save_file
 from tables import table
 from tiny_encoders import HIDDEN
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, LTX23, VIDEO_CHANNELS, random_transformer
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, LTX23, LTX25, VIDEO_CHANNELS, random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
@@ -51,8 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "base_width": 1024,
         "audio_hop_length": 200,
         "norm_eps": 1e-4,
+        "audio_ff_bias": False,
     },
     "LTX-2.3": LTX23,
+    "LTX-2.5": LTX25,
 }
 
 
@@ -314,6 +317,33 @@ def test_a_sparse_backend_that_keeps_everything_equals_dense(folder_of: Callable
 
 
 # --- what is kept between steps ---------------------------------------------------------------------------------------
+
+
+@table("name, is_kept", [("halves turn", True), ("LTX-2.3", False), ("LTX-2.5", True)])
+def test_keys_of_the_text_are_computed_once_per_request_and_branch(
+    folder_of: Callable[[str], Path], name: str, is_kept: bool
+) -> None:
+    """Bit-equal with passes that each compute their own, at three timesteps of two branches."""
+    ours, inputs = load_ours(folder_of(name)), make_inputs(SQUARE, (5, 3), text_dims(name))
+    texts = {"cond": inputs.conditions(), "uncond": make_inputs(SQUARE, (2, 9), text_dims(name)).conditions()}
+    num_products = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_products
+        num_products += 1
+
+    for block in ours.all_blocks():
+        block.video.cross_attention.kv.register_forward_pre_hook(count)
+        block.audio.cross_attention.kv.register_forward_pre_hook(count)
+    kept = AttentionContext()
+    for index in range(3):
+        at = dataclasses.replace(inputs, timestep=inputs.timestep * (1 - 0.3 * index))
+        for branch, text in texts.items():
+            step = StepInfo(index=index, num_steps=3, branch=branch)
+            before = num_products
+            out = run_ours(ours, at, dataclasses.replace(kept, step=step), text)
+            assert num_products - before == (0 if is_kept and index else 2 * 2)
+            assert torch.equal(out, run_ours(ours, at, AttentionContext(step=step), text))
 
 
 def test_what_does_not_fit_is_named(folder_of: Callable[[str], Path]) -> None:

@@ -1,7 +1,8 @@
-"""Gemma 3 text encoder (Gemma Team 2025, arXiv:2503.19786): the hidden states of every layer."""
+"""Gemma 3 and Gemma 4 text encoders (Gemma Team 2025, arXiv:2503.19786): the hidden states of every layer."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,17 @@ from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# The whole model with its vision half, or the language model alone.
-_WHOLE, _TEXT_ALONE = "gemma3", "gemma3_text"
+# By model type: where transformers has the class, its name, and whether it is the whole model with the halves that see
+# and hear, of which the language model is used. Gemma 4 of 12 B is "unified".
+_CLASSES = {
+    "gemma3": ("gemma3", "Gemma3ForConditionalGeneration", True),
+    "gemma3_text": ("gemma3", "Gemma3TextModel", False),
+    "gemma4_unified": ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", True),
+    "gemma4_unified_text": ("gemma4_unified", "Gemma4UnifiedTextModel", False),
+}
 
 
-class Gemma3Encoder:
+class GemmaEncoder:
     """Encoder that returns the states of every layer. max_tokens: capacity for one text, its first token included. dim:
     of a state; num_states: per token, the embedding and one per layer."""
 
@@ -41,26 +48,22 @@ class Gemma3Encoder:
         return torch.stack(output.hidden_states, dim=-1)[0], row
 
 
-def load_gemma3(folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int) -> Gemma3Encoder:
+def load_gemma(folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int) -> GemmaEncoder:
     """Load `text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
-    kind = check_model_type(folder / "text_encoder", (_WHOLE, _TEXT_ALONE))
+    module, name, is_whole = _CLASSES[check_model_type(folder / "text_encoder", tuple(_CLASSES))]
     # Imported late: transformers takes seconds.
-    from transformers.models.gemma3 import modeling_gemma3 as modeling
-
+    model_class = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     tokenizer = load_tokenizer(folder / "tokenizer")
-    if kind == _WHOLE:
-        # Vision and output layers stay on the CPU.
-        model = load_encoder(
-            folder / "text_encoder",
-            modeling.Gemma3ForConditionalGeneration,
-            device,
-            dtype,
-            part=lambda whole: whole.model.language_model,
-        )
-    else:
-        model = load_encoder(folder / "text_encoder", modeling.Gemma3TextModel, device, dtype)
+    model = load_encoder(
+        folder / "text_encoder",
+        model_class,
+        device,
+        dtype,
+        # What sees, what hears and the output layer stay on the CPU.
+        part=(lambda whole: whole.model.language_model) if is_whole else lambda whole: whole,
+    )
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
-    return Gemma3Encoder(model, tokenizer, max_tokens)
+    return GemmaEncoder(model, tokenizer, max_tokens)
