@@ -55,6 +55,7 @@ _families: dict[str, _Registered] = {
     "FluxTransformer2DModel": _in_folder("flux1"),
     "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
+    "Flux3Transformer2DModel": _in_folder("flux3"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
     "QwenImage21Transformer2DModel": _in_folder("qwen_image_21"),
     "HunyuanVideoTransformer3DModel": _in_folder("hunyuan_video"),
