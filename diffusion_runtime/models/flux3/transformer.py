@@ -102,16 +102,16 @@ class Flux3Transformer(DiffusionTransformer):
         self.reference_modulation, self.joint_reference_modulation = modulation(), modulation()
         self.text_modulation, self.joint_text_modulation = modulation(), modulation()
 
-        def blocks(kind: type[AttentionLayer], role: str, name: str, count: int, first: int = 0) -> nn.ModuleList:
+        def make(kind: type[AttentionLayer], role: str, name: str, count: int, first: int = 0) -> nn.ModuleList:
             layers = [LayerInfo(first + index, config.num_layers, role, f"{name}.{index}") for index in range(count)]
             attention = partial(kind, config.num_heads, config.head_dim, policy=policy)
             return nn.ModuleList(Flux3Block(config, attention(layer=layer)) for layer in layers)
 
         own = config.num_own_layers
-        self.text_blocks = blocks(LocalAttention, TEXT_ROLE, "text_blocks", own)
-        self.reference_blocks = blocks(LocalAttention, REFERENCE_ROLE, "reference_blocks", own)
-        self.image_blocks = blocks(USPAttention, "self", "image_blocks", own)
-        self.joint_blocks = blocks(USPAttention, "self", "joint_blocks", config.num_joint_layers, own)
+        self.text_blocks = make(LocalAttention, TEXT_ROLE, "text_blocks", own)
+        self.reference_blocks = make(LocalAttention, REFERENCE_ROLE, "reference_blocks", own)
+        self.blocks = make(USPAttention, "self", "blocks", own)
+        self.single_blocks = make(USPAttention, "self", "single_blocks", config.num_joint_layers, own)
         self.out_modulation = Modulation(config.dim, 2, bias=False)
         self.out = Linear(config.dim, config.num_channels, bias=False)
 
@@ -138,14 +138,12 @@ class Flux3Transformer(DiffusionTransformer):
             given.insert(0, self._references(references, constant, of_references, context))
         first_rows, entering = rows.of(self.image_modulation), x
         in_image = context.with_layout(TokenLayout(grid, tile=context.sharding.tile))
-        image_blocks = [
-            _on_first(block, [(slice(None), first_rows)], of_image, in_image) for block in self.image_blocks
-        ]
+        image_blocks = [_on_first(block, [(slice(None), first_rows)], of_image, in_image) for block in self.blocks]
         joint = context.with_layout(
             layout_with_references(grid, sizes[1], sizes[2], lengths, tile=context.sharding.tile)
         )
         runs = self._joint_runs(sizes, rows, constant)
-        joint_blocks = [overwriting(block, runs, rotations, joint) for block in self.joint_blocks]
+        joint_blocks = [overwriting(block, runs, rotations, joint) for block in self.single_blocks]
         (x,) = context.run_blocks(
             [*then_joined(image_blocks), *joint_blocks],
             (x, torch.cat(given, dim=1)),

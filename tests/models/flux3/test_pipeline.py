@@ -10,11 +10,17 @@ import diffusers
 import numpy
 import pytest
 import torch
-from diffusers import ClassifierFreeGuidance, Flux3DistilledModularPipeline, Flux3ModularPipeline
+from diffusers import (
+    ClassifierFreeGuidance,
+    Flux3DistilledModularPipeline,
+    Flux3ModularPipeline,
+    Flux3Transformer2DModel,
+)
 from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 from family_parity import assert_equal_runs, record_latents, relative
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_flux3 import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
@@ -191,3 +197,42 @@ def test_what_cannot_be_used_is_said_before_the_weights_load(
     ):
         with pytest.raises(RequestError, match=told):
             rules.resolve(request(**given))
+
+
+def test_a_lora_equals_that_of_diffusers(
+    tiny_folder_of: Callable[[str], Path], kept: list[torch.Tensor], tmp_path: Path
+) -> None:
+    """On every linear map, by diffusers' names and by the authors'."""
+    folder, generator = tiny_folder_of("flux3"), torch.Generator().manual_seed(0)
+    theirs = Flux3Transformer2DModel.from_pretrained(folder / "transformer")
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, module in theirs.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                down = torch.randn(3, module.in_features, generator=generator) / module.in_features**0.5
+                up = 0.1 * torch.randn(module.out_features, 3, generator=generator)
+                module.weight += up @ down
+                tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    changed = Path(shutil.copytree(folder, tmp_path / "changed"))
+    theirs.save_pretrained(changed / "transformer")
+    renamed = {
+        name.replace("transformer.", "diffusion_model.", 1)
+        .replace("single_transformer_blocks", "single_blocks")
+        .replace(".attn.to_q.", ".q_proj.")
+        .replace(".attn.to_out.0.", ".attn_out.")
+        .replace(".ff.linear_in.", ".mlp_in."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, tmp_path / "renamed.safetensors")
+    made = []
+    for where, files in (
+        (changed, []),
+        (folder, ["lora.safetensors"]),
+        (folder, ["renamed.safetensors"]),
+        (folder, []),
+    ):
+        kept.clear()
+        load_pipeline(str(where), device="cpu", lora=[str(tmp_path / name) for name in files])(request())
+        made.append(kept[-1])
+    assert max(relative(made[index], made[0]) for index in (1, 2)) < 1e-5 < 1e-3 < relative(made[3], made[0])

@@ -124,7 +124,7 @@ def test_every_later_step_equals_diffusers(models: Any, is_flow_map: bool) -> No
     ]
     context = AttentionContext(recorder=AttentionRecorder())
     plan_steps(context.state, steps)
-    calls = dict.fromkeys(("text_blocks", "reference_blocks", "image_blocks", "joint_blocks"), 0)
+    calls = dict.fromkeys(("text_blocks", "reference_blocks", "blocks", "single_blocks"), 0)
 
     def counted(name: str) -> Callable[..., None]:
         def count(*_: object) -> None:
@@ -143,7 +143,7 @@ def test_every_later_step_equals_diffusers(models: Any, is_flow_map: bool) -> No
     for hook in hooks:
         hook.remove()
     kept = 6 if is_flow_map else 2
-    assert calls == {"text_blocks": kept, "reference_blocks": kept, "image_blocks": 6, "joint_blocks": 6}
+    assert calls == {"text_blocks": kept, "reference_blocks": kept, "blocks": 6, "single_blocks": 6}
     notes = " ".join(context.recorder.report().notes)
     assert ("references: 19 tokens in front of the joint blocks computed once" in notes) != is_flow_map
     assert f"references and text: rows of {3 if is_flow_map else 1} timestep" in notes
