@@ -44,6 +44,7 @@ class FolderFormat:
     diffusers_components: tuple[DiffusersComponent, ...]
     index_keys: tuple[str, ...] = ()
     controlnet_class: str | None = None
+    left_out: tuple[str, ...] = ()
     check_parts: Callable[[AnyFolder], object] = _nothing
 
     def check(self, folder: AnyFolder) -> None:

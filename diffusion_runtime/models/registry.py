@@ -86,6 +86,11 @@ def lora_names_of_families() -> tuple[LoraNames, ...]:
     return tuple(by_title.values())
 
 
+def family_of_class(transformer_class: str) -> ModelFamily[Any, Any]:
+    """Return the family that loads transformers of a supported class."""
+    return _families[transformer_class].load()
+
+
 def register_declared_roles() -> None:
     """Make the attention roles of every family known, whether or not a model of it is loaded."""
     for registered in _families.values():
