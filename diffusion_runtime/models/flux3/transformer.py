@@ -131,7 +131,7 @@ class Flux3Transformer(DiffusionTransformer):
         grids = (grid, *(self.geometry.grid(each.shape) for each in references))
         sizes = x.shape[1], sum(math.prod(each) for each in grids[1:]), max(lengths)
         rotations = self._rotations(grids, sizes[2], context)
-        of_image, of_references, of_text = torch.split(rotations, sizes)
+        of_image, of_references, of_text = torch.split(rotations, list(sizes))
         rows, constant = self._rows(timestep, context), self._constant_rows(timestep, context)
         given = [self._text(inputs.text, constant, of_text, context)]
         if references:
