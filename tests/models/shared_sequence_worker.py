@@ -75,7 +75,7 @@ def flux2_cached(policy: AttentionPolicy) -> DiffusionTransformer:
 def flux3(policy: AttentionPolicy) -> DiffusionTransformer:
     for role in (FLUX3_TEXT_ROLE, REFERENCE_ROLE):
         register_role(role, "cross")
-    config = Flux3TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, axes=(2, 4, 4, 2))
+    config = Flux3TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2))
     return Flux3Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 

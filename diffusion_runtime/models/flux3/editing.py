@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from diffusion_runtime.models.flux2 import editing as flux2
+from diffusion_runtime.models.flux2.editing import references as references_of_several
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 
 # Maximum of the authors' model card.
@@ -34,5 +34,5 @@ def references(multiple: int) -> ReferenceImages:
             # Where whole tokens lead above the area.
             scale *= 0.995
 
-    several = flux2.references(MOST, multiple)
+    several = references_of_several(MOST, multiple)
     return dataclasses.replace(several, alone=dataclasses.replace(several, most=1, scaled=scaled, cropped=canvas))

@@ -107,11 +107,11 @@ class Flux3Transformer(DiffusionTransformer):
             attention = partial(kind, config.num_heads, config.head_dim, policy=policy)
             return nn.ModuleList(Flux3Block(config, attention(layer=layer)) for layer in layers)
 
-        own = config.num_own_layers
+        own = config.num_double_layers
         self.text_blocks = make(LocalAttention, TEXT_ROLE, "text_blocks", own)
         self.reference_blocks = make(LocalAttention, REFERENCE_ROLE, "reference_blocks", own)
         self.blocks = make(USPAttention, "self", "blocks", own)
-        self.single_blocks = make(USPAttention, "self", "single_blocks", config.num_joint_layers, own)
+        self.single_blocks = make(USPAttention, "self", "single_blocks", config.num_single_layers, own)
         self.out_modulation = Modulation(config.dim, 2, bias=False)
         self.out = Linear(config.dim, config.num_channels, bias=False)
 

@@ -39,10 +39,10 @@ def _all_pieces(config: Flux3TransformerConfig) -> Iterator[NamedPieces]:
     for name, theirs in embedders.items():
         yield from two_layer_pieces(f"condition_embedding.{name}", theirs, config.num_waves, dim, bias=False)
     lists = {
-        "blocks": ("mode_blocks.image", config.num_own_layers),
-        "reference_blocks": ("mode_blocks.image_cond", config.num_own_layers),
-        "text_blocks": ("txt_mode_blocks", config.num_own_layers),
-        "single_blocks": ("single_transformer_blocks", config.num_joint_layers),
+        "blocks": ("mode_blocks.image", config.num_double_layers),
+        "reference_blocks": ("mode_blocks.image_cond", config.num_double_layers),
+        "text_blocks": ("txt_mode_blocks", config.num_double_layers),
+        "single_blocks": ("single_transformer_blocks", config.num_single_layers),
     }
     for ours, (theirs, count) in lists.items():
         for index in range(count):
