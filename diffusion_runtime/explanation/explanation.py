@@ -222,7 +222,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
 
 class _PassCosts:
     """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, for a model
-    with a prefix; None for others."""
+    with a prefix or tokens that no step changes; None for others."""
 
     def __init__(self, prepared: InspectableModel, request: GenerationRequest) -> None:
         self._prepared = prepared
@@ -288,8 +288,10 @@ def _without(row: LayerSchedule, skipped: Collection[int], steps: range) -> Laye
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
-    """Return what the first pass of a request computes once, for a model with a prefix, or None."""
-    attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
+    """Return what the first pass of a request computes once, for a model with a prefix or tokens that no step changes,
+    or None."""
+    ran = {each.layer for each in later.attention}
+    attention = tuple(each for each in first.attention if each.layer not in ran)
     return ForwardCost(first.products - later.products, attention) if attention else None
 
 

@@ -28,7 +28,8 @@ from tiny_flux3 import TINY_SIZES
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ModelLoadError, RequestError
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.flux3.editing import references
 from diffusion_runtime.models.flux3.text import MAX_TOKENS
 from diffusion_runtime.models.modular_folder import open_folder, parts_elsewhere
@@ -202,6 +203,22 @@ def test_what_cannot_be_used_is_said_before_the_weights_load(
     ):
         with pytest.raises(RequestError, match=told):
             rules.resolve(request(**given))
+
+
+def test_explain_counts_what_is_computed_once(
+    tiny_folder_of: Callable[[str], Path], tiny_flow_map: Path, pictures: tuple[str, str]
+) -> None:
+    """Blocks of text and references alone: apart from the steps in the base model, in every step of a flow map."""
+    found = {}
+    for name, folder in (("base", tiny_folder_of("flux3")), ("flow map", tiny_flow_map)):
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu"), is_dry_run=True)
+        resolved = prepared.rules.resolve(request(image_path=pictures))
+        found[name] = {part.name for part in explain(prepared, resolved).parts}
+    own = {"attention, flux3.text_self", "attention, flux3.reference_self"}
+    assert "prefill" in found["base"]
+    assert not own & found["base"]
+    assert own <= found["flow map"]
+    assert "prefill" not in found["flow map"]
 
 
 def test_the_prompt_upsampler_is_left_out_and_said(
