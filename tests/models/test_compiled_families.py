@@ -40,7 +40,9 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("family", list(NUM_KINDS))
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.slow] if each == "flux3" else []) for each in NUM_KINDS]
+)
 def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     pipeline = load(tiny_folder_of(family))
     latents, timestep, inputs = given_to(pipeline)

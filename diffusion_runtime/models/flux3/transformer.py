@@ -91,6 +91,7 @@ class Flux3Transformer(DiffusionTransformer):
         super().__init__()
         self.config = config
         self.geometry = geometry
+        self.rows_take_next = config.is_flow_map
         self.image_embedding = Linear(config.num_channels, config.dim, bias=False)
         self.reference_embedding = Linear(config.num_channels, config.dim, bias=False)
         self.text_embedding = Linear(config.text_dim, config.dim, bias=False)
@@ -154,11 +155,6 @@ class Flux3Transformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(x[:, : sizes[0]], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
-
-    def replay_refusal(self) -> str | None:
-        if self.config.is_flow_map:
-            return "this checkpoint takes the timestep that a step leads to (flow map), which is no tensor"
-        return None
 
     def _rows(self, timestep: torch.Tensor, context: AttentionContext) -> ModulationRows:
         """Return the modulation rows of the image's tokens."""

@@ -12,13 +12,16 @@ import torch
 from diffusers import Flux3Transformer2DModel
 from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
 from family_parity import load_transformer, relative
+from graphed_forwards import run_request, with_other_text
+from recorded_capture import RecordedCapture
 from tables import table
 from tiny_flux2 import CHANNELS
 from tiny_flux3 import TEXT_DIM
 
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.core.latent_geometry import ClipSize
-from diffusion_runtime.layers.modulation_rows import plan_steps
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.layers.modulation_rows import plan_key, plan_steps
 from diffusion_runtime.models.flux3.family import FAMILY
 from diffusion_runtime.models.flux3.transformer import Flux3Transformer
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
@@ -166,3 +169,21 @@ def test_every_input_matters(models: Any) -> None:
         assert relative(run_ours(ours, (latents, *other)), out) > 1e-3
     later = AttentionContext(step=StepInfo(0, 4, timestep=float(timestep[0]), next_timestep=0.0))
     assert relative(run_ours(ours, (latents, timestep, inputs), later), out) > 1e-3
+
+
+def test_a_flow_map_is_replayed(models: Any) -> None:
+    """The timestep that a step leads to is read in a table; where it is not planned, no other step's graph is taken."""
+    ours, graphs = models[True][0], ForwardGraphs(RecordedCapture())
+    latents, _, inputs = arguments(references=((3, 5),))
+    for request, num_replayed in ((inputs, 2), (with_other_text(inputs, 0.7), 4)):
+        found, report = run_request(ours, request, graphs, sample_shape=latents.shape)
+        expected, _ = run_request(ours, request, None, sample_shape=latents.shape)
+        assert all(torch.equal(replayed, eager) for replayed, eager in zip(found, expected, strict=True))
+        assert report.graphs is not None
+        assert (report.graphs.num_replayed, report.graphs.num_graphs) == (num_replayed, 1)
+    context = AttentionContext(step=StepInfo(0, 2, timestep=500.0, next_timestep=250.0))
+    other = dataclasses.replace(context, step=dataclasses.replace(context.step, next_timestep=125.0))
+    keys = [plan_key(each, takes_next=ours.rows_take_next) for each in (context, other)]
+    assert keys == [(False, 250.0), (False, 125.0)]
+    plan_steps(context.state, [context.step])
+    assert plan_key(context, takes_next=True) == (True, None)
