@@ -68,7 +68,8 @@ class FamilyCase:
     filled: fields that the model's defaults fill and others leave open.
 
     layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
-    number; runs_once: roles that run once per request and branch. text_modules: what projects the text, once as well.
+    number; runs_once: roles that run once per request and branch; of_images: roles that run for images alone.
+    text_modules: what projects the text, once as well.
 
     refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
     each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
@@ -89,6 +90,7 @@ class FamilyCase:
     text_modules: tuple[str, ...] = ("text_embedding",)
     one_of: Mapping[str, int] = field(default_factory=dict)
     runs_once: frozenset[str] = frozenset()
+    of_images: frozenset[str] = frozenset()
 
 
 SCHEDULER = "scheduler/scheduler_config.json"
@@ -210,6 +212,37 @@ FAMILIES = {
                 {"joint_attention_dim": 64}, "48 numbers per token, and the transformer takes joint_attention_dim, 64"
             ),
             in_file("text_encoder/config.json", "model_type: expected 'mistral3', got 'llama'", model_type="llama"),
+        ),
+    ),
+    "flux3": FamilyCase(
+        geometry=(8, 4, 1, (1, 1, 1)),
+        flow_shift=6.93,
+        layers={"flux3.text_self": 2, "flux3.reference_self": 2, "self": 5},
+        one_of={"flux3.text_self": 5, "flux3.reference_self": 5},
+        runs_once=frozenset({"flux3.text_self"}),
+        of_images=frozenset({"flux3.reference_self"}),
+        takes_image=True,
+        refusals=(
+            *(
+                Refusal({key: value}, rf"{CONFIG}: key '{key}': .*{told}")
+                for key, value, told in (
+                    ("in_channels", 6, "a multiple of 4"),
+                    ("cond_in_channels", 16, "expected 8, in_channels"),
+                    ("axes_dims_rope", [4, 4, 4, 2], "even numbers whose sum is attention_head_dim, 16"),
+                    ("timestep_channels", 31, "an even number"),
+                    ("flow_map", True, "expected false in a folder whose model_index.json says Flux3Pipeline"),
+                )
+            ),
+            in_file(VAE, "expected 2, a quarter of the transformer's in_channels", latent_channels=4),
+            in_file(VAE, r"expected \[2, 2\]", patch_size=[1, 1]),
+            in_file(INDEX, "expected false|no native model for what that pipeline", _class_name="Flux2KleinPipeline"),
+        ),
+        other_size=({"num_single_layers": 4}, ("single_transformer_blocks.3.attn.to_q.weight",)),
+        text_refusals=(
+            Refusal(
+                {"joint_attention_dim": 64}, "128 numbers per token, and the transformer takes joint_attention_dim, 64"
+            ),
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3_vl', got 'llama'", model_type="llama"),
         ),
     ),
     "qwen_image": FamilyCase(

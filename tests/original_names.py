@@ -217,6 +217,31 @@ def _flux2() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "single_blocks.0.norm.key_norm.scale", (4,)
 
 
+def _flux3() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim, kinds = 8, ("image", "image_cond", "txt")
+    for name in (
+        "emb_in.image",
+        "emb_in.image_cond",
+        "txt_in",
+        *(f"{of}_in.{layer}_layer" for of in ("time", "ref_time") for layer in ("in", "out")),
+        *(f"{when}_stream_modulations.{kind}.lin" for when in ("early", "single") for kind in kinds),
+        "final_layer.image.linear",
+        "final_layer.image.adaLN_modulation.1",
+    ):
+        yield from _linear(name, 6 * dim, bias=False)
+    for block in (
+        "content_mode_blocks.image.0",
+        "content_mode_blocks.image_cond.1",
+        "txt_mode_blocks.0",
+        "single_blocks.1",
+    ):
+        for part in ("q_proj", "k_proj", "v_proj", "attn_out", "mlp_out"):
+            yield from _linear(f"{block}.{part}", dim, bias=False)
+        yield from _linear(f"{block}.mlp_in", 6 * dim, bias=False)
+        yield f"{block}.norm.query_norm.scale", (4,)
+        yield f"{block}.norm.key_norm.scale", (4,)
+
+
 def _hunyuan_video() -> Iterator[tuple[str, tuple[int, ...]]]:
     dim = _FLUX_DIM
     yield "img_in.proj.weight", (dim, 4, 1, 2, 2)
@@ -311,6 +336,7 @@ ORIGINALS: Mapping[str, tuple[Callable[[], Iterator[tuple[str, tuple[int, ...]]]
     "z_image": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers"),
     "krea2": (_krea2, "convert_krea2_transformer_checkpoint_to_diffusers"),
     "flux2": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers"),
+    "flux3": (_flux3, "convert_flux3_transformer_checkpoint_to_diffusers"),
     "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers"),
     "ltx2": (_ltx2, "convert_ltx2_transformer_to_diffusers"),
 }

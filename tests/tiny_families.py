@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
+from tiny_flux3 import write_tiny_flux3
 from tiny_hunyuan_video import write_tiny_hunyuan_video
 from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
 from tiny_krea2 import write_tiny_krea2
@@ -31,6 +32,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan": write_tiny_wan,
     "flux1": write_tiny_flux1,
     "flux2": write_tiny_flux2,
+    "flux3": write_tiny_flux3,
     "qwen_image": write_tiny_qwen_image,
     "qwen_image_21": write_tiny_qwen_image_21,
     "hunyuan_video": write_tiny_hunyuan_video,

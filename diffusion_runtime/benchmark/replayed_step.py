@@ -11,6 +11,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.diffusers_bridge.sample_inputs import NEXT_TIMESTEP
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.report.attention_report import AttentionRecorder
 
@@ -57,10 +58,6 @@ class ReplayedStep:
         found = self._recorder.report().graphs
         # The last one tells what became of the pass that was to be captured.
         return "no pass ran" if found is None else list(found.eager)[-1]
-
-
-# Of a flow map, where the timed step leads.
-NEXT_TIMESTEP = 650.0
 
 
 def steps_around(timestep: torch.Tensor, num_steps: int) -> tuple[StepInfo, ...]:

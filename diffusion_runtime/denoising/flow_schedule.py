@@ -42,6 +42,21 @@ class LinearSigmas(FlowSchedule):
         return tuple(1 - index / num_steps for index in range(num_steps))
 
 
+_OF_FLOW_MAPS = ("flow_map_euler", "flow_match_euler")
+
+
+class FlowMapSchedule(FlowSchedule):
+    """Noise levels of a flow map, which may be any."""
+
+    def check_sampler(self, name: str) -> None:
+        """Refuse samplers that take the velocity at t, or one to remove all noise with. Raises RequestError."""
+        if name not in _OF_FLOW_MAPS:
+            raise RequestError(
+                f"sampler: {name} does not integrate the mean velocity from one timestep to the next, which this model "
+                f"predicts; leave it out, or set {' or '.join(_OF_FLOW_MAPS)}"
+            )
+
+
 # Of LinearQuadraticSigmas: how far the line goes.
 _LINEAR_NOISE = 0.025
 

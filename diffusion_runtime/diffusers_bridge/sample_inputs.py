@@ -24,6 +24,8 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
 _TIMESTEP, _GUIDANCE = 500.0, 4.0
+# Of a flow map, where the timed step leads.
+NEXT_TIMESTEP = 250.0
 _LATENT_PATCH = (1, 2, 2)
 # Tokens of CLIP at 224 x 224: 256 patches and the class.
 _NUM_IMAGE_TOKENS = 257
@@ -137,7 +139,7 @@ def _video_flow_map(sample: StepSample) -> StepInputs:
     made = _video_cross(sample)
     latents, timestep, _ = made.ours
     times = timestep[:, None].repeat(1, latents.shape[2])
-    further = {"timestep": times, "r_timestep": torch.full_like(times, 650.0)}
+    further = {"timestep": times, "r_timestep": torch.full_like(times, NEXT_TIMESTEP)}
     theirs = {**made.theirs, "hidden_states": latents.transpose(1, 2).contiguous(), **further}
     return StepInputs(made.ours, theirs, lambda out: out[0].transpose(1, 2))
 
@@ -244,6 +246,31 @@ def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
     return StepInputs(
         (latents, timestep, inputs), theirs, lambda out: unpatchify(out[0][:, : len(places)], grid, (1, 1, 1))
     )
+
+
+def _image_of_kinds(sample: StepSample) -> StepInputs:
+    """Return inputs whose text, a description of the whole scene, is attended with its padding."""
+    latents, num_tokens = sample.latents(), sample.text_tokens or 320
+    text = sample.random(num_tokens, sample.config["joint_attention_dim"])
+    timestep, grid, references = sample.full(_TIMESTEP), sample.grid(latents), sample.references()
+    halves = torch.tensor([1.0, 0.5, 0.5, 1.0], device=sample.device)
+    places = _places((*grid, 1), sample.device) * halves
+    following = torch.tensor([0.0, 0.0, 0.0, 1.0], device=sample.device)
+    theirs = {
+        "hidden_states": patchify(latents, (1, 1, 1)),
+        "timestep": timestep / 1000,
+        "encoder_hidden_states": text,
+        "txt_ids": _places((1, 1, 1, num_tokens), sample.device),
+        "img_ids": places,
+        "return_dict": False,
+    }
+    if references:
+        theirs["image_cond_hidden_states"] = torch.cat([patchify(each, (1, 1, 1)) for each in references], dim=1)
+        theirs["image_cond_ids"] = torch.cat([places - (1 + index) * following for index in range(len(references))])
+    if sample.config.get("flow_map"):
+        theirs["target_timestep"] = sample.full(NEXT_TIMESTEP) / 1000
+    inputs = DenoiserInputs(Conditions.of(text), sample.size, image=_condition(references))
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: unpatchify(out[0], grid, (1, 1, 1)))
 
 
 def _image_text_first(sample: StepSample) -> StepInputs:
@@ -480,6 +507,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "FluxTransformer2DModel": _image_joint,
     "LongCatImageTransformer2DModel": _image_on_diagonal,
     "Flux2Transformer2DModel": _image_joint_on_four_axes,
+    "Flux3Transformer2DModel": _image_of_kinds,
     "QwenImageTransformer2DModel": _image_text_first,
     "QwenImage21Transformer2DModel": _image_after_prefix,
     "ZImageTransformer2DModel": _image_lists,

@@ -221,8 +221,8 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
 
 
 class _PassCosts:
-    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, a prefix or
-    what is made of the text alone; None for a model with neither."""
+    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once: a prefix, or
+    what is made of the text or of tokens that no step changes; None for a model without."""
 
     def __init__(self, prepared: InspectableModel, request: GenerationRequest) -> None:
         self._prepared = prepared
@@ -288,8 +288,9 @@ def _without(row: LayerSchedule, skipped: Collection[int], steps: range) -> Laye
 
 
 def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
-    """Return what the first pass of a request computes once, a prefix or what is made of the text alone, or None."""
-    attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
+    """Return what the first pass of a request computes once, or None."""
+    ran = {each.layer for each in later.attention}
+    attention = tuple(each for each in first.attention if each.layer not in ran)
     products = first.products - later.products
     return ForwardCost(products, attention) if attention or products > 0 else None
 

@@ -160,6 +160,18 @@ class Linear(nn.Linear):
         product = out.addmm_(second.flatten(0, -2), weights[1].t()).view(*first.shape[:-1], -1)
         return self._complete(product)
 
+    def forward_sum(self, x: torch.Tensor, other: Linear, y: torch.Tensor) -> torch.Tensor:
+        """Return self(x) + other(y), whose sums over processes are one. x: [..., in_features], y: [...,
+        other.in_features]; other: a layer without bias, of as many outputs."""
+        rows, further = x.flatten(0, -2), y.flatten(0, -2)
+        product = self.product(rows)
+        if self.runs_in_parts(rows) and other.runs_in_parts(further):
+            # The second product adds to the first while it is written.
+            product.addmm_(further, other.weight.t())
+        else:
+            product = product.add_(other.product(further))
+        return self._complete(product).view(*x.shape[:-1], -1)
+
     def takes_quantized(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of 8-bit layers
         """Return True if inputs like x may come as QuantizedTokens."""
         return False

@@ -61,9 +61,11 @@ def plan_steps(state: RequestCache, steps: Iterable[StepInfo]) -> None:
     state.request.put(_PLAN, PlannedTimes(times, frozenset(times), len({timestep for timestep, _ in times})))
 
 
-def is_planned(context: AttentionContext) -> bool:
-    """Return True if the rows of a forward pass's step are among those computed at once."""
-    return _plan_of(context) is not None
+def plan_key(context: AttentionContext, *, takes_next: bool) -> tuple[bool, float | None]:
+    """Return whether the rows of a forward pass's step are among those computed at once, and the number that the pass
+    reads of the step where they are not. takes_next: as of rows_of_step."""
+    is_planned = _plan_of(context, takes_next=takes_next) is not None
+    return is_planned, context.step.next_timestep if takes_next and not is_planned else None
 
 
 def table_bytes(state: RequestCache) -> int:

@@ -43,12 +43,14 @@ def position_rotations(
     device: torch.device,
     theta: float = THETA,
     spans: Sequence[int] | None = None,
+    scales: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, sum(channels) / 2], complex64, for the tokens of a box of positions.
 
     axes: the positions along each axis; the tokens are all their combinations, the last axis varying fastest. channels:
     of a head that encode each axis, even numbers. spans: of tokens that cover so many positions along each axis,
-    numbered by the first of them through `axes`; they turn by the middle one. None for one each.
+    numbered by the first of them through `axes`; they turn by the middle one. None for one each. scales: what positions
+    along each axis are multiplied by; None for 1.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
     float32 the last frames of a long clip would already be off in the sixth digit.
@@ -58,7 +60,8 @@ def position_rotations(
         return _shape_alone(math.prod(box), sum(channels) // 2)
     tables = []
     for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
-        table = _axis_rotations(axis, num_channels, theta, 1 if spans is None else spans[place])
+        span, scale = 1 if spans is None else spans[place], 1.0 if scales is None else scales[place]
+        table = _axis_rotations(axis, num_channels, theta, span, scale)
         shape = [size if index == place else 1 for index, size in enumerate(box)]
         tables.append(table.view(*shape, -1).expand(*box, -1))
     return torch.cat(tables, dim=-1).flatten(0, -2).to(torch.complex64).to(device)
@@ -86,11 +89,14 @@ def _shape_alone(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.complex64, device="meta")
 
 
-def _axis_rotations(positions: range, num_channels: int, theta: float, span: int = 1) -> torch.Tensor:
-    """complex128 [positions, channels / 2]. span: positions that each of them covers, from itself on."""
+def _axis_rotations(
+    positions: range, num_channels: int, theta: float, span: int = 1, scale: float = 1.0
+) -> torch.Tensor:
+    """complex128 [positions, channels / 2]. span: positions that each of them covers, from itself on. scale: is
+    multiplied with each."""
     powers = torch.arange(0, num_channels, 2, dtype=torch.float64) / max(1, num_channels)
     places = torch.arange(positions.start, positions.stop, positions.step, dtype=torch.float64)
-    angles = torch.outer(places + (span - 1) / 2, theta**-powers)
+    angles = torch.outer((places + (span - 1) / 2) * scale, theta**-powers)
     return torch.polar(torch.ones_like(angles), angles)
 
 

@@ -90,6 +90,8 @@ class DiffusionTransformer(nn.Module, ABC):
     """A denoiser whose every attention is one of our layers."""
 
     geometry: LatentGeometry
+    # Whether it reads the timestep that a step leads to, and that for its modulation rows alone (rows_of_step).
+    rows_take_next: bool = False
 
     @abstractmethod
     def forward(

@@ -25,7 +25,7 @@ from diffusion_runtime.core.model_folder import (
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.guider import read_guidance_scale
-from diffusion_runtime.models.registry import family_for_folder, is_supported
+from diffusion_runtime.models.registry import family_for_folder, family_of_class, is_supported
 from diffusion_runtime.weights.cached_folder import commit_of, hub_id_of
 
 _logger = logging.getLogger("diffusion_runtime.loading")
@@ -74,6 +74,18 @@ def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = F
         raise ModelLoadError(f"{where}: key '_class_name': expected a modular pipeline of diffusers, got {shown(name)}")
     _refuse_code(folder.path, index)
     specifications = _specifications(where, index)
+    blocks = index.get("_blocks_class_name")
+    if not isinstance(blocks, str | None):
+        raise ModelLoadError(f"{where}: key '_blocks_class_name': expected a class of diffusers, got {shown(blocks)}")
+    settings = {key: value for key, value in index.items() if not key.startswith("_") and not _is_entry(value)}
+    why = _not_native(_opened(folder, name, settings, specifications, {}, {}), name, blocks)
+    if why is not None and backend == "native":
+        raise ModelLoadError(f"{where}: {why}; `--backend diffusers` runs the folder")
+    is_native = why is None and backend != "diffusers"
+    if is_native:
+        for component in _left_out(specifications):
+            del specifications[component]
+            _logger.info("%s: %s is left out, which the native model has no use for", folder, component)
     parts: dict[str, Path] = {}
     elsewhere: dict[str, HubPart] = {}
     for component, (_, spec) in specifications.items():
@@ -87,22 +99,34 @@ def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = F
         elif found.parent != folder.path or found.name != component:
             _logger.info("%s: %s comes from %s", folder, component, found)
         parts[component] = found
-    settings = {key: value for key, value in index.items() if not key.startswith("_") and not _is_entry(value)}
+    if is_native:
+        return _with_guidance(_opened(folder, name, settings, specifications, parts, elsewhere), parts)
+    if backend == "auto":
+        _logger.info("%s: %s; diffusers' own %s runs it", folder, why, name)
     components = {component: pair for component, (pair, _) in specifications.items()}
-    blocks = index.get("_blocks_class_name")
-    if not isinstance(blocks, str | None):
-        raise ModelLoadError(f"{where}: key '_blocks_class_name': expected a class of diffusers, got {shown(blocks)}")
     own = ModularIndex(name, {"_class_name": name, **settings, **components}, elsewhere, blocks)
-    opened = dataclasses.replace(own, index={**own.index, "_class_name": _ordinary(name)})
-    native = folder.with_modular(opened, parts)
-    why = _not_native(native, name, blocks)
-    if backend == "diffusers" or (backend == "auto" and why is not None):
-        if backend == "auto":
-            _logger.info("%s: %s; diffusers' own %s runs it", folder, why, name)
-        return folder.with_modular(own, parts)
-    if why is not None:
-        raise ModelLoadError(f"{where}: {why}; `--backend diffusers` runs the folder")
-    return _with_guidance(native, parts)
+    return folder.with_modular(own, parts)
+
+
+def _opened(
+    folder: ModelFolder,
+    name: str,
+    settings: Mapping[str, Any],
+    specifications: Mapping[str, tuple[list[str], Mapping[str, Any]]],
+    parts: Mapping[str, Path],
+    elsewhere: Mapping[str, HubPart],
+) -> ModelFolder:
+    """Return a folder as that of the ordinary pipeline which a modular one of this name stands for."""
+    components = {component: pair for component, (pair, _) in specifications.items()}
+    index = {"_class_name": _ordinary(name), **settings, **components}
+    return folder.with_modular(ModularIndex(name, index, elsewhere), parts)
+
+
+def _left_out(specifications: Mapping[str, tuple[list[str], Mapping[str, Any]]]) -> list[str]:
+    """Return the components that the family of the transformer has no use for."""
+    names = [pair[1] for component, (pair, _) in specifications.items() if component == "transformer"]
+    unused = [each for name in names if is_supported(name) for each in family_of_class(name).files.unread]
+    return [component for component in specifications if component in unused]
 
 
 def read_places(folder: Path) -> tuple[str, dict[str, tuple[str, Path | HubPart]]]:
@@ -116,10 +140,15 @@ def read_places(folder: Path) -> tuple[str, dict[str, tuple[str, Path | HubPart]
 
 
 def parts_elsewhere(folder: Path) -> dict[str, HubPart]:
-    """Return the components of a modular folder that other repositories hold, by its index alone; none for any other
-    folder. Raises ModelLoadError."""
-    places = read_places(folder)[1] if is_modular(folder) else {}
-    return {name: place for name, (_, place) in places.items() if isinstance(place, HubPart)}
+    """Return the components of a modular folder that other repositories hold and its family reads, by its index alone;
+    none for any other folder. Raises ModelLoadError."""
+    if not is_modular(folder):
+        return {}
+    where = folder / MODULAR_INDEX_FILE
+    specifications = _specifications(where, read_json(where))
+    left_out = _left_out(specifications)
+    places = {name: _located(folder, name, spec) for name, (_, spec) in specifications.items() if name not in left_out}
+    return {name: place for name, place in places.items() if isinstance(place, HubPart)}
 
 
 def _specifications(where: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[str], Mapping[str, Any]]]:

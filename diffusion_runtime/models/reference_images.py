@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 
 from diffusion_runtime.core.latent_geometry import ClipSize
@@ -50,10 +51,11 @@ class ReferenceImages:
     """Rules for the images of a model for editing.
 
     most: how many. scaled: image size -> size of the picture made of it; cropped: size of the picture -> that of its
-    middle, which the autoencoder encodes. refusal: why an image of some size cannot be used, None where it can.
-    sized_by: index of the encoded picture whose size is the output's where a request sets none, 0 for the first one and
-    -1 for the last, as in diffusers; None where it has a size of its own. usual: how many images a benchmark has.
-    are_cached: whether they are computed once per request, and not at every step.
+    middle, which the autoencoder encodes, or of a canvas around it, which its reflection fills. refusal: why an image
+    of some size cannot be used, None where it can. sized_by: index of the encoded picture whose size is the output's
+    where a request sets none, 0 for the first one and -1 for the last, as in diffusers; None where it has a size of its
+    own. usual: how many images a benchmark has. are_cached: whether they are computed once per request, and not at
+    every step. alone: the rules for an image that is the only one of its request; None for these.
     """
 
     most: int
@@ -63,6 +65,11 @@ class ReferenceImages:
     sized_by: int | None = None
     usual: int = 1
     are_cached: bool = False
+    alone: ReferenceImages | None = None
+
+    def among(self, num_images: int) -> ReferenceImages:
+        """Return the rules for the images of a request with so many."""
+        return self.alone if num_images == 1 and self.alone is not None else self
 
     def encoded_size(self, size: Size) -> Size:
         """Return the size that is encoded of an image of this size."""
@@ -81,7 +88,8 @@ class ReferenceImages:
 
     def default_size(self, paths: Sequence[str]) -> dict[str, int]:
         """Return request values that follow from the images. Raises what `check` raises."""
-        sizes = [self.encoded_size(self.check(path)) for path in paths]
+        rules = self.among(len(paths))
+        sizes = [rules.encoded_size(rules.check(path)) for path in paths]
         if not sizes or self.sized_by is None:
             return {}
         return dict(zip(("height", "width"), sizes[self.sized_by], strict=True))
@@ -90,10 +98,12 @@ class ReferenceImages:
         """Return an image's pixels to encode, [1, 3, height, width] in [-1, 1]. Raises what `check` raises."""
         scaled = self.scaled(self.check(path))
         rows, columns = self.cropped(scaled)
-        top, left = (scaled[0] - rows) // 2, (scaled[1] - columns) // 2
-        whole = torch.from_numpy(read_image(path, *scaled))
-        middle = whole[top : top + rows, left : left + columns]
-        return as_pixels(middle)
+        whole = read_image(path, *scaled)
+        missing = [max(0, wanted - there) for wanted, there in zip((rows, columns), scaled, strict=True)]
+        if any(missing):
+            whole = numpy.pad(whole, [*((each // 2, each - each // 2) for each in missing), (0, 0)], mode="reflect")
+        top, left = (whole.shape[0] - rows) // 2, (whole.shape[1] - columns) // 2
+        return as_pixels(torch.from_numpy(whole[top : top + rows, left : left + columns]))
 
 
 def as_pixels(image: torch.Tensor) -> torch.Tensor:
@@ -116,7 +126,8 @@ class ReferenceConditioner(ImageConditioner):
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
         paths = image_paths(request, _FIELD)
-        latents = [self._encode(self._images.pixels(path)) for path in paths]
+        images = self._images.among(len(paths))
+        latents = [self._encode(images.pixels(path)) for path in paths]
         return ImageCondition(latents[0], further=tuple(latents[1:]))
 
 

@@ -55,6 +55,7 @@ _families: dict[str, _Registered] = {
     "FluxTransformer2DModel": _in_folder("flux1"),
     "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
+    "Flux3Transformer2DModel": _in_folder("flux3"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
     "QwenImage21Transformer2DModel": _in_folder("qwen_image_21"),
     "HunyuanVideoTransformer3DModel": _in_folder("hunyuan_video"),
@@ -84,6 +85,11 @@ def lora_names_of_families() -> tuple[LoraNames, ...]:
     """Return the names of every family's modules in LoRA files; once for families that share their names."""
     by_title = {names.title: names for names in (registered.lora_names() for registered in _families.values())}
     return tuple(by_title.values())
+
+
+def family_of_class(transformer_class: str) -> ModelFamily[Any, Any]:
+    """Return the family that loads transformers of a supported class."""
+    return _families[transformer_class].load()
 
 
 def register_declared_roles() -> None:

@@ -1,8 +1,8 @@
 """Hidden states of a causal language model (LLM) as text embeddings, of one layer or several, with a prompt template
 whose own first tokens are cropped.
 
-For states of several layers, prompts are padded to one length, and the transformer attends to the padding, as some were
-trained.
+For states of several layers, prompts are padded to one length or to a multiple of some, and the transformer attends to
+the padding, as some were trained.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class StackedStatesEncoder(TextEncoder):
 
     model: a bare decoder, with as many layers as the last of `layers`. layers: the ones whose outputs are read, counted
     from 1. template: includes every special token, and nothing of it is cropped. removed: texts that are removed from
-    prompts, such as the token for a picture. max_tokens: of a prompt with its template and padding. Padding is on the
-    side that the tokenizer sets; the language model masks it.
+    prompts, such as the token for a picture. max_tokens: of a prompt with its template and padding. pad_multiple:
+    prompts are padded to the next multiple of it, on the right and at position 1, as in training; None: to max_tokens,
+    on the side that the tokenizer sets. The language model masks the padding.
     """
 
     library = "transformers"
@@ -119,6 +120,7 @@ class StackedStatesEncoder(TextEncoder):
         layers: tuple[int, ...],
         max_tokens: int,
         removed: tuple[str, ...] = (),
+        pad_multiple: int | None = None,
     ) -> None:
         assert template.num_cropped == 0
         model.norm = torch.nn.Identity()
@@ -128,6 +130,7 @@ class StackedStatesEncoder(TextEncoder):
         self.layers = layers
         self.max_tokens = max_tokens
         self.removed = removed
+        self.pad_multiple = pad_multiple
         self.implementation = str(model.config._attn_implementation)
 
     @property
@@ -137,26 +140,41 @@ class StackedStatesEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """Encode prompts, each padded to max_tokens."""
+        """Encode prompts, each with its padding."""
         rows = [self._tokenize(prompt) for prompt in prompts]
-        ids = torch.full((len(rows), self.max_tokens), self.tokenizer.pad_token_id or 0)
+        lengths = tuple(self._padded(len(row.ids)) for row in rows)
+        ids = torch.full((len(rows), max(lengths)), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
+        is_left = self.pad_multiple is None and self.tokenizer.padding_side == "left"
         for index, row in enumerate(rows):
-            first = self.max_tokens - len(row.ids) if self.tokenizer.padding_side == "left" else 0
+            first = self.max_tokens - len(row.ids) if is_left else 0
             place = slice(first, first + len(row.ids))
             ids[index, place] = torch.tensor(row.ids, dtype=torch.long)
             mask[index, place] = 1
         device = self.model.device
+        places = {}
+        if self.pad_multiple is not None:
+            places["position_ids"] = torch.arange(ids.shape[1]).where(mask > 0, 1).to(device)
         output = self.model(
-            input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, output_hidden_states=True
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            use_cache=False,
+            output_hidden_states=True,
+            **places,
         )
         return Conditions(
             # The first hidden state is the input of the first layer.
             embeddings=torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1),
-            lengths=(self.max_tokens,) * len(rows),
+            lengths=lengths,
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
+
+    def _padded(self, num_tokens: int) -> int:
+        """Return the number of tokens of a prompt with its padding."""
+        if self.pad_multiple is None:
+            return self.max_tokens
+        return min(num_tokens + -num_tokens % self.pad_multiple, self.max_tokens)
 
     def _tokenize(self, prompt: str) -> TokenizedPrompt:
         for text in self.removed:

@@ -70,6 +70,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "longcat-image": {**_JOINT, "pooled_projection_dim": 32},
     "flux.2-dev": _JOINT,
     "flux.2-klein-4b": _JOINT,
+    "flux.3-image-klein": _JOINT,
+    "flux.3-image-klein-base": _JOINT,
     "qwen-image": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},
     "qwen-image-edit": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},
     "qwen-image-2.1": {"num_layers": 1, "num_attention_heads": 2, "context_in_dim": 32},

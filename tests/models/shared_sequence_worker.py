@@ -23,6 +23,9 @@ from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
+from diffusion_runtime.models.flux3.config import Flux3TransformerConfig
+from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, Flux3Transformer
+from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_ROLE
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
@@ -71,6 +74,13 @@ def flux2_cached(policy: AttentionPolicy) -> DiffusionTransformer:
     return Flux2Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
+def flux3(policy: AttentionPolicy) -> DiffusionTransformer:
+    for role in (FLUX3_TEXT_ROLE, REFERENCE_ROLE):
+        register_role(role, "cross")
+    config = Flux3TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2))
+    return Flux3Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
+
+
 def z_image(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(TEXT_ROLE, "cross")
     config = ZImageTransformerConfig(2, 1, 4, 48, CHANNELS, TEXT_DIM, (4, 4, 4), theta=256.0, eps=1e-5)
@@ -115,6 +125,7 @@ IMAGES: dict[str, tuple[Callable[[AttentionPolicy], DiffusionTransformer], Seque
     "flux1 fill": (flux1_fill, BESIDE),
     "flux2 to edit": (flux2, TO_EDIT),
     "flux2 cached": (flux2_cached, TO_EDIT),
+    "flux3 to edit": (flux3, TO_EDIT),
     "qwen_image to edit": (qwen_image, TO_EDIT),
     "qwen_image at zero": (qwen_image_at_zero, TO_EDIT),
     # A control video, whose tokens are cut like the grid's.

@@ -57,6 +57,7 @@ class Authors:
 WAN21 = "Wan-Video/Wan2.1 at 9737cba9: generate.py, wan/configs"
 WAN22 = "Wan-Video/Wan2.2 at 42bf4cfa: wan/configs/wan_{}.py, shared_config.py"
 BFL = "black-forest-labs/flux at 802fb471: src/flux/{}"
+BFL3 = "black-forest-labs/flux-3-image-klein in November 2026: README.md"
 QWEN = "QwenLM/Qwen-Image at 6b5e1f5c: README.md"
 KREA2 = "krea-ai/krea-2 at db3984fb: README.md"
 LTXV = "Lightricks/LTX-Video at 5260738e: configs/{}, ltx_video/inference.py"
@@ -163,6 +164,8 @@ AUTHORS: dict[str, Authors] = {
     "flux.2-dev": Authors(
         "black-forest-labs/flux2 at ab7cca68: scripts/cli.py", {"num_inference_steps": 50, "guidance_scale": 4.0}
     ),
+    "flux.3-image-klein": Authors(BFL3, {"num_inference_steps": 16}),
+    "flux.3-image-klein-base": Authors(BFL3, {"num_inference_steps": 50, "guidance_scale": 4.0}),
     "longcat-image": Authors(
         "meituan-longcat/LongCat-Image at 39fd2251: README.md",
         {"height": 768, "width": 1344, "num_inference_steps": 50, "guidance_scale": 4.0},

@@ -18,11 +18,13 @@ from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Kinds of blocks: streams apart, one stream, a refiner of the text; Z-Image's text is refined without a timestep.
+# Kinds of blocks: streams apart, one stream, a refiner of the text; Z-Image's text is refined without a timestep;
+# FLUX.3's block runs on the text alone, on the image and on both.
 NUM_KINDS = {
     "wan": 1,
     "flux1": 2,
     "flux2": 2,
+    "flux3": 3,
     "qwen_image": 1,
     "hunyuan_video": 3,
     "hunyuan_video_15": 2,
@@ -39,7 +41,9 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("family", list(NUM_KINDS))
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.slow] if each == "flux3" else []) for each in NUM_KINDS]
+)
 def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     pipeline = load(tiny_folder_of(family))
     latents, timestep, inputs = given_to(pipeline)

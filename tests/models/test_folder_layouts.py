@@ -43,8 +43,8 @@ def frames(folder: Path) -> numpy.ndarray:
 def save_again(folder: Path, target: Path, dtype: torch.dtype, **how: Any) -> Path:
     from diffusers import DiffusionPipeline
 
-    if (folder / "processor").is_dir():
-        # transformers makes its processor of torchvision: without the pipeline.
+    if "Qwen3VLProcessor" in (folder / "model_index.json").read_text():
+        # transformers makes it of torchvision: without the pipeline.
         return save_parts_again(folder, target, dtype, **how)
     DiffusionPipeline.from_pretrained(folder, dtype=dtype).save_pretrained(target, **how)
     # It changes what belongs to no component.

@@ -64,6 +64,8 @@ NUM_PARAMETERS = {
     "FLUX.2-klein-9b-kv": 9_078_581_248,
     "FLUX.2-klein-base-4B": 3_875_544_576,
     "FLUX.2-klein-base-9B": 9_078_581_248,
+    "flux-3-image-klein": 5_548_681_984,
+    "flux-3-image-klein-base": 5_538_458_368,
     "LTX-2": 18_876_174_592,
     **dict.fromkeys(("LTX-2.3-Diffusers", "LTX-2.3-Distilled-Diffusers"), 18_988_838_144),
     # Without the biases of the video's feed-forward networks. The embedding of generated keyframes is not counted.
@@ -84,6 +86,7 @@ RECOGNISED = {
     "FLUX.2-klein-4B": "klein-4",
     "FLUX.2-klein-9B": "klein-4",
     "FLUX.2-klein-9b-kv": "klein-4",
+    "flux-3-image-klein": "klein-16",
     "Z-Image-Turbo": "turbo-8",
     "Krea-2-Turbo": "turbo-8",
 }

@@ -16,6 +16,7 @@ from tiny_families import WRITERS
 from tiny_flow_maps import write_tiny_flow_map
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
+from tiny_flux3 import write_tiny_flux3
 from tiny_hunyuan_video import write_tiny_hunyuan_video
 from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
@@ -70,6 +71,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-base-9b": write_tiny_flux2_klein,
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
+    "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.

@@ -40,9 +40,11 @@ def test_quantised_layers_hold_the_weights_and_are_counted(family: str, tmp_path
     report = quantized(small_request(quantized, 2)).attention_report
     (row,) = report.products
     assert "weights dequantised per call: cpu has no" in row.implementation
-    # Two steps; a layer may run once per branch and once per stream.
-    assert row.count >= 2 * len(replaced)
-    assert row.count % 2 == 0
+    # Two steps; a layer may run once per branch and once per stream. In FLUX.3 text runs once per request, and there is
+    # no reference.
+    once, left_out = (sum(name.startswith(of) for name in replaced) for of in ("text_blocks.", "reference_blocks."))
+    assert row.count - once >= 2 * (len(replaced) - once - left_out)
+    assert (row.count - once) % 2 == 0
     assert report.to_dict()["products"] == [{"implementation": row.implementation, "count": row.count}]
 
 
@@ -105,6 +107,9 @@ def test_norms_quantise_the_input_of_8_bit_layers_and_change_no_bit(
     if family == "ltx_video":
         # Attention to the text reads the stream itself.
         read -= {name for name in read if name.endswith("cross_attention.q")}
+    if family == "flux3":
+        # There is no reference, and tokens of several timesteps are quantised together.
+        read -= {name for name in read if name.startswith(("reference_blocks.", "single_blocks."))}
     assert set(took) == read
     # A prefix goes through layers of its own pass, too.
     assert num_passes == len(passes) - len(took)

@@ -37,6 +37,7 @@ LTX = {**QWEN, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
 SCHEDULERS = {
     "wan": SchedulerConfig(UNIPC, {"flow_shift": 3.0}),
     "flux1": SchedulerConfig(EULER, {"shift": 1.0, "use_dynamic_shifting": False}),
+    "flux3": SchedulerConfig(EULER, {"shift": 6.93}),
     "qwen_image": SchedulerConfig(EULER, QWEN),
     "z_image": SchedulerConfig(EULER, {"shift": 3.0}),
     "krea2": SchedulerConfig(EULER, {**QWEN, "max_shift": 1.15, "max_image_seq_len": 6400, "shift_terminal": None}),
@@ -79,6 +80,7 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("z_image", "turbo-8"): ("flow_match_euler", even(8, 3.0)),
     ("krea2", "turbo-8"): ("flow_match_euler", even(8, math.exp(1.15))),
     ("ltx2", "ltx-distilled"): ("flow_match_euler", LTX_DISTILLED),
+    ("flux3", "klein-16"): ("flow_match_euler", even(16, 6.93)),
     ("ltx_video", "ltxv-distilled"): (
         "flow_match_euler",
         [1.0, 0.993, 0.987, 0.981, 0.975, 0.909, 0.725, 0.00003],

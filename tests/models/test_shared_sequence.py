@@ -33,7 +33,10 @@ def test_two_processes_with_a_prefix_cache_equal_one(measured: list[dict[str, fl
         assert max(of_process[f"{name}, ulysses"] for of_process in measured) < 1e-5
 
 
-@table("name", ["flux1 to edit", "flux1 fill", "flux2 to edit", "qwen_image to edit", "qwen_image at zero"])
+@table(
+    "name",
+    ["flux1 to edit", "flux1 fill", "flux2 to edit", "flux3 to edit", "qwen_image to edit", "qwen_image at zero"],
+)
 def test_two_processes_with_images_equal_one(measured: list[dict[str, float]], name: str) -> None:
     """Every process holds all tokens of the images."""
     for of_process in measured:

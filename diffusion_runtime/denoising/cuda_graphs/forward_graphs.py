@@ -34,7 +34,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
 from diffusion_runtime.kernels.implementation import fusion_is_on
-from diffusion_runtime.layers.modulation_rows import is_planned
+from diffusion_runtime.layers.modulation_rows import plan_key
 from diffusion_runtime.layers.stored_linear import StoredLinear
 from diffusion_runtime.parallel.collectives import RankGroup, agreed_refusal, reasons_of
 from diffusion_runtime.report.attention_report import AttentionRecorder, GraphReplays
@@ -218,7 +218,8 @@ class GraphedForward:
             (given.latents.shape, given.latents.dtype, given.latents.device),
             form_of(given.timestep),
             self._forms_of_inputs[id(given.inputs)][1],
-            (step.branch, step.expert, context.is_compiled, context.layout, is_planned(context)),
+            (step.branch, step.expert, context.is_compiled, context.layout),
+            plan_key(context, takes_next=bool(getattr(self._model, "rows_take_next", False))),
             _cache_key(context.cache, step),
             self._step_key(step),
             kernel_switches(given.latents.device.type),

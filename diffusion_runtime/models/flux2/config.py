@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import (
@@ -100,36 +101,45 @@ def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
     if file.whole_number("patch_size", 1) != 1:
         raise file.error("patch_size", "1", file.values["patch_size"])
     in_channels = file.whole_number("in_channels", 128)
-    if in_channels % FOLD**2:
-        raise file.error("in_channels", f"a multiple of {FOLD**2}", in_channels)
     out_channels = file.whole_number("out_channels", in_channels)
     if out_channels != in_channels:
         raise ModelLoadError(
             f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
             "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
         )
+    return Flux2TransformerConfig(
+        **read_sizes(file, "timestep_guidance_channels"),
+        embeds_guidance=_embeds_guidance(folder, file),
+        theta=file.number("rope_theta", 2000.0),
+        caches_references=read_pipeline_config(folder).caches_references,
+    )
+
+
+def read_sizes(file: ConfigFile, waves_key: str) -> dict[str, Any]:
+    """Return the sizes that a transformer's config says, as fields of Flux2TransformerConfig. waves_key: that of
+    num_waves. Raises ModelLoadError that names the file and the key."""
+    in_channels = file.whole_number("in_channels", 128)
+    if in_channels % FOLD**2:
+        raise file.error("in_channels", f"a multiple of {FOLD**2}", in_channels)
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", _NUM_AXES)
     if sum(axes) != head_dim or any(size % 2 for size in axes):
         raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
-    num_waves = file.whole_number("timestep_guidance_channels", 256)
+    num_waves = file.whole_number(waves_key, 256)
     if num_waves % 2:
-        raise file.error("timestep_guidance_channels", "an even number", num_waves)
-    return Flux2TransformerConfig(
-        num_double_layers=file.layer_count("num_layers"),
-        num_single_layers=file.layer_count("num_single_layers"),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_channels=in_channels,
-        text_dim=file.whole_number("joint_attention_dim"),
-        ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 3.0)),
-        embeds_guidance=_embeds_guidance(folder, file),
-        axes=axes,
-        theta=file.number("rope_theta", 2000.0),
-        num_waves=num_waves,
-        eps=file.number("eps", 1e-6),
-        caches_references=read_pipeline_config(folder).caches_references,
-    )
+        raise file.error(waves_key, "an even number", num_waves)
+    return {
+        "num_double_layers": file.layer_count("num_layers"),
+        "num_single_layers": file.layer_count("num_single_layers"),
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "num_channels": in_channels,
+        "text_dim": file.whole_number("joint_attention_dim"),
+        "ffn_dim": int(num_heads * head_dim * file.number("mlp_ratio", 3.0)),
+        "axes": axes,
+        "num_waves": num_waves,
+        "eps": file.number("eps", 1e-6),
+    }
 
 
 def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
@@ -143,14 +153,19 @@ def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    return geometry_of(folder, read_transformer_config(folder).num_channels)
+
+
+def geometry_of(folder: AnyFolder, num_channels: int) -> ImageGeometry:
+    """Read vae/config.json. num_channels: of the transformer. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "vae")
     fold = file.values.get("patch_size", [FOLD, FOLD])
     if fold != [FOLD, FOLD]:
         raise file.error("patch_size", f"{[FOLD, FOLD]}", fold)
     source = "a quarter of the transformer's in_channels"
-    read_num_channels(file, "latent_channels", transformer.num_channels // FOLD**2, source, 32)
+    read_num_channels(file, "latent_channels", num_channels // FOLD**2, source, 32)
     return ImageGeometry(
-        num_channels=transformer.num_channels,
+        num_channels=num_channels,
         spatial_factor=FOLD * read_image_factor(file),
         temporal_factor=1,
         patch=(1, 1, 1),

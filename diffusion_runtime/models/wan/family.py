@@ -14,6 +14,7 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.causal_video_decoder import causal_tiling
 from diffusion_runtime.decoders.video_decoder import read_statistics
+from diffusion_runtime.denoising.flow_schedule import FlowMapSchedule
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
@@ -42,7 +43,7 @@ from diffusion_runtime.models.wan.config import (
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.far_transformer import FarTransformer
-from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS, FlowMapSchedule
+from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan.vace_condition import WanControlConditioner

@@ -16,8 +16,6 @@ from torch import nn
 
 from diffusion_runtime.core.model_folder import ConfigFile
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule
-from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TimestepEmbedding
 from diffusion_runtime.weights.pieces import NamedPieces, two_layer_pieces
 
@@ -38,7 +36,6 @@ FLOW_MAP_DEFAULTS = {
     "sampler": "flow_map_euler",
 }
 _TARGETS = {"r": False, "t-r": True}
-_SAMPLERS = ("flow_map_euler", "flow_match_euler")
 
 
 @dataclass(frozen=True)
@@ -85,15 +82,3 @@ def embedding_pieces(ours: str, theirs: str, num_waves: int, dim: int) -> Iterat
     """Yield the pieces of a FlowMapEmbedding. theirs: the checkpoint's name of the condition embedder."""
     yield from two_layer_pieces(f"{ours}.start", f"{theirs}.time_embedder", num_waves, dim)
     yield from two_layer_pieces(f"{ours}.target", f"{theirs}.delta_embedder", num_waves, dim)
-
-
-class FlowMapSchedule(FlowSchedule):
-    """Noise levels of a flow map, which may be any."""
-
-    def check_sampler(self, name: str) -> None:
-        """Refuse samplers that take the velocity at t, or one to remove all noise with. Raises RequestError."""
-        if name not in _SAMPLERS:
-            raise RequestError(
-                f"sampler: {name} does not integrate the mean velocity from one timestep to the next, which this model "
-                f"predicts; leave it out, or set {' or '.join(_SAMPLERS)}"
-            )
