@@ -23,6 +23,9 @@ from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError, OutputError
 from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.serving.engine_channel import BatchProgress, Channel
+from diffusion_runtime.serving.files import INPUTS
+from diffusion_runtime.serving.input_images import refuse_elsewhere
+from diffusion_runtime.serving.machine_share import take_share
 from diffusion_runtime.serving.results import publish
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
@@ -40,10 +43,11 @@ _logger = logging.getLogger("diffusion_runtime.serving")
 
 
 class Engine:
-    """Rank 0 of the processes that hold the model. share: hands a batch to the other ranks, and returns what the
-    server asked for next."""
+    """Rank 0 of the processes that hold the model. names: public names of paths. storage: the folder with the images of
+    requests, beside which none is read, and with the results."""
 
-    def __init__(self, channel: Channel, model: ServedModel, names: Mapping[str, str]) -> None:
+    def __init__(self, channel: Channel, model: ServedModel, names: Mapping[str, str], storage: Path) -> None:
+        self._storage = storage
         self._channel = channel
         self._model = model
         self._names = dict(names)
@@ -88,6 +92,8 @@ class Engine:
         if not watch.wanted:
             return
         works = [works[index] for index in watch.wanted]
+        for work in works:
+            refuse_elsewhere(work["request"], self._storage / INPUTS)
         watch = BatchProgress(self._channel, works)
         try:
             media = make({**message, "works": works}, watch)
@@ -112,6 +118,8 @@ class Engine:
         while True:
             question = self._channel.questions.get()
             try:
+                for request in question["work"]["requests"]:
+                    refuse_elsewhere(request, self._storage / INPUTS)
                 asked = self._model.check if question["type"] == "check" else self._model.explain
                 self._channel.send("checked", id=question["id"], answer=asked(question["work"]))
             except Exception as error:
@@ -187,7 +195,7 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
         model = ServedModel(config, loras, coordinator.world, given["preview"])
         model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
-        engine = None if channel is None else Engine(channel, model, given["names"])
+        engine = None if channel is None else Engine(channel, model, given["names"], Path(given["storage"]))
         make = _maker(model, coordinator)
         if engine is not None:
             if given["warm_up"]:
@@ -251,8 +259,15 @@ def main(arguments: Sequence[str]) -> int:
     process_info = read_process_info()
     num_processes = 1
     if process_info is None:
-        config = RuntimeConfig.from_dict(read_json_file(folder / CONFIG_FILE)["config"])
+        given = read_json_file(folder / CONFIG_FILE)
+        config = RuntimeConfig.from_dict(given["config"])
         num_processes = config.parallel.num_processes
+        try:
+            take_share(config, *given.get("replica", (0, 1)))
+        except DiffusionRuntimeError as error:
+            # Before the ranks, of which the first one would have said so.
+            Channel(folder).send("load_failed", exit_code=error.exit_code, **described(error))
+            return error.exit_code
     if process_info is not None:
         from diffusion_runtime.session.rank_runner import RankRunner
 

@@ -1,9 +1,14 @@
-"""Images that come with a request: their size by their header, before anything is decoded."""
+"""Images that come with a request: their size by their header, before anything is decoded; where an engine finds
+them."""
 
 from __future__ import annotations
 
 import io
+import os
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.untrusted.image_urls import image_kind
@@ -26,3 +31,14 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
     if width * height > max_pixels:
         raise RequestError(f"{field}: the image has {width} x {height} pixels, at most {max_pixels} are taken")
     return extension
+
+
+def refuse_elsewhere(request: Mapping[str, Any], inputs: Path) -> None:
+    """Raises RequestError for a request that names a file outside the folder of inputs. The server writes all of them
+    there; an engine that checks it reads no other file of its machine, whoever speaks to it."""
+    for name, value in request.items():
+        for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+            if name.endswith("_path") and os.path.realpath(path) != os.path.join(
+                os.path.realpath(inputs), os.path.basename(str(path))
+            ):
+                raise RequestError(f"{name}: names a file that did not come with the request")

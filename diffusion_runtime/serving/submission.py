@@ -80,7 +80,7 @@ class Submission:
         draft = self._draft("video", Body({"prompt": "a prompt", **body.values}, {}, body.is_form))
         if draft.images or body.files:
             raise invalid("input_reference", "input_reference: an explanation is of requests without images")
-        return await self._dispatcher.engine.ask("explain", draft.work())
+        return await self._dispatcher.engines.ask("explain", draft.work())
 
     def _draft(self, kind: str, body: Body) -> Draft:
         settings = self._dispatcher.settings
@@ -92,7 +92,7 @@ class Submission:
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
         dispatcher, settings = self._dispatcher, self._dispatcher.settings
-        if draft.num_previews and not (dispatcher.engine.card or {}).get("previews"):
+        if draft.num_previews and not (dispatcher.engines.card or {}).get("previews"):
             name = "return_previews" if draft.kind == VIDEO else "partial_images"
             message = (
                 f"{name}: this server shows no estimates of running jobs, see previews of /v1/models; leave it out"
@@ -109,7 +109,7 @@ class Submission:
                 paths.setdefault(field, []).append(str(path))
         inputs = {field: each[0] if len(each) == 1 else each for field, each in paths.items()}
         draft.requests = [{**request, **inputs} for request in draft.requests]
-        checked = await dispatcher.engine.ask("check", draft.work())
+        checked = await dispatcher.engines.ask("check", draft.work())
         for resolved in checked["requests"]:
             check_limits(resolved, settings.limits)
         remarks = [dispatcher.files.scrub(remark) for remark in checked["remarks"]]
