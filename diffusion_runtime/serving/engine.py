@@ -182,8 +182,8 @@ def _profiled(
             watch.profiled(asked["id"], None)
 
 
-def _serve(folder: Path, coordinator: Coordinator) -> int:
-    """Load the model and make batches until the server is gone, on every rank."""
+def _serve(folder: Path, coordinator: Coordinator, make_model: Callable[..., ServedModel] | None) -> int:
+    """Load the model and make batches until the server is gone, on every rank. make_model: in place of ServedModel."""
     given = read_json_file(folder / CONFIG_FILE)
     config = RuntimeConfig.from_dict(given["config"])
     channel = Channel(folder) if coordinator.is_first else None
@@ -193,7 +193,7 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
 
         tune_cpu_allocator()
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
-        model = ServedModel(config, loras, coordinator.world, given["preview"])
+        model = (make_model or ServedModel)(config, loras, coordinator.world, given["preview"])
         model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
         engine = None if channel is None else Engine(channel, model, given["names"], Path(given["storage"]))
         make = _maker(model, coordinator)
@@ -250,8 +250,8 @@ def _follow(model: ServedModel, coordinator: Coordinator) -> None:
         world.agree(None)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one engine process; with `num_gpus` above 1 start the ranks and wait for them."""
+def main(arguments: Sequence[str], make_model: Callable[..., ServedModel] | None = None) -> int:
+    """Run one engine process; with `num_gpus` above 1 start the ranks and wait for them. make_model: as of _serve."""
     from diffusion_runtime.session.coordinator import SingleProcessCoordinator
 
     folder = Path(arguments[0])
@@ -272,13 +272,13 @@ def main(arguments: Sequence[str]) -> int:
         from diffusion_runtime.session.rank_runner import RankRunner
 
         def work(coordinator: MultiProcessCoordinator) -> int:
-            return _serve(folder, coordinator)
+            return _serve(folder, coordinator, make_model)
 
         RankRunner(process_info, lambda failure: _logger.error("%s", failure.message)).run(work)
     if num_processes > 1:
         return _launch(arguments, config, num_processes)
     try:
-        return _serve(folder, SingleProcessCoordinator())
+        return _serve(folder, SingleProcessCoordinator(), make_model)
     except DiffusionRuntimeError as error:
         return error.exit_code
 

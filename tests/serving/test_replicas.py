@@ -1,4 +1,4 @@
-"""Replicas: which one takes what, how many run, and what becomes of jobs when one dies, hangs or has another version."""
+"""Replicas: who takes which job, how many run, and what becomes of jobs when one dies, hangs or has another version."""
 
 from __future__ import annotations
 
