@@ -96,6 +96,10 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def release(self) -> None:
+        """End the process, which holds the memory of a model."""
+        self.kill()
+
     async def ask(self, kind: str, work: Mapping[str, Any]) -> Any:
         """Return the answer to a question: `check` or `explain`. Raises Refused, and EngineLost where the engine ends
         before it answers."""

@@ -45,7 +45,10 @@ class Engine(Protocol):
         """Send one message. Raises EngineLost where nobody is there to read it."""
 
     def kill(self) -> None:
-        """End it and all its processes, at once."""
+        """End it and all its processes, at once: it hangs, or another one is to take its place."""
+
+    def release(self) -> None:
+        """Let go of it: nothing more is asked of it."""
 
 
 class Engines(Protocol):

@@ -86,9 +86,10 @@ class KeptEngine:
         self._wanted.set()
 
     def dismiss(self) -> None:
-        """End the engine, and start none until one is wanted."""
+        """Let go of the engine, and start none until one is wanted."""
         self._wanted.clear()
-        self.kill()
+        if self._engine is not None:
+            self._engine.release()
 
     async def run(self) -> None:
         """Run an engine while one is wanted, and another when it ends."""

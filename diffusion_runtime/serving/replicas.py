@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.serving.engines import Engines
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.settings import ServerSettings
@@ -38,6 +39,7 @@ class Replicas:
         self._idle_seconds = settings.limits.idle
         self.card: Mapping[str, Any] | None = None
         self._was_whole = False
+        self._failure: Mapping[str, Any] | None = None
 
         def take(replica: KeptEngine, message: dict[str, Any]) -> None:
             if message["type"] == "ready":
@@ -60,6 +62,8 @@ class Replicas:
     def failure(self) -> Mapping[str, Any] | None:
         """Return why the model cannot be loaded, None where it can: of any replica until all of them were ready once,
         and later where no replica has it."""
+        if self._failure is not None:
+            return self._failure
         found = [each.failure for each in self.all if each.failure is not None]
         is_over = found and (not self._was_whole or all(each.card is None for each in self.all))
         return found[0] if is_over else None
@@ -70,7 +74,11 @@ class Replicas:
 
     async def run(self) -> None:
         """Run all replicas until this is cancelled."""
-        await self._engines.open()
+        try:
+            await self._engines.open()
+        except DiffusionRuntimeError as error:
+            self._failure = {"message": str(error), "exit_code": error.exit_code}
+            return
         tasks = [asyncio.ensure_future(each.run()) for each in self.all]
         try:
             await asyncio.gather(*tasks)

@@ -25,7 +25,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, MissingPackageError
 from diffusion_runtime.serving.app import build_app
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engine_process import LocalEngines
@@ -51,6 +51,8 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
     Raises ConfigError for a storage or an address that cannot be used.
     """
     log_to_stderr(log_format)
+    # Other machines may write into it.
+    settings = dataclasses.replace(settings, storage=settings.storage.absolute())
     files = ResultFiles(settings.storage)
     try:
         jobs = Jobs(settings.storage / "jobs.sqlite3")
@@ -91,8 +93,10 @@ def _engines(settings: ServerSettings, given: Mapping[str, Any]) -> Engines:
     """Return the place where the engines run. Raises MissingPackageError."""
     if settings.ray is None:
         return LocalEngines()
-    from diffusion_runtime.serving.ray_engines import RayEngines
-
+    try:
+        from diffusion_runtime.serving.on_ray.engines import RayEngines
+    except ImportError as error:
+        raise MissingPackageError(f"--ray needs {error.name}: pip install 'diffusion-runtime[ray]'") from error
     return RayEngines(settings, given)
 
 

@@ -77,6 +77,7 @@ HOMES = {
     "fastapi": ("serving",),
     "starlette": ("serving",),
     "uvicorn": ("serving/server.py",),
+    "ray": ("serving/on_ray",),
     "httpx": ("serving", "untrusted/image_urls.py"),
     "prometheus_client": ("serving/metrics.py",),
     "sqlite3": ("serving",),

@@ -51,6 +51,9 @@ class ScriptedEngine:
         if not self.end.done():
             self.end.set_result(-9)
 
+    def release(self) -> None:
+        self.kill()
+
     def say(self, kind: str, **values: Any) -> None:
         self.on_message({"type": kind, **values})
 
