@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class RayEngines:
                 f"--ray {self._settings.ray}: {first_line(error)}; expected the address of a running cluster (`ray "
                 "start --head`)"
             ) from error
+        # Ray's own handlers write a stack trace, and then call these.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.getsignal(number))
 
     def _open(self) -> None:
         settings = self._settings
@@ -71,7 +75,8 @@ class RayEngines:
             address=settings.ray, namespace=NAMESPACE, log_to_driver=False, configure_logging=False,
             ignore_reinit_error=True,
         )  # fmt: skip
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         config = RuntimeConfig.from_dict(self._given["config"])
         # A host's share is its bundle; how many replicas share a machine is the cluster's to say.
         given = {**self._given, "probe": self._probe(), "storage": str(settings.storage), "warm_up": False}

@@ -1,4 +1,4 @@
-"""Host: an actor in one bundle of a gang, which starts one rank of the engine there; and the replica, which is the gang.
+"""Host: an actor in one bundle of a gang, which starts one rank of the engine there; replica: the gang of hosts.
 
 The rank is a process of its own, as on one machine (`engine_process`), so that what ends it does not end the actor,
 and nothing of Ray is in it.
