@@ -44,10 +44,12 @@ _logger = logging.getLogger("diffusion_runtime.serving")
 
 class Engine:
     """Rank 0 of the processes that hold the model. names: public names of paths. storage: the folder with the images of
-    requests, beside which none is read, and with the results."""
+    requests, beside which none is read; None where whoever starts the engine also names the files."""
 
-    def __init__(self, channel: Channel, model: ServedModel, names: Mapping[str, str], storage: Path) -> None:
-        self._storage = storage
+    def __init__(
+        self, channel: Channel, model: ServedModel, names: Mapping[str, str], storage: str | Path | None
+    ) -> None:
+        self._inputs = None if storage is None else Path(storage) / INPUTS
         self._channel = channel
         self._model = model
         self._names = dict(names)
@@ -93,7 +95,7 @@ class Engine:
             return
         works = [works[index] for index in watch.wanted]
         for work in works:
-            refuse_elsewhere(work["request"], self._storage / INPUTS)
+            refuse_elsewhere(work["request"], self._inputs)
         watch = BatchProgress(self._channel, works)
         try:
             media = make({**message, "works": works}, watch)
@@ -119,7 +121,7 @@ class Engine:
             question = self._channel.questions.get()
             try:
                 for request in question["work"]["requests"]:
-                    refuse_elsewhere(request, self._storage / INPUTS)
+                    refuse_elsewhere(request, self._inputs)
                 asked = self._model.check if question["type"] == "check" else self._model.explain
                 self._channel.send("checked", id=question["id"], answer=asked(question["work"]))
             except Exception as error:
@@ -195,7 +197,7 @@ def _serve(folder: Path, coordinator: Coordinator, make_model: Callable[..., Ser
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
         model = (make_model or ServedModel)(config, loras, coordinator.world, given["preview"])
         model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
-        engine = None if channel is None else Engine(channel, model, given["names"], Path(given["storage"]))
+        engine = None if channel is None else Engine(channel, model, given["names"], given.get("storage"))
         make = _maker(model, coordinator)
         if engine is not None:
             if given["warm_up"]:
