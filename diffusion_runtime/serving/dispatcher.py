@@ -57,7 +57,7 @@ class Dispatcher:
         warm_up = settings.warm_up and not jobs.in_status(QUEUED, IN_PROGRESS)
         storage = str(files.storage.absolute())
         given = {**given, "warm_up": warm_up, "preview": settings.preview, "storage": storage}
-        self.engines = Replicas(engines, given, settings, self._take, self._lose_batch, metrics)
+        self.engines = Replicas(engines, given, settings, self._take, metrics)
         self.is_draining = False
         self.step_seconds = 1.0
         self.mean_seconds = 10.0
@@ -108,15 +108,12 @@ class Dispatcher:
         limits = self.settings.limits
         waiting = self._waiting()
         if (reason := refuse(waiting, owner, limits)) is not None:
-            seconds = seconds_until_place(len(waiting), self.seconds_per_job, limits.max_queue)
+            seconds = seconds_until_place(
+                len(waiting), self.engines.seconds_per_job(self.mean_seconds), limits.max_queue
+            )
             raise Unavailable("queue_full", reason, seconds)
         if (reason := self._retention.refusal(num_bytes)) is not None:
             raise Unavailable("storage_full", reason, _FULL_SECONDS)
-
-    @property
-    def seconds_per_job(self) -> float:
-        """Return the seconds from one job's end to the next one's, of all replicas together."""
-        return self.mean_seconds / max(1, self.engines.num_ready)
 
     async def submit(self, job: Job, idempotency: tuple[str, str] | None = None) -> Job:
         """Accept a job: once this returns it is not lost."""
@@ -195,7 +192,7 @@ class Dispatcher:
     async def _run(self, replica: KeptEngine, jobs: list[Job]) -> None:
         """Have a replica make a batch."""
         try:
-            await self._make(replica, jobs)
+            await self._hand_over(replica, jobs)
         except Exception:
             # A fault of ours with these jobs must not keep the others waiting for ever.
             _logger.exception("a batch could not be run")
@@ -206,7 +203,7 @@ class Dispatcher:
             replica.idle_since = time.monotonic()
             self._wake.set()
 
-    async def _make(self, replica: KeptEngine, jobs: list[Job]) -> None:
+    async def _hand_over(self, replica: KeptEngine, jobs: list[Job]) -> None:
         assert replica.batch is not None
         began = time.monotonic()
         self._running |= {job.id: (replica, began) for job in jobs}
@@ -250,11 +247,6 @@ class Dispatcher:
                     # Those that follow it have the object.
                     self._live.pop(job.id, Live()).note()
 
-    def _lose_batch(self, replica: KeptEngine) -> None:
-        """Note that an engine ended, and what it was making with it."""
-        if replica.batch is not None and not replica.batch.done():
-            replica.batch.set_exception(EngineLost("the engine ended"))
-
     def _note_loss(self, job_id: str) -> None:
         job = self.jobs.get(job_id)
         if job is None or job.is_over:
@@ -270,9 +262,6 @@ class Dispatcher:
         kind = message["type"]
         if kind == "ready":
             self._wake.set()
-        elif kind == "done":
-            if replica.batch is not None and not replica.batch.done():
-                replica.batch.set_result(None)
         elif kind == "progress":
             self._note_progress(replica, message)
         elif kind == "preview" and message["job"] in self._running:

@@ -26,7 +26,7 @@ ENGINE = "diffusion_runtime.serving.engine"
 class LocalEngines:
     """Engines as processes of this machine, among which `engine.take_share` divides it."""
 
-    async def open(self) -> None:
+    async def connect(self) -> None:
         """Do nothing: a process needs nothing before it."""
 
     def engine(self, index: int, given: Mapping[str, Any], on_message: OnMessage) -> EngineProcess:  # noqa: ARG002

@@ -54,7 +54,7 @@ class Engine(Protocol):
 class Engines(Protocol):
     """The place where the engines of a server run."""
 
-    async def open(self) -> None:
+    async def connect(self) -> None:
         """Find or make what the engines run on. Raises ConfigError."""
 
     def engine(self, index: int, given: Mapping[str, Any], on_message: OnMessage) -> Engine:

@@ -36,7 +36,9 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
 def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
     """Raises RequestError for a request that names a file outside the folder of inputs, where there is one. The server writes all of them
     there; an engine that checks it reads no other file of its machine, whoever speaks to it."""
-    for name, value in request.items() if inputs is not None else ():
+    if inputs is None:
+        return
+    for name, value in request.items():
         for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
             if name.endswith("_path") and os.path.realpath(path) != os.path.join(
                 os.path.realpath(inputs), os.path.basename(str(path))

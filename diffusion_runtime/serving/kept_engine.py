@@ -27,12 +27,12 @@ _ASLEEP_SECONDS = 5.0
 
 
 class KeptEngine:
-    """One replica. given: the engine's config. on_message: called with this and each message; on_end: called with this
-    when its engine ended, before the next one. hang_timeout: seconds without progress of a batch after which it is
+    """One replica. given: the engine's config. on_message: called with this and each message; hang_timeout: seconds without progress of a batch after which it is
     replaced.
 
     card: what its model is, None until that is loaded; loading: how far that is. failure: why the model cannot be
-    loaded, None for no reason. batch: of the dispatcher, while one runs. idle_since: of time.monotonic, when it last
+    loaded, None for no reason. batch: of the dispatcher, while one runs; it has its result when the engine is done, and
+    raises EngineLost where that ends before. idle_since: of time.monotonic, when it last
     became free.
     """
 
@@ -42,7 +42,6 @@ class KeptEngine:
         engines: Engines,
         given: Mapping[str, Any],
         on_message: Callable[[KeptEngine, dict[str, Any]], None],
-        on_end: Callable[[KeptEngine], None],
         metrics: Metrics,
         hang_timeout: float,
     ) -> None:
@@ -50,7 +49,6 @@ class KeptEngine:
         self._engines = engines
         self._given = given
         self._on_message = on_message
-        self._on_end = on_end
         self._metrics = metrics
         self._hang_timeout = hang_timeout
         self._engine: Engine | None = None
@@ -107,7 +105,7 @@ class KeptEngine:
             finally:
                 watch.cancel()
             was_ready, self.card = self.card is not None, None
-            self._on_end(self)
+            self._lose_batch()
             if not self.is_wanted:
                 continue
             self.restarts += 1
@@ -139,6 +137,10 @@ class KeptEngine:
     def kill(self) -> None:
         if self._engine is not None:
             self._engine.kill()
+
+    def _lose_batch(self) -> None:
+        if self.batch is not None and not self.batch.done():
+            self.batch.set_exception(EngineLost("the engine ended"))
 
     async def _watch(self) -> None:
         """End an engine that gives no sign of life, or whose batch does not move."""
@@ -179,4 +181,6 @@ class KeptEngine:
             _logger.warning("no warm-up: %s", message["error"])
         elif kind == "load_failed":
             self.failure, self.loading = message, message["message"]
+        elif kind == "done" and self.batch is not None and not self.batch.done():
+            self.batch.set_result(None)
         self._on_message(self, message)

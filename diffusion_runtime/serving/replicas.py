@@ -31,7 +31,6 @@ class Replicas:
         given: Mapping[str, Any],
         settings: ServerSettings,
         on_message: Callable[[KeptEngine, dict[str, Any]], None],
-        on_end: Callable[[KeptEngine], None],
         metrics: Metrics,
     ) -> None:
         self._engines = engines
@@ -49,7 +48,7 @@ class Replicas:
 
         def engine(index: int) -> KeptEngine:
             each = {**given, "replica": [index, most]}
-            return KeptEngine(index, engines, each, take, on_end, metrics, settings.limits.hang_timeout)
+            return KeptEngine(index, engines, each, take, metrics, settings.limits.hang_timeout)
 
         self.all = [engine(index) for index in range(most)]
         # One at least: a model that cannot be loaded ends the server before the first request.
@@ -75,7 +74,7 @@ class Replicas:
     async def run(self) -> None:
         """Run all replicas until this is cancelled."""
         try:
-            await self._engines.open()
+            await self._engines.connect()
         except DiffusionRuntimeError as error:
             self._failure = {"message": str(error), "exit_code": error.exit_code}
             return
@@ -124,6 +123,10 @@ class Replicas:
         chosen = min(ready, key=lambda each: each.batch is not None)
         chosen.idle_since = time.monotonic()
         return await chosen.ask(kind, work)
+
+    def seconds_per_job(self, seconds: float) -> float:
+        """Return the seconds from one job's end to the next one's, of all replicas together. seconds: of a job."""
+        return seconds / max(1, self.num_ready)
 
     def states(self) -> list[dict[str, Any]]:
         """Return what is to be known of each replica, without a path or a name of a machine."""

@@ -332,6 +332,7 @@ LOADERS_BY_NAME = {
     "cli/verbs.py": "the version, of the package root, and the verb that a command line names",
     "denoising/registry.py": "a sampler's file, when its name is first used",
     "loading/description.py": "the version, of the package root",
+    "serving/engines.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
     "models/registry.py": "a family's files, when a folder asks for it",

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, first_line
@@ -37,6 +38,9 @@ _AUTHENTICATION = "RAY_AUTH_MODE"
 _HEALTH_SECONDS, _HEALTH_TIMEOUT_SECONDS = 2.0, 30.0
 # Serve ends a replica that nobody leases after so long.
 _DOWNSCALE_SECONDS = 5.0
+_MAX_PROBE = 100
+# States of an application that is used as it is.
+_FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationStatus.UNHEALTHY)
 
 
 class RayEngines:
@@ -54,11 +58,11 @@ class RayEngines:
         self._handle: Any = None
         self._name = ""
 
-    async def open(self) -> None:
+    async def connect(self) -> None:
         """Connect to the cluster, and find the replicas of an earlier server with this config or deploy them. Raises
         ConfigError."""
         try:
-            await asyncio.to_thread(self._open)
+            await asyncio.to_thread(self._connect)
         except (ConnectionError, RayError, RayServeException, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--ray {self._settings.ray}: {first_line(error)}; expected the address of a running cluster (`ray "
@@ -68,7 +72,7 @@ class RayEngines:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.getsignal(number))
 
-    def _open(self) -> None:
+    def _connect(self) -> None:
         settings = self._settings
         # Threads, not the main one: signals stay the server's.
         ray.init(
@@ -90,12 +94,12 @@ class RayEngines:
         scaling = [fewest, most, resources, config.parallel.num_processes, versions()]
         self._name = owner + _digest(text, json.dumps(scaling, sort_keys=True))
         serve.start(proxy_location="Disabled")
-        found = {name: str(each.status.value) for name, each in serve.status().applications.items()}
+        found = {name: each.status for name, each in serve.status().applications.items()}
         for name in found:
-            if name.startswith(owner) and (name != self._name or found[name] == "DEPLOY_FAILED"):
+            if name.startswith(owner) and (name != self._name or found[name] == ApplicationStatus.DEPLOY_FAILED):
                 _logger.info("replicas of another config are removed")
                 serve.delete(name)
-        if found.get(self._name) in ("RUNNING", "DEPLOYING", "UNHEALTHY"):
+        if found.get(self._name) in _FOUND:
             _logger.info("found the replicas of an earlier server")
         else:
             serve.run(self._application(text, resources, config), name=self._name, route_prefix=None)
@@ -136,7 +140,7 @@ class RayEngines:
         path = self._settings.storage / PROBE
         if not path.is_file():
             publish_text(path, secrets.token_hex(16))
-        return path.read_text()
+        return read_file(path, max_bytes=_MAX_PROBE).decode()
 
     def engine(self, index: int, given: Mapping[str, Any], on_message: OnMessage) -> RayEngine:  # noqa: ARG002
         """Return the lease of a replica, whichever is free; all were given the same config."""

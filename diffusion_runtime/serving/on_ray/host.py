@@ -94,7 +94,7 @@ class Host:
         """Return the exit code of the rank, None while it runs."""
         return self._code
 
-    def heard(self) -> float:
+    def seconds_unheard(self) -> float:
         """Return the seconds since a server was heard of."""
         return time.monotonic() - self._heard
 
@@ -117,7 +117,7 @@ class Host:
             try:
                 yield await asyncio.wait_for(lines.get(), 1.0)
             except TimeoutError:
-                if self.heard() > GONE_SECONDS:
+                if self.seconds_unheard() > GONE_SECONDS:
                     return
 
     async def _stop_running(self) -> None:
@@ -221,7 +221,10 @@ class Replica:
         engine has ended. One lease at a time: it is what Serve scales by."""
         await self._hosts[0].alive.remote()
         yield self._name
-        while await self._hosts[0].heard.remote() < GONE_SECONDS and await self._hosts[0].exit_code.remote() is None:
+        while (
+            await self._hosts[0].seconds_unheard.remote() < GONE_SECONDS
+            and await self._hosts[0].exit_code.remote() is None
+        ):
             await asyncio.sleep(1.0)
 
     async def check_health(self) -> None:
@@ -238,6 +241,6 @@ NAMESPACE = "diffusion-runtime"
 def _reads(path: Path, text: str) -> bool:
     """Return whether a file is here, and is the one that the server wrote."""
     try:
-        return os.path.isfile(path) and path.read_text() == text
-    except OSError:
+        return read_file(path, max_bytes=len(text) + 1).decode() == text
+    except (OutputError, OSError, ValueError):
         return False
