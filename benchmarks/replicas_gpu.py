@@ -65,7 +65,7 @@ def workloads(is_small: bool) -> dict[str, dict[str, Any]]:
             "config": {"model_path": "shapes", **device},
             "fields": {**size, "num_frames": 5} if is_small else {},
             "kind": VIDEO,
-            "count": 3 if is_small else 100,
+            "count": 3 if is_small else 40,
         },
         "flux": {
             "config": {"model_path": "flux.1-dev", **device, **({"dtype": "float32"} if is_small else {})},
@@ -73,7 +73,7 @@ def workloads(is_small: bool) -> dict[str, dict[str, Any]]:
             "changes": NARROW if is_small else None,
             "fields": size if is_small else {"height": 1024, "width": 1024, "num_inference_steps": 10},
             "kind": IMAGE,
-            "count": 3 if is_small else 20,
+            "count": 3 if is_small else 10,
         },
     }
 

@@ -34,8 +34,9 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
 
 
 def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
-    """Raises RequestError for a request that names a file outside the folder of inputs, where there is one. The server writes all of them
-    there; an engine that checks it reads no other file of its machine, whoever speaks to it."""
+    """Raises RequestError for a request that names a file outside the folder of inputs, where there is one.
+    The server writes all of them there; an engine that checks it reads no other file of its machine, whoever speaks to
+    it."""
     if inputs is None:
         return
     for name, value in request.items():

@@ -27,13 +27,12 @@ _ASLEEP_SECONDS = 5.0
 
 
 class KeptEngine:
-    """One replica. given: the engine's config. on_message: called with this and each message; hang_timeout: seconds without progress of a batch after which it is
-    replaced.
+    """One replica. given: the engine's config. on_message: called with this and each message. hang_timeout: seconds
+    without progress of a batch after which it is replaced.
 
     card: what its model is, None until that is loaded; loading: how far that is. failure: why the model cannot be
     loaded, None for no reason. batch: of the dispatcher, while one runs; it has its result when the engine is done, and
-    raises EngineLost where that ends before. idle_since: of time.monotonic, when it last
-    became free.
+    raises EngineLost where that ends before. idle_since: of time.monotonic, when it last became free.
     """
 
     def __init__(

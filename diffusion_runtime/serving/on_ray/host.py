@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
 import socket
@@ -22,6 +21,7 @@ import ray
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media.publish import publish_bytes
 from diffusion_runtime.serving.engine_process import EngineProcess
 from diffusion_runtime.serving.engines import EngineLost, Refused
@@ -221,10 +221,8 @@ class Replica:
         engine has ended. One lease at a time: it is what Serve scales by."""
         await self._hosts[0].alive.remote()
         yield self._name
-        while (
-            await self._hosts[0].seconds_unheard.remote() < GONE_SECONDS
-            and await self._hosts[0].exit_code.remote() is None
-        ):
+        speaker = self._hosts[0]
+        while await speaker.exit_code.remote() is None and await speaker.seconds_unheard.remote() < GONE_SECONDS:
             await asyncio.sleep(1.0)
 
     async def check_health(self) -> None:
@@ -242,5 +240,5 @@ def _reads(path: Path, text: str) -> bool:
     """Return whether a file is here, and is the one that the server wrote."""
     try:
         return read_file(path, max_bytes=len(text) + 1).decode() == text
-    except (OutputError, OSError, ValueError):
+    except (DiffusionRuntimeError, ValueError):
         return False
