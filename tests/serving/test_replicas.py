@@ -140,10 +140,10 @@ def test_jobs_go_to_free_replicas_in_their_order_and_outlive_one_that_dies(tmp_p
     async def run() -> None:
         async with Running(tmp_path, (2, 2)) as server:
             await until(lambda: len(server.engines.started) == 2)
+            # Of one key, both waiting, and not one batch: the other replica would have nothing to do.
+            first, second = await server.add(), await server.add()
             for replica in (0, 1):
                 server.engine(replica).be_ready()
-            # Of one key, and not one batch: the other replica would have nothing to do.
-            first, second = await server.add(), await server.add()
             await until(lambda: server.handed(0) and server.handed(1))
             assert (server.handed(0), server.handed(1)) == ([first], [second])
             third, fourth = await server.add(), await server.add()
@@ -211,10 +211,11 @@ def test_an_engine_that_hangs_or_is_of_another_version_is_refused(tmp_path: Path
             job = await server.add()
             await until(lambda: server.handed(0) == [job])
             began = server.engine(0)
-            while not began.end.done():
-                # Alive, and its batch does not move.
-                began.say("alive")
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(ENOUGH):
+                while not began.end.done():
+                    # Alive, and its batch does not move.
+                    began.say("alive")
+                    await asyncio.sleep(0.05)
             await until(lambda: server.job(job).losses == 1)
             await until(lambda: len(server.engines.started[0]) == 3)
             assert server.dispatcher.engines.failure is None
