@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import signal
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ _HEALTH_SECONDS, _HEALTH_TIMEOUT_SECONDS = 2.0, 30.0
 # Serve ends a replica that nobody leases after so long.
 _DOWNSCALE_SECONDS = 5.0
 _MAX_PROBE = 100
+_DEPLOY_LOOK_SECONDS = 0.1
 # States of an application that is used as it is.
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationStatus.UNHEALTHY)
 
@@ -102,7 +105,12 @@ class RayEngines:
         if found.get(self._name) in _FOUND:
             _logger.info("found the replicas of an earlier server")
         else:
-            serve.run(self._application(text, resources, config), name=self._name, route_prefix=None)
+            # It returns once all replicas are ready, for some of which there may be no room yet.
+            options = {"name": self._name, "route_prefix": None}
+            application = self._application(text, resources, config)
+            threading.Thread(target=serve.run, args=(application,), kwargs=options, daemon=True).start()
+            while self._name not in serve.status().applications:
+                time.sleep(_DEPLOY_LOOK_SECONDS)
         self._handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
 
     def _application(self, given: str, resources: Mapping[str, float], config: RuntimeConfig) -> Any:
