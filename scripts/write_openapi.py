@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusion_runtime.serving.app import build_api
 from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.engine_process import LocalEngines
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import Jobs
 from diffusion_runtime.serving.metrics import Metrics
@@ -22,7 +23,7 @@ def document() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = ServerSettings(storage=Path(folder), name="shapes")
         jobs = Jobs(settings.storage / "jobs.sqlite3")
-        api = build_api(Dispatcher(settings, {}, jobs, ResultFiles(settings.storage), Metrics()))
+        api = build_api(Dispatcher(settings, LocalEngines(), {}, jobs, ResultFiles(settings.storage), Metrics()))
         jobs.close()
         return api.openapi()
 

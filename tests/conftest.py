@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import running_server
 from tiny_models import write_tiny_wan
 
 # Tests must not reach the network, and an attention choice of whoever runs them must not leak in.
@@ -41,6 +42,18 @@ LONGEST = (
     "models/test_folder_layouts.py",
     "models/test_model_folder.py",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--serve-with",
+        default="",
+        help="flags of every server of tests/serving, such as '--replicas 2' or '--replicas 2 --ray auto'",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    running_server.SERVE_WITH[:] = config.getoption("--serve-with").split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,6 +21,8 @@ from cli_support import process_environment
 # A small clip of the embedded model: 0.3 s of a core.
 SMALL = {"size": "64x64", "num_frames": 5, "num_inference_steps": 2}
 SECONDS = 120.0
+# Flags of every server, of pytest's --serve-with.
+SERVE_WITH: list[str] = []
 # Of the server that tests share.
 ADMIN = {"authorization": "Bearer admin-1"}
 ORIGIN = "https://page.example"
@@ -37,9 +39,9 @@ class RunningServer:
     address: str = ""
 
     def start(self) -> None:
-        words = ("serve", "--port", "0", "--storage", str(self.storage), "--log-format", "json", *self.arguments)
+        words = ("serve", "--port", "0", "--storage", str(self.storage), "--log-format", "json")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "diffusion_runtime", *words],
+            [sys.executable, "-m", "diffusion_runtime", *words, *SERVE_WITH, *self.arguments],
             env=process_environment(HF_HUB_OFFLINE="1"),
             stderr=subprocess.PIPE,
             text=True,
@@ -70,11 +72,15 @@ class RunningServer:
         with self.client() as http:
             wait_for(lambda: http.get("/health").status_code == 200)
 
-    def engine_pid(self) -> int:
-        """The one child of the server."""
+    def engine_pids(self) -> list[int]:
+        """The children of the server."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return [int(each) for each in children]
+
+    def engine_pid(self) -> int:
+        """The first child of the server, the only one where it has one replica."""
+        return self.engine_pids()[0]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process is not None

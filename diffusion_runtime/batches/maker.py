@@ -17,7 +17,8 @@ from diffusion_runtime.batches.result_folder import ROW_KEY
 from diffusion_runtime.batches.rows import Row
 from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError
 from diffusion_runtime.media.publish import publish_bytes
-from diffusion_runtime.serving.engine_process import EngineLost, EngineProcess, Refused
+from diffusion_runtime.serving.engine_process import EngineProcess
+from diffusion_runtime.serving.engines import EngineLost, Refused
 
 # Of a row: where its file goes, by its number of frames; what is known of one that is there.
 Target = Callable[[str, int], Path]

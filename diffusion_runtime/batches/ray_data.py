@@ -27,7 +27,7 @@ from diffusion_runtime.batches.rows import Row, row_from_json, row_to_json
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, MissingPackageError
 from diffusion_runtime.media.publish import publish_bytes, publish_text
-from diffusion_runtime.serving.engine_process import EngineLost
+from diffusion_runtime.serving.engines import EngineLost
 from diffusion_runtime.serving.files import sync
 from diffusion_runtime.untrusted.files import read_file
 from diffusion_runtime.untrusted.json_text import parse_json

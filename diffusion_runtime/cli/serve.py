@@ -75,6 +75,8 @@ def serve(context: typer.Context, **given: Any) -> None:
         has_metrics=not own["no_metrics"],
         warm_up=not own["no_warmup"],
         preview=own["preview"],
+        replicas=_replicas(own["replicas"]),
+        ray=own["ray"],
     )
     config, log_format = plain_config(runtime), given["log_format"]
     if "torch" in sys.modules:
@@ -113,6 +115,14 @@ def _become_server(given: dict[str, Any]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="diffusion-runtime-"))
     publish_text(folder / "settings.json", json.dumps(given))
     os.execv(sys.executable, (sys.executable, "-m", "diffusion_runtime.serving.server", str(folder)))
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    """Return the fewest and the most replicas of `N` or `MIN..MAX`."""
+    fewest, dots, most = text.partition("..")
+    if not fewest.isdecimal() or (dots and not most.isdecimal()):
+        raise ConfigError(f"--replicas: expected N, or MIN..MAX such as 0..4, got {text[:40]!r}")
+    return int(fewest), int(most if dots else fewest)
 
 
 def named_loras(texts: Sequence[str]) -> dict[str, LoraConfig]:
@@ -175,6 +185,8 @@ _SERVER_FLAGS = (
     _flag(_SERVER, str | None, "model_name", "Name of the model in requests.", None, "NAME"),
     _flag(_SERVER, bool, "no_metrics", "Do not answer /metrics.", False),
     _flag(_SERVER, bool, "no_warmup", "Be ready without a first generation.", False),
+    _flag(_SERVER, str, "replicas", "Engines, each of --num-gpus processes.", "1", "N|MIN..MAX"),
+    _flag(_SERVER, str | None, "ray", "Run them on a Ray cluster (extra \\[ray]).", None, "auto|ADDRESS"),
     _flag(_SERVER, str, "preview", "Estimates of running jobs.", "auto", "auto|linear|decode|off"),
 )
 
@@ -195,8 +207,10 @@ def _limit_flags() -> tuple[inspect.Parameter, ...]:
         "keep": "Seconds that a finished job is kept.",
         "max_storage": "Bytes of all results; the oldest go first.",
         "drain": "Seconds that running jobs have after SIGTERM.",
+        "hang_timeout": "Seconds without progress until an engine is replaced.",
+        "idle": "Seconds without a job until a replica above MIN ends.",
     }
-    seconds = ("request_timeout", "queue_timeout", "keep", "drain")
+    seconds = ("request_timeout", "queue_timeout", "keep", "drain", "hang_timeout", "idle")
     return tuple(
         _flag(_LIMITS, float | None if name in seconds else int | None, name, text, None, "N")
         for name, text in texts.items()

@@ -88,6 +88,18 @@ def waits_on_hub(lora: LoraConfig) -> bool:
     return lora.revision is not None and not os.path.exists(lora.path)
 
 
+def at_commit(lora: LoraConfig, *, offline: bool = False) -> LoraConfig:
+    """Return a LoRA of the hub at the commit that it is now, for processes that are to load the same, and any other as
+    it is. Raises ModelLoadError."""
+    name = lora.path.removeprefix(_HUB)
+    match = _HUB_PATH.fullmatch(name)
+    is_here = name == lora.path and (name in SHIPPED_LORAS or os.path.lexists(user_path(name, "lora.path")))
+    if match is None or is_here or (match[2] is None and name.endswith((*SAFETENSORS, *PICKLES))):
+        return lora
+    commit, _ = hub.repository_files(match[1], lora.revision, offline=offline)
+    return dataclasses.replace(lora, revision=commit)
+
+
 def recorded_loras(loras: Iterable[LoraConfig]) -> list[dict[str, Any]]:
     """Return LoRA configs as recipes hold them: a located one by the hub's names, others as they are."""
     recorded = []

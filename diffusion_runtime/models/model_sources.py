@@ -101,6 +101,18 @@ def resolve_model_folder(
     return _download(model_path, weights, elsewhere, revision, offline, variant)
 
 
+def current_commit(model_path: str, revision: str | None = None, *, offline: bool = False) -> str | None:
+    """Return the commit that a model on the hub is now, for processes that are to load the same; None for a model that
+    is here. Raises ModelLoadError."""
+    model_path, revision = _at_revision(model_path, revision)
+    named = model_of_name(model_path)
+    is_here = model_path in EMBEDDED_FOLDERS or user_path(model_path, "model_path").exists()
+    if is_here or (named is None and not _HUB_ID.fullmatch(model_path)):
+        return None
+    commit, _ = hub.repository_files(model_path if named is None else named.model_path, revision, offline=offline)
+    return commit
+
+
 @dataclass(frozen=True)
 class ConfigFolder:
     """A folder with the json of a model. downloads_gb, is_packaged: as of ModelFolder."""

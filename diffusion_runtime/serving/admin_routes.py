@@ -46,7 +46,7 @@ def admin_routes(dispatcher: Dispatcher) -> APIRouter:
         """Make these LoRA files the default of the requests that come from here on."""
         # The engine refuses what it cannot merge.
         work = {"requests": [{"prompt": "-", "seed": 0}], "loras": given}
-        await dispatcher.engine.ask("check", work)
+        await dispatcher.engines.ask("check", work)
         loras.give(given)
         names = ", ".join(f"{each['name']} at {each['scale']:g}" for each in given) or "none"
         return JSONResponse({"status": "ok", "message": f"LoRA files of new requests: {names}", "active": given})

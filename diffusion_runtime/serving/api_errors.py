@@ -14,7 +14,7 @@ from diffusion_runtime.errors import (
     ForbiddenAddressError,
 )
 from diffusion_runtime.media.publish import FULL_DISK
-from diffusion_runtime.serving.engine_process import Refused
+from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.unavailable import Unavailable
 

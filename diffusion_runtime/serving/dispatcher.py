@@ -1,4 +1,4 @@
-"""Dispatcher: takes waiting jobs in their order, hands them to the engine, and writes down what comes of them."""
+"""Dispatcher: takes waiting jobs in their order, hands them to replicas, and writes down what comes of them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
-from diffusion_runtime.serving.engine_process import EngineLost
+from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
-from diffusion_runtime.serving.metrics import Metrics
-from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
+from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
+from diffusion_runtime.serving.replicas import Replicas
 from diffusion_runtime.serving.retention import Retention
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
+
+if TYPE_CHECKING:
+    from diffusion_runtime.serving.metrics import Metrics
 
 _logger = logging.getLogger("diffusion_runtime.serving")
 # A job whose engine died is made again so often.
@@ -35,10 +38,16 @@ _STOP_SECONDS = 60.0
 
 
 class Dispatcher:
-    """The one user of the engine. given: the engine's config. jobs, files: of the storage."""
+    """The one user of the engines. engines: where they run. given: their config. jobs, files: of the storage."""
 
     def __init__(
-        self, settings: ServerSettings, given: Mapping[str, Any], jobs: Jobs, files: ResultFiles, metrics: Metrics
+        self,
+        settings: ServerSettings,
+        engines: Engines,
+        given: Mapping[str, Any],
+        jobs: Jobs,
+        files: ResultFiles,
+        metrics: Metrics,
     ) -> None:
         self.settings = settings
         self.jobs = jobs
@@ -46,8 +55,9 @@ class Dispatcher:
         self.metrics = metrics
         # What waits already is a warm-up.
         warm_up = settings.warm_up and not jobs.in_status(QUEUED, IN_PROGRESS)
-        given = {**given, "warm_up": warm_up, "preview": settings.preview}
-        self.engine = KeptEngine(given, self._take, self._lose_batch, metrics)
+        storage = str(files.storage.absolute())
+        given = {**given, "warm_up": warm_up, "preview": settings.preview, "storage": storage}
+        self.engines = Replicas(engines, given, settings, self._take, metrics)
         self.is_draining = False
         self.step_seconds = 1.0
         self.mean_seconds = 10.0
@@ -56,10 +66,10 @@ class Dispatcher:
         self._retention = Retention(jobs, files, settings.limits)
         self._live: dict[str, Live] = {}
         self._overtaken: dict[str, int] = {}
-        self._running: dict[str, float] = {}
-        self._batch: asyncio.Future[None] | None = None
+        self._running: dict[str, tuple[KeptEngine, float]] = {}
+        self._batches: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._step_began: tuple[int, float] = (0, 0.0)
+        self._step_began: dict[int, tuple[int, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: asyncio.Future[None] | None = None
         metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
@@ -67,26 +77,26 @@ class Dispatcher:
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
 
     async def start(self) -> None:
-        """Queue again what an earlier process left, and start the engine."""
+        """Queue again what an earlier process left, and start the engines."""
         for job in self.jobs.in_status(IN_PROGRESS):
             self.jobs.requeue(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
-        tasks = (self.engine.run(), self._dispatch(), self._look_after())
+        tasks = (self.engines.run(), self._dispatch(), self._look_after())
         self._tasks = [asyncio.create_task(task) for task in tasks]
 
     async def drain(self) -> None:
         """Begin nothing more, and wait for what runs, at most `Limits.drain` seconds."""
         self.is_draining = True
-        batch = self._batch
-        if batch is not None and not batch.done():
-            await asyncio.wait((batch,), timeout=self.settings.limits.drain)
+        if self._batches:
+            await asyncio.wait(self._batches, timeout=self.settings.limits.drain)
 
     async def stop(self) -> None:
-        """End the engine. What runs is made again by the next process on this storage."""
+        """End the engines. What runs is made again by the next process on this storage."""
         self.is_draining = True
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._batches)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for live in self._live.values():
             live.note()
 
@@ -94,11 +104,13 @@ class Dispatcher:
         """Raises Unavailable where no job of `owner` can be taken now. num_bytes: that its results may take."""
         if self.is_draining:
             raise Unavailable("draining", "the server is about to end; send it to another, or later")
-        self.engine.check_ready()
+        self.engines.check_ready()
         limits = self.settings.limits
         waiting = self._waiting()
         if (reason := refuse(waiting, owner, limits)) is not None:
-            seconds = seconds_until_place(len(waiting), self.mean_seconds, limits.max_queue)
+            seconds = seconds_until_place(
+                len(waiting), self.engines.seconds_per_job(self.mean_seconds), limits.max_queue
+            )
             raise Unavailable("queue_full", reason, seconds)
         if (reason := self._retention.refusal(num_bytes)) is not None:
             raise Unavailable("storage_full", reason, _FULL_SECONDS)
@@ -123,7 +135,7 @@ class Dispatcher:
         self.metrics.cancelled.labels(reason).inc()
         if job_id in self._running:
             with contextlib.suppress(EngineLost):
-                self.engine.send("cancel", job=job_id)
+                self._running[job_id][0].send("cancel", job=job_id)
         return True
 
     async def delete(self, job_id: str) -> None:
@@ -158,27 +170,43 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         while True:
             self._wake.clear()
-            batch = next_batch(self._waiting(), self.settings.limits)
-            if not batch.ids or self.engine.card is None or self.is_draining:
+            waiting, free = self._waiting(), self.engines.free()
+            if not self.is_draining:
+                self.engines.scale(len(waiting))
+            is_open = bool(free) and not self.is_draining
+            batch = next_batch(waiting, self.settings.limits, len(free)) if is_open else NextBatch()
+            if not batch.ids:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
                 continue
             for job_id in batch.overtaken:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
+            # Here, before the next look at who waits and who is free.
+            self.jobs.begin(batch.ids)
+            free[0].batch = asyncio.get_running_loop().create_future()
             found = [self.jobs.get(job_id) for job_id in batch.ids]
-            try:
-                await self._run([job for job in found if job is not None])
-            except Exception:
-                # A fault of ours with these jobs must not keep the others waiting for ever.
-                _logger.exception("a batch could not be run")
-                for job_id in batch.ids:
-                    self._fail(job_id, "internal_error", "the server failed; its log says how", kind="server_error")
+            task = asyncio.ensure_future(self._run(free[0], [job for job in found if job is not None]))
+            self._batches.add(task)
+            task.add_done_callback(self._batches.discard)
 
-    async def _run(self, jobs: list[Job]) -> None:
-        self.jobs.begin([job.id for job in jobs])
+    async def _run(self, replica: KeptEngine, jobs: list[Job]) -> None:
+        """Have a replica make a batch."""
+        try:
+            await self._hand_over(replica, jobs)
+        except Exception:
+            # A fault of ours with these jobs must not keep the others waiting for ever.
+            _logger.exception("a batch could not be run")
+            for job in jobs:
+                self._fail(job.id, "internal_error", "the server failed; its log says how", kind="server_error")
+        finally:
+            replica.batch = None
+            replica.idle_since = time.monotonic()
+            self._wake.set()
+
+    async def _hand_over(self, replica: KeptEngine, jobs: list[Job]) -> None:
+        assert replica.batch is not None
         began = time.monotonic()
-        self._running = {job.id: began for job in jobs}
-        self._batch = asyncio.get_running_loop().create_future()
+        self._running |= {job.id: (replica, began) for job in jobs}
         works = []
         for job in jobs:
             self._overtaken.pop(job.id, None)
@@ -197,8 +225,8 @@ class Dispatcher:
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
         try:
-            self.engine.send("run", works=works, previews=previews, profile=profile, **shared)
-            await self._batch
+            replica.send("run", works=works, previews=previews, profile=profile, **shared)
+            await replica.batch
         except EngineLost:
             if profile is not None:
                 self.profiles.note(profile["id"], "the engine ended")
@@ -209,7 +237,8 @@ class Dispatcher:
                 # The engine said nothing of it: it was cancelled.
                 self._fail(job.id, "cancelled", "the job was cancelled")
         finally:
-            self._running = {}
+            for job in jobs:
+                self._running.pop(job.id, None)
             seconds = time.monotonic() - began
             self.mean_seconds += 0.2 * (seconds / len(jobs) - self.mean_seconds)
             for job in jobs:
@@ -217,11 +246,6 @@ class Dispatcher:
                 if now is None or now.is_over:
                     # Those that follow it have the object.
                     self._live.pop(job.id, Live()).note()
-
-    def _lose_batch(self) -> None:
-        """Note that the engine ended, and what it was making with it."""
-        if self._batch is not None and not self._batch.done():
-            self._batch.set_exception(EngineLost("the engine ended"))
 
     def _note_loss(self, job_id: str) -> None:
         job = self.jobs.get(job_id)
@@ -233,21 +257,18 @@ class Dispatcher:
             self.jobs.requeue(job_id, is_loss=True)
             self.live(job_id).note()
 
-    def _take(self, message: dict[str, Any]) -> None:
-        """Act on one message of the engine."""
+    def _take(self, replica: KeptEngine, message: dict[str, Any]) -> None:
+        """Act on one message of a replica's engine."""
         kind = message["type"]
         if kind == "ready":
             self._wake.set()
-        elif kind == "done":
-            if self._batch is not None and not self._batch.done():
-                self._batch.set_result(None)
         elif kind == "progress":
-            self._note_progress(message)
+            self._note_progress(replica, message)
         elif kind == "preview" and message["job"] in self._running:
             self.live(message["job"]).previews.append(message)
             self.live(message["job"]).note()
         elif kind == "finished":
-            self._note_result(message)
+            self._note_result(replica, message)
         elif kind == "profiled":
             error = message["error"]
             self.profiles.note(message["id"], None if error is None else self.files.scrub(error))
@@ -255,25 +276,25 @@ class Dispatcher:
             code = _CODES.get(message["kind"], "generation_failed")
             self._fail(message["job"], code, self.files.scrub(message["message"]), kind="server_error")
 
-    def _note_progress(self, message: Mapping[str, Any]) -> None:
+    def _note_progress(self, replica: KeptEngine, message: Mapping[str, Any]) -> None:
         stage, step, num_steps = message["stage"], message["step"], max(1, message["num_steps"])
         now = time.monotonic()
         if stage == "denoise":
-            before, at = self._step_began
+            before, at = self._step_began.get(replica.index, (0, 0.0))
             if step == before + 1:
                 self.step_seconds += 0.3 * (now - at - self.step_seconds)
                 self.metrics.step_seconds.observe(now - at)
-            self._step_began = (step, now)
+            self._step_began[replica.index] = (step, now)
         for job_id in message["jobs"]:
             self.live(job_id).advance(stage, step, num_steps)
 
-    def _note_result(self, message: dict[str, Any]) -> None:
+    def _note_result(self, replica: KeptEngine, message: dict[str, Any]) -> None:
         job = self.jobs.get(message["job"])
         if job is None or job.is_over:
             # Cancelled or deleted while the file was written.
             self.files.remove(message["job"])
             return
-        self.metrics.count_result(message)
+        self.metrics.count_result(message, replica.index)
         parts = self.live(job.id).parts
         parts[message["index"]] = {name: value for name, value in message.items() if name not in ("type", "job")}
         if len(parts) < len(job.work["requests"]):
@@ -305,12 +326,12 @@ class Dispatcher:
                 # The clock of the wall may be set meanwhile.
                 if time.monotonic() - self.live(job.id).since > limits.queue_timeout:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
-            for job_id, began in tuple(self._running.items()):
+            for job_id, (replica, began) in tuple(self._running.items()):
                 seconds = time.monotonic() - began
                 if seconds > limits.request_timeout:
                     self.cancel(job_id, "timeout", "the job ran longer than --request-timeout", "timeout")
                 if seconds > limits.request_timeout + _STOP_SECONDS:
-                    self.engine.kill()
+                    replica.kill()
             if now - cleaned > _CLEAN_SECONDS:
                 cleaned = now
                 self._retention.remove_expired(now)

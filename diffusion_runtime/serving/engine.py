@@ -23,6 +23,9 @@ from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, Cancelled, DiffusionRuntimeError, OutputError
 from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.serving.engine_channel import BatchProgress, Channel
+from diffusion_runtime.serving.files import INPUTS
+from diffusion_runtime.serving.input_images import refuse_elsewhere
+from diffusion_runtime.serving.machine_share import take_share
 from diffusion_runtime.serving.results import publish
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
@@ -40,10 +43,13 @@ _logger = logging.getLogger("diffusion_runtime.serving")
 
 
 class Engine:
-    """Rank 0 of the processes that hold the model. share: hands a batch to the other ranks, and returns what the
-    server asked for next."""
+    """Rank 0 of the processes that hold the model. names: public names of paths. storage: the folder with the images of
+    requests, beside which none is read; None where whoever starts the engine also names the files."""
 
-    def __init__(self, channel: Channel, model: ServedModel, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, channel: Channel, model: ServedModel, names: Mapping[str, str], storage: str | Path | None
+    ) -> None:
+        self._inputs = None if storage is None else Path(storage) / INPUTS
         self._channel = channel
         self._model = model
         self._names = dict(names)
@@ -91,6 +97,8 @@ class Engine:
         if not watch.wanted:
             return
         works = [works[index] for index in watch.wanted]
+        for work in works:
+            refuse_elsewhere(work["request"], self._inputs)
         watch = BatchProgress(self._channel, works)
         try:
             media = make({**message, "works": works}, watch)
@@ -117,6 +125,8 @@ class Engine:
         while True:
             question = self._channel.questions.get()
             try:
+                for request in question["work"]["requests"]:
+                    refuse_elsewhere(request, self._inputs)
                 asked = self._model.check if question["type"] == "check" else self._model.explain
                 self._channel.send("checked", id=question["id"], answer=asked(question["work"]))
             except Exception as error:
@@ -179,8 +189,8 @@ def _profiled(
             watch.profiled(asked["id"], None)
 
 
-def _serve(folder: Path, coordinator: Coordinator) -> int:
-    """Load the model and make batches until the server is gone, on every rank."""
+def _serve(folder: Path, coordinator: Coordinator, make_model: Callable[..., ServedModel] | None) -> int:
+    """Load the model and make batches until the server is gone, on every rank. make_model: in place of ServedModel."""
     given = read_json_file(folder / CONFIG_FILE)
     config = RuntimeConfig.from_dict(given["config"])
     channel = Channel(folder) if coordinator.is_first else None
@@ -190,8 +200,8 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
 
         tune_cpu_allocator()
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
-        model = ServedModel(config, loras, coordinator.world, given["preview"])
-        engine = None if channel is None else Engine(channel, model, given["names"])
+        model = (make_model or ServedModel)(config, loras, coordinator.world, given["preview"])
+        engine = None if channel is None else Engine(channel, model, given["names"], given.get("storage"))
         if given.get("waits"):
             _wait_to_load(model, channel, engine, coordinator)
         model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
@@ -265,8 +275,8 @@ def _follow(model: ServedModel, coordinator: Coordinator) -> None:
         world.agree(None)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one engine process; with `num_gpus` above 1 start the ranks and wait for them."""
+def main(arguments: Sequence[str], make_model: Callable[..., ServedModel] | None = None) -> int:
+    """Run one engine process; with `num_gpus` above 1 start the ranks and wait for them. make_model: as of _serve."""
     from diffusion_runtime.session.coordinator import SingleProcessCoordinator
 
     folder = Path(arguments[0])
@@ -274,19 +284,26 @@ def main(arguments: Sequence[str]) -> int:
     process_info = read_process_info()
     num_processes = 1
     if process_info is None:
-        config = RuntimeConfig.from_dict(read_json_file(folder / CONFIG_FILE)["config"])
+        given = read_json_file(folder / CONFIG_FILE)
+        config = RuntimeConfig.from_dict(given["config"])
         num_processes = config.parallel.num_processes
+        try:
+            take_share(config, *given.get("replica", (0, 1)))
+        except DiffusionRuntimeError as error:
+            # Before the ranks, of which the first one would have said so.
+            Channel(folder).send("load_failed", exit_code=error.exit_code, **described(error))
+            return error.exit_code
     if process_info is not None:
         from diffusion_runtime.session.rank_runner import RankRunner
 
         def work(coordinator: MultiProcessCoordinator) -> int:
-            return _serve(folder, coordinator)
+            return _serve(folder, coordinator, make_model)
 
         RankRunner(process_info, lambda failure: _logger.error("%s", failure.message)).run(work)
     if num_processes > 1:
         return _launch(arguments, config, num_processes)
     try:
-        return _serve(folder, SingleProcessCoordinator())
+        return _serve(folder, SingleProcessCoordinator(), make_model)
     except DiffusionRuntimeError as error:
         return error.exit_code
 

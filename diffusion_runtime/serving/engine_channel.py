@@ -10,11 +10,13 @@ import queue
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import Cancelled
+from diffusion_runtime.serving.engines import BEAT_SECONDS, versions
 from diffusion_runtime.serving.pictures import encoded
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -35,12 +37,19 @@ class Channel:
         self.runs: queue.Queue[dict[str, Any]] = queue.Queue()
         self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
         self.cancelled: set[str] = set()
-        threading.Thread(target=self._read, name="server connection", daemon=True).start()
+        self.send("hello", versions=versions())
+        for target, name in ((self._read, "server connection"), (self._beat, "signs of life")):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def send(self, kind: str, /, **values: Any) -> None:
         line = json.dumps({"type": kind, **values}).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(line)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            self.send("alive")
 
     def _read(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Handle of an engine process: starts it, asks it, hands it batches, and notices its end."""
+"""Handle of an engine process of this machine: starts it, asks it, hands it batches, and notices its end."""
 
 from __future__ import annotations
 
@@ -9,35 +9,41 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media.publish import publish_text
+from diffusion_runtime.serving.engines import EngineLost, OnMessage, Refused
 from diffusion_runtime.untrusted.json_text import parse_json
 
 # A line is one message; a partial image of 4096 x 4096 is the longest.
 _MAX_LINE = 256 * 2**20
 CONFIG_FILE, SOCKET_FILE = "config.json", "socket"
+ENGINE = "diffusion_runtime.serving.engine"
 
 
-class EngineLost(DiffusionRuntimeError):
-    """An engine process that ended, and with it what it was asked."""
+class LocalEngines:
+    """Engines as processes of this machine, among which `engine.take_share` divides it."""
 
+    async def connect(self) -> None:
+        """Do nothing: a process needs nothing before it."""
 
-class Refused(DiffusionRuntimeError):
-    """An engine's refusal of a question. details: as `engine.described` has them."""
+    def engine(self, index: int, given: Mapping[str, Any], on_message: OnMessage) -> EngineProcess:  # noqa: ARG002
+        return EngineProcess(given, on_message)
 
-    def __init__(self, details: Mapping[str, Any]) -> None:
-        super().__init__(str(details.get("message")))
-        self.details = details
+    async def close(self) -> None:
+        """Do nothing: the processes have ended."""
 
 
 class EngineProcess:
-    """One engine. given: its `config.json`. on_message: called with every message that is no answer to `ask`."""
+    """One engine. given: its `config.json`; its `program` is the module that is run, this package's engine without.
+    on_message: called with every message that is no answer to `ask`. environment: added to this process's."""
 
-    def __init__(self, given: Mapping[str, Any], on_message: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], on_message: OnMessage, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._environment = {**os.environ, **(environment or {})}
         self._given = given
         self._on_message = on_message
         self._process: asyncio.subprocess.Process | None = None
@@ -68,7 +74,8 @@ class EngineProcess:
             try:
                 # A session of its own: Ctrl-C is the server's to handle.
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "diffusion_runtime.serving.engine", name),
+                    *(sys.executable, "-m", self._given.get("program", ENGINE), name),
+                    env=self._environment,
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -88,6 +95,10 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def release(self) -> None:
+        """End the process, which holds the memory of a model."""
+        self.kill()
 
     async def ask(self, kind: str, work: Mapping[str, Any]) -> Any:
         """Return the answer to a question: `check` or `explain`. Raises Refused, and EngineLost where the engine ends

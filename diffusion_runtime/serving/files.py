@@ -16,6 +16,7 @@ ID = re.compile(r"(video|img)_[0-9a-f]{32}")
 # A path of this machine in a message: what stands before its last part is left out.
 _PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/:'\",;]+/)+")
 _MAX_BYTES = 2**30
+RESULTS, INPUTS = "results", "inputs"
 VARIANTS = {"thumbnail": "-thumbnail.webp", "spritesheet": "-spritesheet.webp", "sidecar": ".json", "sound": ".wav"}
 
 
@@ -25,7 +26,7 @@ class ResultFiles:
 
     def __init__(self, storage: Path) -> None:
         self.storage = storage
-        self._results, self._inputs = storage / "results", storage / "inputs"
+        self._results, self._inputs = storage / RESULTS, storage / INPUTS
         for folder in (self._results, self._inputs):
             try:
                 folder.mkdir(parents=True, exist_ok=True)

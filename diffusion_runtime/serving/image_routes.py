@@ -47,7 +47,7 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
     @router.post("/v1/images/edits", openapi_extra=request_body(IMAGE))
     async def edit_images(request: Request) -> Response:
         """Make images of images, with models that take them."""
-        card = dispatcher.engine.card
+        card = dispatcher.engines.card
         if card is not None and not card.get("takes_image", True):
             raise ApiError(400, "unsupported_for_model", "this model takes no images", param="image")
         return await made(request, "image_edit")

@@ -1,10 +1,15 @@
-"""Images that come with a request: their size by their header, before anything is decoded."""
+"""Images that come with a request: their size by their header, before anything is decoded; where an engine finds
+them."""
 
 from __future__ import annotations
 
 import io
 import struct
+import os
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.untrusted.image_urls import image_kind
@@ -75,3 +80,17 @@ def _few_segments(content: bytes) -> bool:
         else:
             at += 2 if marker in _ALONE else 2 + int.from_bytes(content[at + 2 : at + 4], "big")
     return False
+
+
+def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
+    """Raises RequestError for a request that names a file outside the folder of inputs, where there is one.
+    The server writes all of them there; an engine that checks it reads no other file of its machine, whoever speaks to
+    it."""
+    if inputs is None:
+        return
+    for name, value in request.items():
+        for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+            if name.endswith("_path") and os.path.realpath(path) != os.path.join(
+                os.path.realpath(inputs), os.path.basename(str(path))
+            ):
+                raise RequestError(f"{name}: names a file that did not come with the request")

@@ -153,4 +153,4 @@ def _seconds_left(job: Job, dispatcher: Dispatcher) -> float | None:
         return None
     if job.status == IN_PROGRESS and job.started is not None:
         return round(max(0.0, dispatcher.mean_seconds - (time.time() - job.started)), 1)
-    return round((_position(job, dispatcher) or 1) * dispatcher.mean_seconds, 1)
+    return round((_position(job, dispatcher) or 1) * dispatcher.engines.seconds_per_job(dispatcher.mean_seconds), 1)

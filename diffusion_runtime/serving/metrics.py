@@ -35,17 +35,24 @@ class Metrics:
         self.pixels = counter("pixels", "Pixels made.")
         self.attention_calls = counter("attention_calls", "Attention calls.", "role", "backend", "implementation")
         self.peak_memory = Gauge(
-            f"{_PREFIX}_peak_memory_bytes", "Peak memory of the engine.", ["place"], registry=registry
+            f"{_PREFIX}_peak_memory_bytes", "Peak memory of an engine.", ["replica", "place"], registry=registry
         )
         self.restarts = counter("engine_restarts", "Engines that ended and were started again.")
+        self._replicas = Gauge(f"{_PREFIX}_replicas", "Replicas by state.", ["state"], registry=registry)
+        self.jobs_of_replicas = counter("replica_results", "Finished requests.", "replica")
         self.cancelled = counter("cancelled", "Jobs that were cancelled.", "reason")
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when it is asked for."""
         Gauge(f"{_PREFIX}_{name}", text, registry=self.registry).set_function(read)
 
-    def count_result(self, message: Mapping[str, Any]) -> None:
-        """Count what one finished request of an engine took and made."""
+    def count_replicas(self, state: str, read: Callable[[], float]) -> None:
+        """Read the number of replicas in a state when it is asked for."""
+        self._replicas.labels(state).set_function(read)
+
+    def count_result(self, message: Mapping[str, Any], replica: int) -> None:
+        """Count what one finished request of a replica's engine took and made."""
+        self.jobs_of_replicas.labels(str(replica)).inc()
         for stage, seconds in message["timings"].items():
             self.stage_seconds.labels(stage).observe(seconds)
         self.frames.inc(message["num_frames"])
@@ -54,7 +61,7 @@ class Metrics:
             labels = (str(row.get(name)) for name in ("role", "backend", "implementation"))
             self.attention_calls.labels(*labels).inc(row["count"])
         for place, num_bytes in message["peak_memory"].items():
-            self.peak_memory.labels(place).set(num_bytes)
+            self.peak_memory.labels(str(replica), place).set(num_bytes)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -39,9 +39,10 @@ def refuse(waiting: Sequence[WaitingJob], owner: str, limits: Limits) -> str | N
     return None
 
 
-def next_batch(waiting: Sequence[WaitingJob], limits: Limits) -> NextBatch:
+def next_batch(waiting: Sequence[WaitingJob], limits: Limits, num_free: int = 1) -> NextBatch:
     """Return the first waiting job with later ones of its key. First in, first out: a job that joins runs before those
-    between, each of which may be overtaken `max_overtakes` times."""
+    between, each of which may be overtaken `max_overtakes` times. num_free: replicas that can begin a batch; each of
+    the others is left a job, which is done sooner there than in this batch."""
     if not waiting:
         return NextBatch()
     head = waiting[0]
@@ -49,7 +50,7 @@ def next_batch(waiting: Sequence[WaitingJob], limits: Limits) -> NextBatch:
     between: list[WaitingJob] = []
     overtaken: tuple[str, ...] = ()
     for job in waiting[1:]:
-        if size >= limits.max_batch_size:
+        if size >= limits.max_batch_size or len(chosen) > len(waiting) - num_free:
             break
         if job.key != head.key or size + job.size > limits.max_batch_size:
             between.append(job)

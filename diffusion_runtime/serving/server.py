@@ -25,9 +25,11 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, MissingPackageError
 from diffusion_runtime.serving.app import build_app
 from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.engine_process import LocalEngines
+from diffusion_runtime.serving.engines import Engines
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import Jobs
 from diffusion_runtime.serving.log_records import log_to_stderr
@@ -49,6 +51,8 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
     Raises ConfigError for a storage or an address that cannot be used.
     """
     log_to_stderr(log_format)
+    # Other machines may write into it.
+    settings = dataclasses.replace(settings, storage=settings.storage.absolute())
     files = ResultFiles(settings.storage)
     try:
         jobs = Jobs(settings.storage / "jobs.sqlite3")
@@ -56,9 +60,8 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
         raise ConfigError(
             f"--storage {settings.storage}: {error}; another server may be using it: give each its own"
         ) from error
-    loras = {name: dataclasses.asdict(lora) for name, lora in settings.loras.items()}
-    given = {"config": config, "loras": loras, "names": _public_names(settings, config)}
-    dispatcher = Dispatcher(settings, given, jobs, files, Metrics())
+    given = {**_pinned(config, settings.loras), "names": _public_names(settings, config)}
+    dispatcher = Dispatcher(settings, _engines(settings, given), given, jobs, files, Metrics())
     listener = _listen(settings)
     app = build_app(dispatcher)
     server = _Server(
@@ -83,7 +86,18 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
         asyncio.run(server.run_until_over(listener))
     finally:
         jobs.close()
-    return 0 if dispatcher.engine.failure is None else int(dispatcher.engine.failure["exit_code"])
+    return 0 if dispatcher.engines.failure is None else int(dispatcher.engines.failure["exit_code"])
+
+
+def _engines(settings: ServerSettings, given: Mapping[str, Any]) -> Engines:
+    """Return the place where the engines run. Raises MissingPackageError."""
+    if settings.ray is None:
+        return LocalEngines()
+    try:
+        from diffusion_runtime.serving.on_ray.engines import RayEngines
+    except ImportError as error:
+        raise MissingPackageError(f"--ray needs {error.name}: pip install 'diffusion-runtime[ray]'") from error
+    return RayEngines(settings, given)
 
 
 class _Server(uvicorn.Server):
@@ -114,9 +128,9 @@ class _Server(uvicorn.Server):
 
     async def _end_without_model(self) -> None:
         """End the server when its model cannot be loaded, with the reason."""
-        while self._dispatcher.engine.failure is None:
+        while self._dispatcher.engines.failure is None:
             await asyncio.sleep(_LOOK_SECONDS)
-        _logger.error("the model cannot be loaded: %s", self._dispatcher.engine.failure["message"])
+        _logger.error("the model cannot be loaded: %s", self._dispatcher.engines.failure["message"])
         self.should_exit = True
 
 
@@ -165,6 +179,23 @@ def _listen(settings: ServerSettings) -> socket.socket:
     return listener
 
 
+def _pinned(config: Mapping[str, Any], loras: Mapping[str, LoraConfig]) -> dict[str, Any]:
+    """Return what engines are given of the model: files of the hub by their commit of now, so that all replicas, and
+    those that start later, have the same. Raises ModelLoadError."""
+    from diffusion_runtime.models.lora_sources import at_commit
+    from diffusion_runtime.models.model_sources import current_commit
+
+    offline = bool(config.get("offline"))
+
+    def plain(lora: LoraConfig) -> dict[str, Any]:
+        return dataclasses.asdict(at_commit(lora, offline=offline))
+
+    changes: dict[str, Any] = {"lora": [plain(LoraConfig.parse(lora)) for lora in config.get("lora") or ()]}
+    if (commit := current_commit(config["model_path"], config.get("revision"), offline=offline)) is not None:
+        changes["revision"] = commit
+    return {"config": {**config, **changes}, "loras": {name: plain(lora) for name, lora in loras.items()}}
+
+
 def _public_names(settings: ServerSettings, config: Mapping[str, Any]) -> dict[str, str]:
     """Return a public name of every path of this machine that recipes and reports would hold."""
     given = [(lora.path, name) for name, lora in settings.loras.items()]
@@ -188,6 +219,7 @@ def settings_from_dict(values: Mapping[str, Any]) -> ServerSettings:
         **{
             **values,
             "storage": Path(values["storage"]),
+            "replicas": tuple(values["replicas"]),
             "limits": Limits(**values["limits"]),
             "access": Access(**access),
             "loras": loras,

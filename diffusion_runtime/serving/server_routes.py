@@ -23,7 +23,7 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
     def card() -> dict[str, Any]:
         known = {"id": settings.name, "object": "model", "created": created, "owned_by": "diffusion-runtime"}
         limits = {"max_pixels": settings.limits.max_pixels, "max_frames": settings.limits.max_frames}
-        return {**known, "root": settings.name, **limits, **(dispatcher.engine.card or {})}
+        return {**known, "root": settings.name, **limits, **(dispatcher.engines.card or {})}
 
     @router.get("/v1/models")
     async def list_models() -> Response:
@@ -63,8 +63,8 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
         """Answer 200 once jobs can be made, 503 with the reason before."""
         if dispatcher.is_draining:
             raise Unavailable("draining", "the server is about to end")
-        dispatcher.engine.check_ready()
-        return JSONResponse({"status": "ready"})
+        dispatcher.engines.check_ready()
+        return JSONResponse({"status": "ready", "replicas": dispatcher.engines.states()})
 
     if settings.has_metrics:
 

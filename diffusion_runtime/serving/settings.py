@@ -14,8 +14,20 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, shown
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+# Each has a connection to the HTTP process.
+MAX_REPLICAS = 256
 # How estimates are shown: the first that is to be had, a linear map of the latents, the decoder, not at all.
 PREVIEWS = ("auto", "linear", "decode", "off")
+
+_ABOVE_ZERO = (
+    "request_timeout",
+    "keep",
+    "read_timeout",
+    "hang_timeout",
+    "max_body",
+    "max_storage",
+    "max_upload_pixels",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +38,8 @@ class Limits:
     batch. request_timeout: seconds that a job may run; queue_timeout: seconds that it may wait, 0 for any. max_body,
     max_storage: bytes. max_upload_pixels: of an image that is sent. keep: seconds that a finished job is kept. drain:
     seconds that running jobs have to finish after SIGTERM. read_timeout: seconds between two parts of a request.
+    hang_timeout: seconds without progress of a batch after which its engine is replaced. idle: seconds without a job
+    after which a replica above the fewest ends.
     """
 
     max_queue: int = 64
@@ -43,15 +57,17 @@ class Limits:
     max_storage: int = 20 * GIB
     drain: float = 30.0
     read_timeout: float = 30.0
+    hang_timeout: float = 900.0
+    idle: float = 300.0
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_queue_per_key", "max_batch_size", "max_pixels", "max_frames", "max_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        for name in ("max_overtakes", "queue_timeout", "drain"):
+        for name in ("max_overtakes", "queue_timeout", "drain", "idle"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
-        for name in ("request_timeout", "keep", "read_timeout", "max_body", "max_storage", "max_upload_pixels"):
+        for name in _ABOVE_ZERO:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
 
@@ -105,7 +121,8 @@ def _is_one_of(key: str, keys: Sequence[str]) -> bool:
 class ServerSettings:
     """Everything that a server is started with. name: of the model in requests and answers. loras: files that requests
     may name. warm_up: one generation is made before the first job. preview: how estimates are shown while a job runs,
-    one of PREVIEWS."""
+    one of PREVIEWS. replicas: how many engines run, at least and at most. ray: the address of a Ray cluster on which
+    they run, `auto` for one that is found; None for processes of this machine."""
 
     storage: Path
     name: str
@@ -118,8 +135,13 @@ class ServerSettings:
     has_metrics: bool = True
     warm_up: bool = True
     preview: str = "auto"
+    replicas: tuple[int, int] = (1, 1)
+    ray: str | None = None
 
     def __post_init__(self) -> None:
+        fewest, most = self.replicas
+        if not 0 <= fewest <= most or not 1 <= most <= MAX_REPLICAS:
+            raise ConfigError(f"replicas: expected N, or MIN..MAX with at most {MAX_REPLICAS}, got {fewest}..{most}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if self.preview not in PREVIEWS:

@@ -16,7 +16,7 @@ from diffusion_runtime.serving.api_errors import ApiError, invalid
 from diffusion_runtime.serving.bodies import read_body
 from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.dispatcher import Dispatcher
-from diffusion_runtime.serving.engine_process import Refused
+from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.guard import key_of
 from diffusion_runtime.serving.input_images import check_image
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
@@ -82,7 +82,7 @@ class Submission:
         draft = self._draft("video", Body({"prompt": "a prompt", **body.values}, {}, body.is_form))
         if draft.images or body.files:
             raise invalid("input_reference", "input_reference: an explanation is of requests without images")
-        return await self._dispatcher.engine.ask("explain", draft.work())
+        return await self._dispatcher.engines.ask("explain", draft.work())
 
     def _draft(self, kind: str, body: Body) -> Draft:
         settings = self._dispatcher.settings
@@ -94,7 +94,7 @@ class Submission:
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
         dispatcher, settings = self._dispatcher, self._dispatcher.settings
-        card = dispatcher.engine.card or {}
+        card = dispatcher.engines.card or {}
         if draft.num_previews and not card.get("previews"):
             name = "return_previews" if draft.kind == VIDEO else "partial_images"
             message = f"{name}: this server shows no estimates of running jobs: {card.get('no_previews')}; leave it out"
@@ -115,7 +115,7 @@ class Submission:
         inputs = {field: each[0] if len(each) == 1 else each for field, each in paths.items()}
         draft.requests = [{**request, **inputs} for request in draft.requests]
         try:
-            checked = await dispatcher.engine.ask("check", draft.work())
+            checked = await dispatcher.engines.ask("check", draft.work())
         except Refused as error:
             message = in_clients_words(draft.kind, str(error.details["message"]))
             raise Refused({**error.details, "message": message}) from error

@@ -84,7 +84,7 @@ HOMES = {
     "jinja2": ("explanation", "comparison"),
     "lpips": ("comparison/frame_metrics.py",),
     "pyarrow": ("batches/row_files.py", "batches/ray_data.py"),
-    "ray": ("batches/ray_data.py",),
+    "ray": ("serving/on_ray", "batches/ray_data.py"),
     "skimage": ("comparison/frame_metrics.py",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
@@ -335,6 +335,7 @@ LOADERS_BY_NAME = {
     "cli/verbs.py": "the version, of the package root, and the verb that a command line names",
     "denoising/registry.py": "a sampler's file, when its name is first used",
     "loading/description.py": "the version, of the package root",
+    "serving/engines.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
     "text_encoders/gemma.py": "packages of others",

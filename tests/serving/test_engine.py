@@ -43,7 +43,7 @@ def works(folder: Path, *jobs: str) -> list[dict[str, Any]]:
 
 def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_path: Path) -> None:
     channel: Any = RecordedChannel()
-    engine = Engine(channel, None, {})  # type: ignore[arg-type]
+    engine = Engine(channel, None, {}, tmp_path)  # type: ignore[arg-type]
     sizes = []
 
     def make(message: Mapping[str, Any], _: BatchProgress) -> list[Any]:
@@ -64,9 +64,9 @@ def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_pat
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a.png", "b.png"]
 
 
-def test_a_warm_up_is_small_unless_a_choice_is_made_for_a_size_and_says_why_there_is_none() -> None:
+def test_a_warm_up_is_small_unless_a_choice_is_made_for_a_size_and_says_why_there_is_none(tmp_path: Path) -> None:
     channel: Any = RecordedChannel()
-    engine = Engine(channel, ServedModel(RuntimeConfig(device="cpu"), {}), {})
+    engine = Engine(channel, ServedModel(RuntimeConfig(device="cpu"), {}), {}, tmp_path)
     made: list[dict[str, Any]] = []
 
     def make(message: Mapping[str, Any], _: object) -> list[Any]:
@@ -112,6 +112,21 @@ def test_a_causal_model_says_why_it_shows_no_estimates() -> None:
     assert "one part of the video after the other" in previews.reason
     with pytest.raises(ConfigError, match=r"^preview: decode: a causal model .*leave out --preview"):
         Previews("decode", prepared)
+
+
+def test_an_engine_reads_no_file_beside_the_inputs(tmp_path: Path) -> None:
+    channel: Any = RecordedChannel()
+    engine = Engine(channel, None, {}, tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / "link.png").symlink_to("/etc/passwd")
+    inside = str(tmp_path / "inputs" / "a.png")
+    for value in ("/etc/passwd", [inside, "/etc/passwd"], f"{tmp_path}/inputs/../x.png", f"{tmp_path}/inputs/link.png"):
+        work = {**works(tmp_path, "a")[0], "request": {"prompt": "a", "image_path": value}}
+        engine.run({"works": [work]}, lambda *_: pytest.fail("it was read"))
+    assert [message["kind"] for message in channel.of("failed")] == ["RequestError"] * 4
+    work["request"]["image_path"] = inside
+    engine.run({"works": [work]}, lambda *_: [make_media(1, 8, 8)])
+    assert len(channel.of("finished")) == 1
 
 
 @table("steps, count", [(4, 2), (12, 3), (1, 3), (2, 1), (50, 3)])

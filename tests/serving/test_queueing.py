@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.engine_process import LocalEngines
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import VIDEO, Job, Jobs, new_id
 from diffusion_runtime.serving.metrics import Metrics
@@ -64,7 +65,7 @@ def test_admission_is_bounded_in_all_and_per_key_and_says_when_to_come_again() -
 def test_a_job_waits_by_a_clock_that_nobody_sets(tmp_path: Path) -> None:
     settings = ServerSettings(storage=tmp_path, name="shapes", limits=Limits(queue_timeout=60.0))
     jobs = Jobs(tmp_path / "jobs.sqlite3")
-    dispatcher = Dispatcher(settings, {}, jobs, ResultFiles(tmp_path), Metrics())
+    dispatcher = Dispatcher(settings, LocalEngines(), {}, jobs, ResultFiles(tmp_path), Metrics())
 
     async def status_after_a_look() -> str:
         task = asyncio.ensure_future(dispatcher._look_after())

@@ -352,7 +352,8 @@ def test_our_client_makes_waits_and_explains(server: RunningServer, tmp_path: Pa
 def test_jobs_survive_the_death_of_the_engine_and_of_the_server(tmp_path: Path) -> None:
     body = {"prompt": PROMPT, "seed": 7, **SMALL, "num_inference_steps": 12}
     expected = expected_sha256(tmp_path, num_inference_steps=12, seed=7)
-    with running_server(tmp_path / "storage") as server:
+    # One engine, whatever --serve-with says, as in the next test.
+    with running_server(tmp_path / "storage", "--replicas", "1") as server:
         with server.client() as http:
             ids = [http.post("/v1/videos", json=body).json()["id"] for _ in range(2)]
             waiting = http.post("/v1/videos", json={**body, "guidance_scale": 2.0}).json()["id"]
@@ -384,7 +385,7 @@ def test_a_full_queue_answers_429_and_sigterm_drains(tmp_path: Path) -> None:
     admins.write_text("admin-1\n")
     arguments = ["--api-key-file", str(keys), "--admin-key-file", str(admins), "--max-queue", "2"]
     # Of one such clip: the estimate of its bytes is below it, its files with their pictures are above.
-    arguments += ["--max-batch-size", "1", "--max-storage", "14000"]
+    arguments += ["--max-batch-size", "1", "--max-storage", "14000", "--replicas", "1"]
     with running_server(tmp_path / "storage", *arguments) as server:
         with server.client() as anonymous:
             refused = anonymous.get("/v1/videos")

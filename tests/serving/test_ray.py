@@ -1,0 +1,160 @@
+"""Replicas on a Ray cluster of three nodes of this machine, and one host without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from ray_cluster import ENVIRONMENT, ray_cluster
+from running_server import SMALL, finished, running_server, wait_for
+
+from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.serving.settings import ServerSettings
+
+pytest.importorskip("ray", reason="pip install 'diffusion-runtime[ray]'")
+# Ray's own use of pydantic, when it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+BODY = {"prompt": "a ring", "seed": 1, **SMALL}
+
+
+def frames_of(content: bytes) -> str:
+    """A digest of the frames of a video, which the recipe in the file is no part of."""
+    command = ["ffmpeg", "-v", "error", "-i", "-", "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    import imageio_ffmpeg
+
+    command[0] = imageio_ffmpeg.get_ffmpeg_exe()
+    return hashlib.sha256(subprocess.run(command, input=content, capture_output=True, check=True).stdout).hexdigest()
+
+
+def expected(folder: Path, steps: int) -> bytes:
+    request = GenerationRequest("a ring", height=64, width=64, num_frames=5, num_inference_steps=steps, seed=1)
+    pipeline = load_pipeline(device="cpu")
+    return pipeline(pipeline.resolve(request)).save(folder / "clip.mp4").read_bytes()
+
+
+def states(http: httpx.Client) -> list[str]:
+    return [each["state"] for each in http.get("/health").json().get("replicas", ())]
+
+
+@pytest.mark.ray
+def test_a_cluster_serves_outlives_nodes_and_servers_and_scales_to_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    quick, long = expected(tmp_path, 2), expected(tmp_path, 40)
+    with ray_cluster(3) as cluster:
+        on_cluster = ("--device", "cpu", "--ray", cluster.address)
+        with running_server(tmp_path / "storage", "--replicas", "2", *on_cluster) as server:
+            with server.client() as http:
+                wait_for(lambda: states(http) == ["ready", "ready"])
+                made = finished(http, http.post("/v1/videos", json=BODY).json()["id"])
+                assert made["sha256"] == hashlib.sha256(quick).hexdigest()
+                # One of the two nodes besides the head has a replica at least.
+                jobs = [
+                    http.post("/v1/videos", json={**BODY, "num_inference_steps": 40}).json()["id"] for _ in range(2)
+                ]
+                wait_for(lambda: all(http.get(f"/v1/videos/{each}").json()["step"] for each in jobs))
+                cluster.say("kill 0")
+                cluster.say("kill 1")
+                videos = [finished(http, each) for each in jobs]
+                assert {video["sha256"] for video in videos} == {hashlib.sha256(long).hexdigest()}
+                assert max(video["attempts"] for video in videos) == 2, videos
+                waiting = http.post("/v1/videos", json={**BODY, "num_inference_steps": 40}).json()["id"]
+            server.kill(signal.SIGKILL)
+            server.start()
+            with server.client() as http:
+                assert finished(http, waiting)["sha256"] == hashlib.sha256(long).hexdigest()
+                assert any("found the replicas of an earlier server" in str(each) for each in server.logs)
+        cluster.say("add")
+        gang = ("--replicas", "0..1", "--num-gpus", "2", "--idle", "1", *on_cluster)
+        with running_server(tmp_path / "gang", *gang) as server, server.client() as http:
+            wait_for(lambda: states(http) == ["off"])
+            video = finished(http, http.post("/v1/videos", json=BODY).json()["id"])
+            content = http.get(f"/v1/videos/{video['id']}/content").content
+            assert hashlib.sha256(content).hexdigest() == video["sha256"]
+            assert frames_of(content) == frames_of(quick)
+
+
+def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_server_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    from diffusion_runtime.serving.on_ray.host import Host
+
+    job, storage = f"video_{'0' * 32}", tmp_path / "elsewhere"
+    config = {"model_path": "shapes", "device": "cpu"}
+    given: dict[str, Any] = {"config": config, "loras": {}, "names": {}, "warm_up": False, "preview": "off"}
+    given |= {"storage": str(storage), "probe": "another text"}
+
+    async def run() -> None:
+        host = Host()
+        await host.start(json.dumps(given), 0, 1, "", 0)
+        assert not host.is_shared
+        messages = host.attach()
+
+        async def until(kind: str) -> dict[str, Any]:
+            async for text in messages:
+                if (message := json.loads(text))["type"] == kind:
+                    return dict(message)
+            raise AssertionError(kind)
+
+        assert (await until("hello"))["versions"]
+        await until("ready")
+        request = {"prompt": "a ring", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, "seed": 1}
+        checked = json.loads(await host.ask("check", json.dumps({"requests": [request]}), {}))["answer"]["requests"][0]
+        refused = json.loads(await host.ask("check", json.dumps({"requests": [{**request, "image_path": "/x"}]}), {}))
+        assert "did not come with the request" in refused["error"]["message"]
+        work = {"job": job, "index": 0, "request": checked, "target": str(storage / "results" / f"{job}.mp4")}
+        shared = {"previews": 0, "profile": {"id": "trace", "num_steps": 1, "target": "/x"}, "attention": None}
+        message = {"type": "run", "works": [{**work, "names": {}}], "loras": None, "preset": None, **shared}
+        await host.send(json.dumps(message), {f"{job}-image_path-0.png": png(tmp_path)})
+        assert "share" in (await until("profiled"))["error"]
+        found = await until("finished")
+        files = host.take_files(job, job)
+        assert hashlib.sha256(files[f"{job}.mp4"]).hexdigest() == found["file"]["sha256"]
+        assert sorted(files) == sorted(
+            f"{job}{end}" for end in (".json", ".mp4", "-thumbnail.webp", "-spritesheet.webp")
+        )
+        assert not storage.exists()
+        await until("done")
+        # Another server comes, while the job of the one before it runs: that is stopped.
+        message["works"][0]["request"]["num_inference_steps"] = 200  # type: ignore[index]
+        await host.send(json.dumps(message), {})
+        messages = host.attach()
+        began = time.monotonic()
+        await until("ready")
+        assert time.monotonic() - began < 60
+        await host.send(json.dumps({**message, "works": []}), {})
+        await until("done")
+        host.kill()
+        assert (await until("ended"))["code"] != 0
+        assert host.exit_code() is not None
+
+    asyncio.run(run())
+
+
+def png(folder: Path) -> bytes:
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    return (folder / "a.png").read_bytes()
+
+
+def test_a_cluster_is_used_with_authentication_that_somebody_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusion_runtime.serving.on_ray.engines import RayEngines
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="export RAY_AUTH_MODE=token"):
+        RayEngines(ServerSettings(storage=tmp_path, name="x", ray="auto"), {})
+    assert "RAY_AUTH_MODE" not in os.environ
