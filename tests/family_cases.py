@@ -439,4 +439,34 @@ FAMILIES = {
         ),
         other_size=({"n_layers": 3}, ("layers.2.attention.to_q.weight",)),
     ),
+    "minimax_h3": FamilyCase(
+        geometry=(6, 16, 4, (1, 2, 2)),
+        takes_image=True,
+        flow_shift=12.0,
+        layers={"self": 3, "minimax_h3.text_refiner": 2},
+        runs_once=frozenset({"minimax_h3.text_refiner"}),
+        refusals=(
+            *misfits(("patch_size", [1, 1, 1]), ("num_layers", 0), ("attention_head_dim", 10), ("freq_dim", 31)),
+            *misfits(("norm_eps", "small"), ("ffn_dim", 1.5), ("num_refiner_layers", -1), ("rope_freq_dim", 0)),
+            Refusal({"rope_freq_dim": 3}, "key 'attention_head_dim': expected an even number of at least 18, 6 x rope"),
+            in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=24),
+            in_file("audio_vae/config.json", "key 'latent_channels': expected 5", latent_channels=4),
+            in_file("audio_scheduler/scheduler_config.json", "shift: expected a number above 0, got 0", shift=0),
+            in_file(SCHEDULER, "scheduler_config.json: shift: expected a number above 0, got None", shift=...),
+        ),
+        other_size=(
+            {"num_layers": 4, "ffn_dim": 48},
+            (
+                "transformer_blocks.3.adaln_proj.linear.weight",
+                "ff.net.0.proj.weight is [80, 24], expected [96, 24]",
+            ),
+        ),
+        text_refusals=(in_file("text_encoder/config.json", "expected 'qwen3_vl', got 'qwen3'", model_type="qwen3"),),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("text_encoder/model.safetensors", "text_encoder"),
+            ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
+        ),
+    ),
 }

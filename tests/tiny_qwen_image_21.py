@@ -65,7 +65,7 @@ def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None 
     return folder
 
 
-def tiny_qwen3_vl() -> tuple[Any, Any]:
+def tiny_qwen3_vl(num_layers: int = 3) -> tuple[Any, Any]:
     """Qwen3-VL, vision half included, and its tokenizer with the tokens that stand for pictures."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.tokenization_utils_base import AddedToken
@@ -81,7 +81,7 @@ def tiny_qwen3_vl() -> tuple[Any, Any]:
             "eos_token_id": 0,
             "hidden_size": HIDDEN,
             "intermediate_size": 48,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 8,

@@ -262,7 +262,7 @@ class PreparedModel:
         if not requests or self.world is not None:
             return []
         first = requests[0]
-        about = encoder.of_pictures(image_paths(first, "image_path"))
+        about = encoder.of_request(first)
         if about is not encoder or encoder.of_negative() is not encoder:
             return []
         return texts_of([first], is_guided=self.rules.is_guided(first))

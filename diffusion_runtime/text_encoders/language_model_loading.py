@@ -126,10 +126,17 @@ def load_qwen2_5_vl(
 
 
 def load_qwen3_vl(
-    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, tokenizer_in: str = "tokenizer", sees: bool = False
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokenizer_in: str = "tokenizer",
+    sees: bool = False,
+    num_layers: int | None = None,
 ) -> tuple[Any, PreTrainedTokenizerFast]:
     """Load the language model of the Qwen3-VL in `text_encoder/` of a model folder, and its tokenizer, from safetensors
     and without a network. tokenizer_in: the folder that has it. sees: with its vision half, for prompts about pictures.
+    num_layers: how many of its layers are built and read, the first ones, of a model with more; None for all.
 
     Text has the same position on all three axes of the model, so that the language model alone computes the same as the
     whole one. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
@@ -146,6 +153,7 @@ def load_qwen3_vl(
         Qwen3VLForConditionalGeneration,
         device,
         dtype,
+        num_layers=num_layers,
         part=lambda whole: whole.model if sees else whole.model.language_model,
     )
     check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.get_text_config().vocab_size)
