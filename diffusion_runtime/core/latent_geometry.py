@@ -99,6 +99,11 @@ class LatentGeometry:
         """Grid tokens of such a clip, after patchify. Raises RequestError for sizes that do not divide."""
         return math.prod(self.grid(self.latent_shape(height, width, num_frames)))
 
+    def tokens_of_frame(self, height: int, width: int) -> int:
+        """Return the tokens of one latent frame of such a clip, of a size that divides."""
+        rows, columns = (self.spatial_factor * patch for patch in self.patch[1:])
+        return (height // rows) * (width // columns)
+
     def check(self, height: int, width: int, num_frames: int) -> None:
         """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
         rules = (

@@ -23,8 +23,8 @@ class Modulation(nn.Module):
         self.projection = Linear(dim if in_dim is None else in_dim, num_rows * dim, bias=bias)
 
     def forward(self, conditioning: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[batch, in_dim], after its activation, to num_rows times [batch, dim] of its dtype. What reads them computes in
-        float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
+        """[batch, in_dim], after its activation, to num_rows times [batch, dim] of its dtype. What reads them computes
+        in float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
         rows: torch.Tensor = self.projection(conditioning)
         return rows.chunk(self.num_rows, dim=-1)
 

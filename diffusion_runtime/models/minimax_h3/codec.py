@@ -48,10 +48,17 @@ class MiniMaxH3Decoder(LatentDecoder):
         return Audio(numpy.ascontiguousarray(samples), self._sample_rate)
 
 
+def _load_video(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Any:
+    from diffusers import AutoencoderKLMiniMaxH3
+
+    load: Any = AutoencoderKLMiniMaxH3.from_pretrained
+    return load(folder / COMPONENT, torch_dtype=dtype, use_safetensors=True, local_files_only=True).to(device)
+
+
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> MiniMaxH3Decoder:
     """Load both decoders. Raises ModelLoadError."""
     return MiniMaxH3Decoder(
-        VIDEO_AUTOENCODER.load(folder, device, dtype),
+        _load_video(folder, device, dtype),
         AUDIO_AUTOENCODER.load(folder, device, torch.float32),
         read_config(folder, AUDIO_VAE).whole_number("sampling_rate", 32000),
     )
@@ -59,7 +66,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
 def load_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[EncodeImage, str]:
     """Load the encoder of images. Raises ModelLoadError."""
-    autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype)
+    autoencoder = _load_video(folder, device, dtype)
     from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Images that a MiniMax-H3 clip starts from and ends with: their pixels, and their latents at the noise that they have."""
+"""Images that a MiniMax-H3 clip starts from and ends with: pixels, and latents with a trace of noise."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class KeyframeConditioner(ImageConditioner):
         return () if self._encoder is None else (LibraryAttention("vae encoder", "diffusers", self._encoder[1]),)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Return the condition; without an image to start from, its latents have no frame. The trace of noise is the same
-        for every clip from an image."""
+        """Return the condition; without an image to start from, its latents have no frame. The trace of noise is the
+        same for every clip from an image."""
         if self._encoder is None:
             self._encoder = self._load_encoder()
         encode, _ = self._encoder

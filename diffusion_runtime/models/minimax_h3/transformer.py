@@ -217,8 +217,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
-        """Return the velocity. latents: [B, *geometry.sample_shape(inputs.size)]. The sound is at the noise level of its
-        own schedule that goes with the timestep of the video."""
+        """Return the velocity. latents: [B, *geometry.sample_shape(inputs.size)]. The sound is at the noise level of
+        its own schedule that goes with the timestep of the video."""
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
         grid, image, dtype = self.geometry.grid(parts.video.shape), inputs.image, self.text_embedding.weight.dtype
@@ -366,8 +366,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
 def _spans(
     num_own: int, num_given: int, num_audio: int, num_text: int, pictures: Sequence[tuple[int, int]]
 ) -> tuple[Span, ...]:
-    """Return the spans of a sequence. pictures: first token and the one behind the last of each picture in the text, whose
-    tokens are those of a video to the modulation."""
+    """Return the spans of a sequence. pictures: first token of each picture in the text, and the one behind its last;
+    they are those of a video to the modulation."""
     bounds = [(VIDEO, num_own, False), (VIDEO, num_given, True), (AUDIO, num_audio, False)]
     done = 0
     for start, stop in pictures:

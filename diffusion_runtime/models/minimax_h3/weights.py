@@ -1,8 +1,8 @@
 """Weight map: the tensors of a diffusers MiniMax-H3 checkpoint that make up each of ours, and names in LoRA files.
 
-Published checkpoints turn the channels of a head by halves of those that turn: channel i with channel i + 48 of 96. Here
-neighbours turn together. The gate of a feed-forward network follows its features there and comes first here. Both are
-put in order once, after loading.
+Published checkpoints turn the channels of a head by halves of those that turn: channel i with channel i + 48 of 96.
+Here neighbours turn together. The gate of a feed-forward network follows its features there and comes first here. Both
+are put in order once, after loading.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def _norm(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
 def arrange(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
     """Put the rows of parameter `name` in our order, in place: gate before features, and channels of q and k that turn
     together next to each other."""
-    owner, _, _ = name.rpartition(".")
-    parent, _, part = owner.rpartition(".")
+    part = name.split(".")[-2]
     if name.endswith(".feed_forward.up.weight"):
         rows.copy_(torch.cat(rows.chunk(2)[::-1]))
     elif part in ("norm_q", "norm_k", "qkv") and name.startswith("blocks."):
