@@ -452,8 +452,8 @@ FAMILIES = {
             in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=24),
             in_file("audio_vae/config.json", "key 'latent_channels': expected 5", latent_channels=4),
-            in_file("audio_scheduler/scheduler_config.json", "shift: expected a number above 0, got 0", shift=0),
-            in_file(SCHEDULER, "scheduler_config.json: shift: expected a number above 0, got None", shift=...),
+            in_file("audio_scheduler/scheduler_config.json", "key 'shift': expected a number above 0, got 0", shift=0),
+            in_file(SCHEDULER, "scheduler_config.json: key 'shift' is missing", shift=...),
         ),
         other_size=(
             {"num_layers": 4, "ffn_dim": 48},

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
-from diffusion_runtime.core.model_folder import AnyFolder, read_config, read_json_in
-from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
-from diffusion_runtime.untrusted.known_settings import is_positive
 
-AUDIO_VAE = "audio_vae"
+AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
 # The sound is a left and a right channel, a row each; the autoencoder has one, of 40 latents a second.
@@ -122,11 +120,14 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
 
 
 def _read_shift(folder: AnyFolder, component: str) -> float:
-    shift = read_json_in(folder, component, "scheduler_config.json").get("shift")
-    if not is_positive(shift):
-        path = folder / component / "scheduler_config.json"
-        raise ModelLoadError(f"{path}: shift: expected a number above 0, got {shown(shift)}")
-    return float(shift)
+    """Read the flow shift of one of the two schedules. Raises ModelLoadError that names the file and the key."""
+    values = read_json_in(folder, component, _SCHEDULE)
+    file = ConfigFile(folder / component / _SCHEDULE, values)
+    file.refuse_unknown(("shift",))
+    shift = file.number("shift")
+    if shift <= 0:
+        raise file.error("shift", "a number above 0", shift)
+    return shift
 
 
 def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
