@@ -156,7 +156,7 @@ class VitVideoDecoder(LatentDecoder):
 
     def _clip(self, raw: torch.Tensor, ranks: RankGroup | None) -> torch.Tensor:
         """Decode latents [1, channels, frames, height, width] of one clip to [1, 3, frames, height, width], float32."""
-        rows, columns = _axes(raw.shape[-2:], self._tiles)
+        rows, columns = axes_of_tiles(raw.shape[-2:], self._tiles)
         places = [(top, left) for top in rows.starts for left in columns.starts]
         tiles = [raw[0, :, :, top : top + rows.size, left : left + columns.size] for top, left in places]
         (depth, side), (frames, height, width) = self._sizes.patch, raw.shape[-3:]
@@ -219,7 +219,7 @@ def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], til
     autoencoder: on any device; the pass over a batch of tiles is counted on the meta device.
     """
     sizes, dtype = autoencoder.sizes, autoencoder.post_quant_conv.weight.dtype
-    rows, columns = _axes(shape[1:], tiling)
+    rows, columns = axes_of_tiles(shape[1:], tiling)
     frames = sizes.latents_per_clip + sizes.shared_latents
     grid = (frames, rows.size, columns.size)
     number = len(rows.starts) * len(columns.starts)
@@ -236,7 +236,17 @@ def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], til
     return max(pass_bytes, patches) + waiting + 2 * 4 * pixels
 
 
-def _axes(sides: Sequence[int], tiling: Tiling | None) -> tuple[TilesOfAxis, TilesOfAxis]:
+def decoding_operations(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> float:
+    """Return the floating-point operations of decoding [frames, height, width] latents."""
+    sizes = autoencoder.sizes
+    rows, columns = axes_of_tiles(shape[1:], tiling)
+    tokens = sizes.num_tokens((sizes.latents_per_clip + sizes.shared_latents) * rows.size * columns.size)
+    weights = sum(each.numel() for each in autoencoder.decoder.parameters() if each.dim() == 2)
+    of_tile = 2.0 * tokens * weights + 4.0 * tokens**2 * sizes.dim * sizes.num_layers
+    return of_tile * len(rows.starts) * len(columns.starts) * clips_of(sizes, shape[0]).number
+
+
+def axes_of_tiles(sides: Sequence[int], tiling: Tiling | None) -> tuple[TilesOfAxis, TilesOfAxis]:
     """Return the tiles along height and width of latents of that size."""
     height, width = (
         tiles_of_axis(side, side, 0) if tiling is None else tiles_of_axis(side, tiling.size, tiling.size - tiling.stride)
