@@ -54,8 +54,9 @@ class DiffusersComponent:
     class do not know -> why they change nothing. encoder_parts: names of its modules that are not read for decoding.
     decoding_half: settings -> a module of ours that holds the rest, without weights; None where that does not know all
     of them, which leaves them to diffusers' class. stays_float32: parameters and buffers that are computed with in
-    float32 whatever the model's dtype. arrange: puts the rows of a parameter in the order of that module. original_rows:
-    (module, tensors of a file) -> those of its authors' file by diffusers' names, where these differ by more than names.
+    float32 whatever the model's dtype. arrange: puts the rows of a parameter in the order of that module.
+    original_rows: (module, tensors of a file) -> by diffusers' names those of its authors' file, where these differ by
+    more than names.
     """
 
     name: str
@@ -185,9 +186,7 @@ class DiffusersComponent:
         return Checkpoint(
             folder / self.name,
             changes=changes,
-            renamed=lambda path, rows: by_diffusers_names(
-                path, self.original_rows(module, rows), expected, self.name
-            ),
+            renamed=lambda path, rows: by_diffusers_names(path, self.original_rows(module, rows), expected, self.name),
         )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""Decoder of a sound's latents to its waveform, BigVGAN (Lee et al., arXiv:2206.04658), with its published tensor names.
+"""Decoder of a sound's latents to its waveform, BigVGAN (Lee et al., arXiv:2206.04658), with its published names.
 
 It decodes in pieces with the latents on both sides that the piece's samples depend on, so that pieces are the whole: a
 level upsamples by a transposed convolution, then takes the mean of residual blocks. An activation is computed at twice

@@ -21,8 +21,8 @@ _KERNEL = 3
 
 @dataclass(frozen=True)
 class ClipEncoderSizes:
-    """Sizes of the network. widths, side_factors, frame_factors: of every level. num_blocks: residual blocks of a level.
-    clip_length: frames that are encoded at once; num_dropped: latent frames that are dropped at the end."""
+    """Sizes of the network. widths, side_factors, frame_factors: of every level. num_blocks: residual blocks of
+    each. clip_length: frames that are encoded at once; num_dropped: latent frames that are dropped at the end."""
 
     latent_channels: int
     widths: tuple[int, ...]

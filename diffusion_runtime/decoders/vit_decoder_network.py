@@ -1,9 +1,9 @@
-"""Vision transformer (ViT) that decodes the latents of a video autoencoder (MiniMax-H3), with its published tensor names.
+"""Vision transformer (ViT) that decodes latents of a video autoencoder (MiniMax-H3), with its published tensor names.
 
-Every latent is one token. Learned register tokens (Darcet et al., arXiv:2309.16588) and one token of zeros follow, which
-all tokens attend to and which become no pixels. Positions are parts of the extent of a clip, from -1 to 1 on each axis,
-so that tiles of one size have the same. The residual stream, norms and layer scales (Touvron et al., arXiv:2103.17239)
-are float32 whatever the dtype of the products.
+Every latent is one token. Learned register tokens (Darcet et al., arXiv:2309.16588) and one token of zeros follow,
+which all tokens attend to and which become no pixels. Positions are parts of the extent of a clip, from -1 to 1 on each
+axis, so that tiles of one size have the same. The residual stream, norms and layer scales (Touvron et al.,
+arXiv:2103.17239) are float32 whatever the dtype of the products.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NUM_AXES = 3
 
 @dataclass(frozen=True)
 class VitDecoderSizes:
-    """Sizes of the network. hidden_factor: width of the feed-forward networks in widths of the model. num_rotated: channels
-    of a head that positions turn. patch: frames and pixels a side of a token. clip_length: frames that the encoder takes
-    at once; num_dropped: latents that it drops at the end."""
+    """Sizes of the network. hidden_factor: width of the feed-forward networks in widths of the model. num_rotated:
+    channels of a head that positions turn. patch: frames and pixels a side of a token. clip_length: frames that the
+    encoder takes at once; num_dropped: latents that it drops at the end."""
 
     latent_channels: int
     num_layers: int
@@ -159,8 +159,8 @@ class VitBlock(nn.Module):
         self.scale2 = nn.Parameter(torch.zeros(sizes.dim))
 
     def forward(self, x: torch.Tensor, branch: Branch | None, dtype: torch.dtype, call: _Call) -> Branch:
-        """Apply the block to x, float32, in place, but for its last branch, which is returned to be added. branch: that of
-        the block before."""
+        """Apply the block to x, float32, in place, but for its last branch, which is returned to be added. branch: that
+        of the block before."""
         normed = _normed(x, self.norm1.as_norm, branch, dtype)
         attended = Branch(self.attn(normed, call), self.scale1.expand(len(x), -1))
         normed = _normed(x, self.norm2.as_norm, attended, dtype)

@@ -3,7 +3,8 @@ normalisation of pixels and latents.
 
 A clip of latents is decoded with the first latents of the next one. The frames that two clips share are blended
 linearly over time, those that two tiles share over height, then width, in the order of the authors' code: a tile is
-blended with its neighbours as they were decoded. A chunk of frames is one clip, so that one clip is in memory at a time.
+blended with its neighbours as they were decoded. A chunk of frames is one clip, of which one is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_decoder_network import VitDecoderSizes, VitVideoAutoencoder
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 # Mean and deviation of ImageNet's pixels, which autoencoders that are trained with perceptual losses decode to.
@@ -85,8 +85,8 @@ def clips_of(sizes: VitDecoderSizes, num_latents: int) -> LatentClips:
 class VitVideoDecoder(LatentDecoder):
     """Decoder on a VitVideoAutoencoder, in the dtype of its weights. Several processes share the tiles of a clip.
 
-    mean, std: of the latents by channel. attention: of its blocks. tiling: in which it decodes unless told otherwise; its
-    overlap is the least that two tiles have.
+    mean, std: of the latents by channel. attention: of its blocks. tiling: in which it decodes unless told otherwise;
+    its overlap is the least that two tiles have.
     """
 
     library = "torch"
@@ -105,12 +105,16 @@ class VitVideoDecoder(LatentDecoder):
         self._sizes = autoencoder.sizes
         self._device, self._dtype = weight.device, weight.dtype
         self._mean, self._std = (_by_channel(each, weight.device) for each in (mean, std))
-        self._pixel_mean, self._pixel_std = (
-            _by_channel(each, weight.device) for each in (IMAGENET_MEAN, IMAGENET_STD)
-        )
+        self._pixel_mean, self._pixel_std = (_by_channel(each, weight.device) for each in (IMAGENET_MEAN, IMAGENET_STD))
         self._attention = attention
         self._tiling = tiling
         self._set_tiles(tiling.chosen("auto"))
+
+    def attending(self, attention: AttentionLayer) -> LatentDecoder:
+        other = copy.copy(self)
+        other._attention = attention
+        other._set_tiles(self._tiles)
+        return other
 
     def in_tiles(self, choice: str) -> LatentDecoder:
         other = copy.copy(self)
@@ -151,7 +155,7 @@ class VitVideoDecoder(LatentDecoder):
             yield frames
 
     def _as_pixels(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return [1, frames, height, width, 3] in [0, 1]. frames: [1, 3, frames, height, width], float32, overwritten."""
+        """Return [1, frames, height, width, 3] in [0, 1]. frames: [1, 3, frames, height, width], overwritten."""
         return frames.mul_(self._pixel_std).add_(self._pixel_mean).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
     def _clip(self, raw: torch.Tensor, ranks: RankGroup | None) -> torch.Tensor:
@@ -199,12 +203,11 @@ class VitVideoDecoder(LatentDecoder):
     def _set_tiles(self, tiles: Tiling | None) -> None:
         self._tiles = tiles
         how = "" if tiles is None else f", in {tiles.text.partition(',')[0]} or more"
-        self.implementation = f"{self._autoencoder.class_name}{how}"
+        q = torch.empty(1, 1, self._sizes.num_heads, self._sizes.head_dim, dtype=self._dtype, device=self._device)
+        self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{how}"
 
 
-def batch_size(
-    autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype
-) -> int:
+def batch_size(autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return how many tiles of `grid` latents are decoded at once."""
     sizes = autoencoder.sizes
     # The residual stream in float32; its norm, the widest product and its half, and the branch.
@@ -249,7 +252,7 @@ def decoding_operations(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...]
 def axes_of_tiles(sides: Sequence[int], tiling: Tiling | None) -> tuple[TilesOfAxis, TilesOfAxis]:
     """Return the tiles along height and width of latents of that size."""
     height, width = (
-        tiles_of_axis(side, side, 0) if tiling is None else tiles_of_axis(side, tiling.size, tiling.size - tiling.stride)
+        tiles_of_axis(side, *((side, 0) if tiling is None else (tiling.size, tiling.size - tiling.stride)))
         for side in sides
     )
     return height, width

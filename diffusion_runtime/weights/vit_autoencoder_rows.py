@@ -1,8 +1,8 @@
 """Tensors of MiniMax-H3's video autoencoder as its authors' files hold them, which ComfyUI's keep: by diffusers' names.
 
 Queries, keys and values of the decoder are one tensor, of each head its own rows one after the other; the halves of a
-gated feed-forward network are the gate first. The encoder has the names of latent diffusion. The sound's autoencoder has
-diffusers' names.
+gated feed-forward network are the gate first. The encoder has the names of latent diffusion. The sound's autoencoder
+has diffusers' names.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NAMES = (
 
 
 def diffusers_rows(rows: Rows, num_heads: int | None) -> Rows:
-    """Return the tensors by diffusers' names; those of other files as they are. num_heads: of the decoder, None where it
-    is not read.
+    """Return the tensors by diffusers' names; those of other files as they are. num_heads: of the decoder, None where
+    it is not read.
 
     Raises ModelLoadError for a product of queries, keys and values that these heads do not share evenly.
     """

@@ -2,14 +2,14 @@
 channel at a time, with a vocoder as its decoder.
 
 17 frames are 5 latent frames, and a video has 17 n + 5 frames, so 5 n + 2 latent frames. A second of sound, at 32 kHz,
-has 40 latents of each of two channels. Latents of sound are [batch, channels of sound, length, width], as the rows of
-the transformer follow each other.
+has 40 latents of each of two sides. Latents of sound are [batch, channels, length, sides].
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from diffusion_runtime.decoders.vit_decoder_network import (
 from diffusion_runtime.decoders.vit_video_decoder import IMAGENET_MEAN, IMAGENET_STD, VitVideoDecoder
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.weights.vit_autoencoder_rows import diffusers_rows
 
 AUDIO_VAE = "audio_vae"
@@ -47,7 +48,7 @@ _MODULES = "diffusers.models.autoencoders.autoencoder_kl_minimax_h3"
 _TILE, _TILE_OVERLAP = 256, 64
 _ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
-_AUDIO_ENCODER_PARTS = ("encoder", "pre_block", "mean_proj", "logs_proj")
+AUDIO_ENCODER_PARTS = ("encoder", "pre_block", "mean_proj", "logs_proj")
 _AUDIO_DECODER_PARTS = ("decoder", "dec_in_proj")
 # Computed in float32 by the authors' code whatever the dtype of the rest.
 _IN_FLOAT32 = frozenset((*_ENCODER_PARTS, "norm1", "norm2", "norm_out", "scale1", "scale2"))
@@ -70,7 +71,7 @@ def _decoder_sizes(file: ConfigFile) -> VitDecoderSizes:
     """Read the sizes of the video decoder. Raises ModelLoadError that names the file and the key."""
     file.refuse_unknown(_VIDEO_KEYS)
     file.refuse_other_values({"in_channels": 3, "out_channels": 3, "spatial_padding_mode": "reflect"}, "as published")
-    encoder = _encoder_sizes(file)
+    encoder = encoder_sizes(file)
     patch = math.prod(encoder.frame_factors), math.prod(encoder.side_factors)
     head_dim = file.whole_number("decoder_attention_head_dim", 64)
     ratio = file.number("decoder_rope_dim_ratio", 0.75)
@@ -96,7 +97,7 @@ def _decoder_sizes(file: ConfigFile) -> VitDecoderSizes:
     )
 
 
-def _encoder_sizes(file: ConfigFile) -> ClipEncoderSizes:
+def encoder_sizes(file: ConfigFile) -> ClipEncoderSizes:
     """Read the sizes of the video encoder. Raises ModelLoadError that names the file and the key."""
     widths = _several(file, "block_out_channels", (128, 256, 256, 512, 512, 1024))
     sides = _several(file, "spatial_downsample_factors", (2, 2, 2, 2, 1, 1), len(widths))
@@ -197,7 +198,7 @@ AUDIO_AUTOENCODER = DiffusersComponent(
     AUDIO_VAE,
     f"{_MODULES}_audio",
     "AutoencoderKLMiniMaxH3Audio",
-    encoder_parts=_AUDIO_ENCODER_PARTS,
+    encoder_parts=AUDIO_ENCODER_PARTS,
     decoding_half=_audio_half,
     # The authors' note: in bfloat16 the sound is 20 dB quieter.
     stays_float32=lambda _: True,
@@ -246,15 +247,15 @@ class MiniMaxH3Decoder(VitVideoDecoder):
         super().__init__(autoencoder, *statistics, attention, tiling(autoencoder))
         self._audio_autoencoder = audio_autoencoder
         self._audio_mean, self._audio_std = (
-            torch.tensor(tuple(each), device=self._device) for each in audio_statistics
+            torch.tensor(tuple(each), device=self._device).view(1, -1, 1) for each in audio_statistics
         )
         self._sample_rate = sample_rate
 
     def decode_audio(self, latents: torch.Tensor) -> Audio:
-        """Decode the sound of one sample. latents: normalised, [1, channels of sound, length, width]."""
-        raw = latents[0].to(self._device, torch.float32) * self._audio_std + self._audio_mean
+        """Decode the sound of one sample. latents: normalised, [1, channels, length, sides]."""
+        sides = latents[0].to(self._device, torch.float32).permute(2, 0, 1)
         with torch.inference_mode():
-            samples = self._audio_autoencoder.decode(raw.transpose(1, 2).contiguous())
+            samples = self._audio_autoencoder.decode(sides * self._audio_std + self._audio_mean)
         return Audio(numpy.ascontiguousarray(samples.cpu().numpy()), self._sample_rate)
 
 
@@ -270,16 +271,22 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     return MiniMaxH3Decoder(
         autoencoder,
         _statistics(video, sizes.latent_channels),
-        decoder_attention(sizes, AttentionPolicy(device=str(device), dtype=dtype)),
+        attention_of(sizes, AttentionPolicy(device=str(device), dtype=dtype)),
         AUDIO_AUTOENCODER.load_decoder(folder, device, dtype),
         _statistics(audio, _audio_sizes(audio).latent_channels),
         _sample_rate(audio),
     )
 
 
-def decoder_attention(sizes: VitDecoderSizes, policy: AttentionPolicy) -> AttentionLayer:
-    """Return the attention of the video decoder's blocks, which hold none of its state. Raises what AttentionLayer
-    raises."""
+def decoder_attention(folder: AnyFolder, policy: AttentionPolicy) -> AttentionLayer:
+    """Return the attention of the video decoder's blocks. Raises what AttentionLayer and check_decoding raise."""
+    return attention_of(_decoder_sizes(read_config(folder, COMPONENT)), policy)
+
+
+def attention_of(sizes: VitDecoderSizes, policy: AttentionPolicy) -> AttentionLayer:
+    """Return the attention of a decoder of these sizes, which holds none of its state."""
+    # Processes that share a transformer's heads share the decoder's tiles instead.
+    policy = dataclasses.replace(policy, mesh=ProcessMesh())
     layer = LayerInfo(role=DECODER_ROLE, name="vae.decoder")
     return LocalAttention(sizes.num_heads, sizes.head_dim, layer=layer, policy=policy)
 
@@ -318,25 +325,37 @@ class MiniMaxH3Encoder:
 
     @torch.inference_mode()
     def encode_sound(self, samples: torch.Tensor) -> torch.Tensor:
-        """Encode a sound to [1, channels of sound, length, width], float32, on the CPU: the likeliest latents.
+        """Encode a sound to [1, channels, length, sides], float32, on the CPU: the likeliest latents.
 
-        samples: float32 in [-1, 1] at the model's rate, [channels of sound, number]; silence follows to whole latents.
+        samples: float32 in [-1, 1] at the model's rate, [sides, number]; silence follows to whole latents.
         """
         if self._sound is None:
             self._sound = AUDIO_AUTOENCODER.load(
                 self._folder, self._device, torch.float32, left_out=_AUDIO_DECODER_PARTS
             )
         file = read_config(self._folder, AUDIO_VAE)
-        mean, std = (torch.tensor(each) for each in _statistics(file, _audio_sizes(file).latent_channels))
+        statistics = _statistics(file, _audio_sizes(file).latent_channels)
+        mean, std = (torch.tensor(each).view(1, -1, 1) for each in statistics)
         latents = self._sound.encode(samples[:, None].to(self._device)).latent_dist.mode().float().cpu()
-        normal: torch.Tensor = (latents.transpose(1, 2) - mean) / std
-        return normal[None]
+        normal: torch.Tensor = (latents - mean) / std
+        return normal.permute(1, 2, 0)[None]
+
+
+def load_image_encoder(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,  # noqa: ARG001 - it computes in float32
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], str]:
+    """Return the encoder of an image [height, width, 3], uint8, to [1, channels, 1, height, width], and its
+    description. Raises ModelLoadError when the first image comes, for what is wrong with the weights."""
+    encoder = MiniMaxH3Encoder(folder, device)
+    return lambda image: encoder.encode_frames(image[None]), "AutoencoderKLMiniMaxH3's encoder"
 
 
 def load_picture_encoder(folder: AnyFolder, device: torch.device) -> ClipEncoder:
     """Load the encoder of a diffusers folder's `vae`, in float32. Raises what load_decoder raises."""
     with empty_modules():
-        encoder = ClipEncoder(_encoder_sizes(read_config(folder, COMPONENT)))
+        encoder = ClipEncoder(encoder_sizes(read_config(folder, COMPONENT)))
     VIDEO_AUTOENCODER.fill(encoder, folder, device, torch.float32, _DECODER_PARTS)
     return encoder
 
