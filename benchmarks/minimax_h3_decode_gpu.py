@@ -1,12 +1,12 @@
-"""Decoding of MiniMax-H3 on one GPU: 5 s of 1344 x 768 and its sound; diffusers' autoencoders beside it where installed.
+"""Decoding of MiniMax-H3 on one GPU: 5 s of 1344 x 768 and its sound; diffusers' modules beside it where installed.
 
     python -m benchmarks.minimax_h3_decode_gpu --output benchmarks/results/minimax_h3_decode_gpu.json
     python -m benchmarks.minimax_h3_decode_gpu --small          # tiny sizes, on a CPU if there is no GPU
 
-Random weights of the published shapes, made on the device. Correctness comes first, at tiny sizes with several tiles and
-clips: on the device in float32, bfloat16 and float16 against the reference, which is diffusers' module in float64 on the
-CPU, or where that is not installed our own in float32 there. Then seconds and peak memory, weights included: frames left
-on the device, and frames as a file's bytes on the CPU. `batches` has the same for other bounds of a batch's memory.
+Random weights of the published shapes, made on the device. Correctness comes first, at tiny sizes with several tiles
+and clips: in float32, bfloat16 and, on a GPU, float16 against diffusers' module in float64 on the CPU, or where that is
+not installed our own in float32 there. Then seconds and peak memory, weights included: frames left on the device, and
+frames as a file's bytes on the CPU. `batches` has the same for other bounds of a batch's memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from diffusion_runtime.generation.frame_decoding import to_pixels
 from diffusion_runtime.models.minimax_h3 import codec
 from diffusion_runtime.models.random_weights import draw_weight
 
+VIDEO_ENCODER_PARTS = ("encoder", "quant_conv")
+MEASURED = ("frames_on_device", "frames_as_bytes", "sound")
 # Height, width, frames.
-PUBLISHED_SIZE, SMALL_SIZE = (768, 1344, 124), (288, 272, 39)
+PUBLISHED_SIZE, SMALL_SIZE = (768, 1344, 124), (272, 272, 39)
 SMALL: dict[str, Any] = {
     "latent_channels": 4,
     "block_out_channels": [8, 8, 8, 8, 16, 16],
@@ -53,7 +55,7 @@ SMALL_SOUND: dict[str, Any] = {
     "latent_dim": 64,
     "latent_channels": 4,
     "num_attention_heads": 2,
-    "decoder_dim": 256,
+    "decoder_dim": 128,
     "latents_mean": [0.1, 0.2, 0.3, 0.4],
     "latents_std": [1.0, 2.0, 0.5, 0.7],
 }
@@ -143,6 +145,11 @@ def diffusers_module(
     return module.requires_grad_(False).eval()
 
 
+def half_of(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return float16 on a GPU, and nothing on a CPU, which takes minutes for it."""
+    return (torch.float16,) if device.type == "cuda" else ()
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     found, expected = found.double().cpu(), expected.double().cpu()
     return float((found - expected).norm() / expected.norm())
@@ -159,12 +166,10 @@ def check(device: torch.device, has_diffusers: bool) -> list[dict[str, Any]]:
     states = tuple(random_state(half, cpu) for half in halves)
     height, width, frames = SMALL_SIZE
     latents = torch.randn(1, 4, halves[0].sizes.shared_latents + frames // 17 * 5, height // 16, width // 16)
-    sound = torch.randn(1, 4, 90, 2)
+    sound = torch.randn(1, 4, 33, 2)
     if has_diffusers:
         reference = "diffusers float64 CPU"
-        video = diffusers_module(
-            codec.VIDEO_AUTOENCODER, SMALL, states[0], cpu, torch.float64, ("encoder", "quant_conv")
-        )
+        video = diffusers_module(codec.VIDEO_AUTOENCODER, SMALL, states[0], cpu, torch.float64, VIDEO_ENCODER_PARTS)
         audio = diffusers_module(
             codec.AUDIO_AUTOENCODER, SMALL_SOUND, states[1], cpu, torch.float64, codec.AUDIO_ENCODER_PARTS
         )
@@ -178,7 +183,7 @@ def check(device: torch.device, has_diffusers: bool) -> list[dict[str, Any]]:
         expected = decoder.decode(latents)
         expected_sound = torch.from_numpy(decoder.decode_audio(sound).samples)
     rows = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, *half_of(device)):
         name = str(dtype).removeprefix("torch.")
         with exact_products(dtype == torch.float32):
             decoder = make_decoder(settings, states, device, dtype)
@@ -292,7 +297,7 @@ def time_ours(
     print(f"ours {name}", json.dumps(row), flush=True)
     bound, row["batches"] = vit_video_decoder.MAX_BATCH_BYTES, {}
     try:
-        for gib in BATCH_GIB if dtype == torch.bfloat16 else ():
+        for gib in BATCH_GIB if dtype == torch.bfloat16 and device.type == "cuda" else ():
             vit_video_decoder.MAX_BATCH_BYTES = int(gib * 2**30)
             row["batches"][str(gib)] = measure(lambda: decode_on_device(decoder, latents), device, 1)
             print("batch", gib, "GiB", row["batches"][str(gib)], flush=True)
@@ -310,7 +315,7 @@ def time_diffusers(
 ) -> dict[str, Any]:
     device = latents.device
     video = diffusers_module(
-        codec.VIDEO_AUTOENCODER, settings[0], states[0], device, torch.bfloat16, ("encoder", "quant_conv")
+        codec.VIDEO_AUTOENCODER, settings[0], states[0], device, torch.bfloat16, VIDEO_ENCODER_PARTS
     )
     audio = diffusers_module(
         codec.AUDIO_AUTOENCODER, settings[1], states[1], device, torch.float32, codec.AUDIO_ENCODER_PARTS
@@ -391,7 +396,7 @@ def main() -> None:
     ours = []
     # On the host: what is measured is a decoder alone on the device.
     states = tuple(move(random_state(half, device), torch.device("cpu")) for half in halves)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, *half_of(device)):
         gc.collect()
         ours.append(time_ours(settings, states, latents, sound, dtype, arguments.repeats))
         save(ours=ours)
@@ -400,10 +405,7 @@ def main() -> None:
             save(diffusers=time_diffusers(settings, states, latents, sound, 1))
     save(encoder=time_encoder(settings[0], size, device))
     for row in [*ours, *([{"dtype": "diffusers", **document["diffusers"]}] if "diffusers" in document else [])]:
-        print(
-            row["dtype"],
-            *(f"{key} {row[key]}" for key in ("frames_on_device", "frames_as_bytes", "sound") if key in row),
-        )
+        print(row["dtype"], *(f"{key} {row[key]}" for key in MEASURED if key in row))
 
 
 if __name__ == "__main__":
