@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.decoders.sample_decoder import DecodeNext
 from diffusion_runtime.errors import ConfigError
@@ -88,6 +89,10 @@ class LatentDecoder(ABC):
         RuntimeConfig.vae_tiling. Raises ConfigError for one without tiles."""
         if choice not in ("auto", "off"):
             raise ConfigError(f"vae_tiling: {choice}: this decoder has no tiles; leave out --vae-tiling")
+        return self
+
+    def attending(self, attention: AttentionLayer) -> LatentDecoder:
+        """Return the same decoder with its attention by this layer; itself where that is a library's own."""
         return self
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:

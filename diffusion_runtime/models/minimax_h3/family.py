@@ -46,6 +46,11 @@ def size_of_image(size: Size) -> Size:
     return height, width
 
 
+def _check_parts(folder: AnyFolder) -> None:
+    codec.check_decoding(folder)
+    read_preparation_of_pictures(folder)
+
+
 def _load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageConditioner:
     return KeyframeConditioner(read_geometry(folder), lambda: codec.load_image_encoder(folder, device, dtype))
 
@@ -68,16 +73,16 @@ FAMILY = ModelFamily(
         pipeline_classes=("MiniMaxH3Pipeline",),
         index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
-        check_parts=read_preparation_of_pictures,
+        check_parts=_check_parts,
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
-    roles=(("self", "self"), (TEXT_ROLE, "cross")),
+    roles=(("self", "self"), (TEXT_ROLE, "cross"), (codec.DECODER_ROLE, "cross")),
     requests=Requests(defaults=published_defaults("minimax-h3"), read_schedule=lambda _: ScheduleOfParts()),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=NUM_LAYERS, sees=True),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder),
+    decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=MiniMaxH3Transformer,
