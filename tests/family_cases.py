@@ -452,6 +452,7 @@ FAMILIES = {
             in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=24),
             in_file("audio_vae/config.json", "key 'latent_channels': expected 5", latent_channels=4),
+            in_file("audio_vae/config.json", "'sampling_rate': expected 8000, 40 x encoder_r", sampling_rate=32000),
             in_file("audio_scheduler/scheduler_config.json", "key 'shift': expected a number above 0, got 0", shift=0),
             in_file(SCHEDULER, "scheduler_config.json: key 'shift' is missing", shift=...),
         ),

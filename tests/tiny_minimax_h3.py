@@ -82,10 +82,17 @@ def _audio_vae() -> Any:
         warnings.simplefilter("ignore", FutureWarning)
         return AutoencoderKLMiniMaxH3Audio(
             encoder_dim=4,
+            encoder_rates=(10, 20),
             latent_dim=4 * AUDIO_CHANNELS,
             latent_channels=AUDIO_CHANNELS,
             num_attention_heads=2,
-            decoder_dim=128,
+            decoder_dim=8,
+            decoder_rates=(20, 10),
+            decoder_kernel_sizes=(40, 20),
+            resblock_kernel_sizes=(3,),
+            resblock_dilation_sizes=((1, 3),),
+            # 40 latents a second.
+            sampling_rate=8000,
             latents_mean=(0.3 * torch.randn(AUDIO_CHANNELS)).tolist(),
             latents_std=(0.5 + torch.rand(AUDIO_CHANNELS)).tolist(),
         ).eval()

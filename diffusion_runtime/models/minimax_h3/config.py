@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
@@ -11,8 +12,9 @@ from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
-# The sound is a left and a right channel, a row each; the autoencoder has one, of 40 latents a second.
-_SIDES = 2
+# The sound is a left and a right side; latents a second of each, which the rotary positions count on.
+_SIDES, _AUDIO_RATE = 2, 40
+_ENCODER_RATES = (2, 4, 4, 5, 5)
 _PATCH = (1, 2, 2)
 # Settings that the class has beside these, with the defaults that published files leave out.
 _SIZES = {
@@ -140,6 +142,12 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
     audio_channels = read_num_channels(
         audio, "latent_channels", transformer.num_audio_channels, "the transformer's audio_in_channels", 32
     )
+    hops = audio.values.get("encoder_rates", _ENCODER_RATES)
+    rate = audio.whole_number("sampling_rate", 32000)
+    if not isinstance(hops, list | tuple) or not all(type(each) is int for each in hops):
+        raise audio.error("encoder_rates", "a list of whole numbers", hops)
+    if rate != _AUDIO_RATE * math.prod(hops):
+        raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
     return MiniMaxH3Geometry(
         num_channels=channels,
         spatial_factor=16,
@@ -147,5 +155,5 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         patch=_PATCH,
         num_audio_channels=audio_channels,
         num_audio_bins=_SIDES,
-        audio_rate=40.0,
+        audio_rate=float(_AUDIO_RATE),
     )

@@ -17,6 +17,7 @@ from tiny_minimax_h3 import TINY_SIZES
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 
 # What importing diffusers' modular pipelines says about packages that are not here; of torch, about its weight norm.
@@ -71,7 +72,7 @@ def picture(path: Path, seed: int) -> str:
     return str(path)
 
 
-@table("fields", [(), ("image_path",), ("last_image_path",), ("image_path", "last_image_path")])
+@table("fields", [(), ("image_path", "last_image_path")])
 def test_a_clip_equals_that_of_diffusers(
     ours: Pipeline,
     theirs: Any,
@@ -114,3 +115,30 @@ def test_a_clip_equals_that_of_diffusers(
     assert numpy.abs(media.frames / 255 - frames).max() <= 2 / 255
     assert media.audio is not None
     assert numpy.abs(media.audio.samples - numpy.asarray(state.get("audio")[0])).max() <= 1e-3
+
+
+def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
+    path = picture(tmp_path / "last.png", 0)
+    request = ours.resolve(GenerationRequest("a star", last_image_path=path, num_frames=22))
+    # The size follows from it, and not from the default.
+    assert (request.height, request.width) == (768, 1216)
+    request = ours.resolve(GenerationRequest("a star", last_image_path=path, **TINY_SIZES))
+    condition = ours.parts.image_conditioner.condition(request, ClipSize(64, 96, 22, 24))
+    assert condition.latents.shape[2] == 0
+    assert [each.shape[2:] for each in condition.further] == [(1, 4, 6)]
+    assert condition.places == ((6, 1.0),)
+
+
+@table(
+    ("values", "told"),
+    [
+        ({"num_frames": 30}, "num_frames: expected a multiple of 17 plus 5, got 30; use 22 or 39"),
+        ({"num_frames": 5}, "num_frames: expected 22 or more, got 5; use 22"),
+        ({"height": 80}, "height: expected a multiple of 32, got 80; use 64 or 96"),
+        ({"fps": 30}, "fps: this model makes 24 frames a second with their sound, got 30; leave it out"),
+        ({"sampler": "unipc"}, "sampler: expected flow_match_euler, got unipc"),
+    ],
+)
+def test_what_a_request_may_not_say(ours: Pipeline, values: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        ours.resolve(GenerationRequest("a star", **{**TINY_SIZES, **values}))
