@@ -29,9 +29,9 @@ class MiniMaxH3Geometry(SoundGeometry):
 
     def check(self, height: int, width: int, num_frames: int) -> None:
         """Check a size. Raises RequestError for a clip of less than a chunk, too."""
-        super().check(height, width, num_frames)
         if num_frames < _FEWEST_FRAMES:
             raise RequestError(f"num_frames: expected {_FEWEST_FRAMES} or more, got {num_frames}; use {_FEWEST_FRAMES}")
+        super().check(height, width, num_frames)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         self.check(height, width, num_frames)
