@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ VIDEO_AUTOENCODER = DiffusersComponent(
     stays_float32=lambda name: not _IN_FLOAT32.isdisjoint(name.split(".")),
     arrange=pair_channels,
     original_rows=_original_rows,
+    # The most used file of it is int8 ConvRot.
+    reads_quantized=True,
 )
 AUDIO_AUTOENCODER = DiffusersComponent(
     AUDIO_VAE,
@@ -330,9 +333,12 @@ class MiniMaxH3Encoder:
         samples: float32 in [-1, 1] at the model's rate, [sides, number]; silence follows to whole latents.
         """
         if self._sound is None:
-            self._sound = AUDIO_AUTOENCODER.load(
-                self._folder, self._device, torch.float32, left_out=_AUDIO_DECODER_PARTS
-            )
+            with warnings.catch_warnings():
+                # Of torch, on how diffusers normalises weights.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._sound = AUDIO_AUTOENCODER.load(
+                    self._folder, self._device, torch.float32, left_out=_AUDIO_DECODER_PARTS
+                )
         file = read_config(self._folder, AUDIO_VAE)
         statistics = _statistics(file, _audio_sizes(file).latent_channels)
         mean, std = (torch.tensor(each).view(1, -1, 1) for each in statistics)
