@@ -22,6 +22,7 @@ from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_video_decoder import clips_of, tiles_of_axis
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.models.minimax_h3 import codec
 from diffusion_runtime.weights.file_kinds import kind_of
@@ -66,7 +67,8 @@ def with_random_weights(module: Any) -> Any:
         spread = 0.3 if parameter.dim() < 2 or "weight_g" in name else parameter[0].numel() ** -0.5
         parameter.data = spread * torch.randn(parameter.shape, generator=generator) + (1.0 if is_norm else 0.0)
         if name.endswith("weight_g"):
-            parameter.data += 1.0
+            # Of the last one: hardly any sample is cut off at 1.
+            parameter.data = (parameter.data + 1.0) * (0.05 if "conv_post" in name else 1.0)
     return module.eval().requires_grad_(False)
 
 
@@ -185,10 +187,11 @@ def test_given_images_videos_and_sounds_are_encoded_as_by_diffusers(
 ) -> None:
     video.enable_tiling(256, 256, 64, 64)
     ours = codec.MiniMaxH3Encoder(folder, CPU)
-    for num_frames, height, width in ((1, 272, 32), (22, 32, 48), (19, 32, 32)):
+    for num_frames, height, width in ((1, 272, 32), (19, 32, 48)):
         frames = torch.randint(0, 256, (num_frames, height, width, 3), dtype=torch.uint8)
         pixels = frames.permute(3, 0, 1, 2)[None]
-        expected = encode_vae_condition(video, pixels, codec.IMAGENET_MEAN, codec.IMAGENET_STD)
+        with OneDnnConvolutions():
+            expected = encode_vae_condition(video, pixels, codec.IMAGENET_MEAN, codec.IMAGENET_STD)
         found = ours.encode_frames(frames)
         assert found.shape == expected.shape
         # Rounded to float16 before they are normalised: almost all equal, the others by a place of it.
@@ -197,10 +200,11 @@ def test_given_images_videos_and_sounds_are_encoded_as_by_diffusers(
     encode, _ = codec.load_image_encoder(folder, CPU, torch.bfloat16)
     assert torch.equal(encode(frames[0]), ours.encode_frames(frames[:1]))
     encoder = codec.load_picture_encoder(folder, CPU)
-    pixels = torch.randn(1, 3, 20, 96, 80)
-    video.enable_tiling(64, 64, 16, 16)
-    expected = video.encode(pixels).latent_dist
-    mean, deviation = encoder.encode(pixels, Tiling(4, 3, 16))
+    pixels = torch.randn(1, 3, 17, 64, 80)
+    video.enable_tiling(48, 48, 16, 16)
+    with OneDnnConvolutions():
+        expected = video.encode(pixels).latent_dist
+        mean, deviation = encoder.encode(pixels, Tiling(3, 2, 16))
     assert float((mean - expected.mean).abs().max()) < 1e-5
     assert float((deviation - expected.std).abs().max()) < 1e-5
     samples = torch.rand(2, 1001) * 2 - 1
@@ -281,9 +285,14 @@ def test_memory_of_decoding_is_planned(folder: ModelFolder) -> None:
     settings = {key: value for key, value in settings.items() if not key.startswith("_")}
     for shape, tiles in (((7, 24, 16), Tiling(8, 6, 16)), ((7, 12, 8), None)):
         module = codec.VIDEO_AUTOENCODER.decoding_half(settings)
-        module = module.to_empty(device="cpu").to(torch.bfloat16)
-        for parameter in module.parameters():
-            parameter.data.normal_(0, 0.1)
+        state = {
+            name: torch.randn(tensor.shape).to(
+                torch.float32 if codec.VIDEO_AUTOENCODER.stays_float32(name) else torch.bfloat16
+            )
+            for name, tensor in module.state_dict().items()
+        }
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False)
         statistics = STATISTICS["latents_mean"], STATISTICS["latents_std"]
         attention = codec.attention_of(module.sizes, AttentionPolicy(dtype=torch.bfloat16))
         decoder = codec.VitVideoDecoder(module, *statistics, attention, tiles or Tiling(8, 6, 16))
@@ -300,7 +309,7 @@ def test_too_few_latents_are_refused(decoder: codec.MiniMaxH3Decoder) -> None:
 
 
 def test_the_attention_of_the_decoder_is_chosen_by_its_role(folder: ModelFolder) -> None:
-    """Sparse backends, which need a grid, leave it dense; a choice that cannot run fails before weights are read."""
+    """A choice that cannot run fails before weights are read."""
     assert codec.decoder_attention(folder, AttentionPolicy()).layer.role == codec.DECODER_ROLE
     chosen = AttentionPolicy(config=AttentionConfig(per_role={codec.DECODER_ROLE: "reference"}))
     assert codec.decoder_attention(folder, chosen).backend_of(torch.empty(1, 1, HEADS, HEAD_DIM)) == "reference"

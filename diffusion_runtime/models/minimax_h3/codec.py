@@ -36,6 +36,7 @@ from diffusion_runtime.decoders.vit_decoder_network import (
 )
 from diffusion_runtime.decoders.vit_video_decoder import IMAGENET_MEAN, IMAGENET_STD, VitVideoDecoder
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.weights.vit_autoencoder_rows import diffusers_rows
@@ -320,7 +321,8 @@ class MiniMaxH3Encoder:
         pixels = (pixels - _by_channel(IMAGENET_MEAN, self._device)) / _by_channel(IMAGENET_STD, self._device)
         side = math.prod(sizes.side_factors)
         size, overlap = (max(1, each // side) for each in (_TILE, _TILE_OVERLAP))
-        likeliest, deviation = self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
+        with OneDnnConvolutions():
+            likeliest, deviation = self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
         noise = torch.randn(likeliest.shape, generator=torch.Generator().manual_seed(_ENCODING_SEED))
         latents = (likeliest + deviation * noise.to(self._device)).to(torch.float16).float().cpu()
         cpu = torch.device("cpu")
