@@ -202,6 +202,7 @@ class VitVideoDecoder(LatentDecoder):
 
     def _set_tiles(self, tiles: Tiling | None) -> None:
         self._tiles = tiles
+        self.chosen = f"role {self._attention.layer.role}"
         how = "" if tiles is None else f", in {tiles.text.partition(',')[0]} or more"
         q = torch.empty(1, 1, self._sizes.num_heads, self._sizes.head_dim, dtype=self._dtype, device=self._device)
         self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{how}"
