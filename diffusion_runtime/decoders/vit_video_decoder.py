@@ -211,10 +211,14 @@ class VitVideoDecoder(LatentDecoder):
 def batch_size(autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return how many tiles of `grid` latents are decoded at once."""
     sizes = autoencoder.sizes
-    # The residual stream in float32; its norm, the widest product and its half, and the branch.
-    of_token = sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
-    at_most = max(1, MAX_BATCH_BYTES // (of_token * sizes.num_tokens(math.prod(grid))))
+    at_most = max(1, MAX_BATCH_BYTES // (bytes_of_token(sizes, dtype) * sizes.num_tokens(math.prod(grid))))
     return math.ceil(num_tiles / math.ceil(num_tiles / at_most))
+
+
+def bytes_of_token(sizes: VitDecoderSizes, dtype: torch.dtype) -> int:
+    """Return the activations of a token in a block: the residual stream in float32, its norm, the widest product and
+    its half, and the branch."""
+    return sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
 
 
 def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> int:
@@ -228,16 +232,14 @@ def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], til
     grid = (frames, rows.size, columns.size)
     number = len(rows.starts) * len(columns.starts)
     in_batch = batch_size(autoencoder, number, grid, dtype)
-    # Of one block: all take the same, one after the other.
-    tile_pixels = 3 * frames * sizes.patch[0] * rows.size * columns.size * sizes.patch[1] ** 2
-    pixels = 3 * frames * sizes.patch[0] * shape[1] * shape[2] * sizes.patch[1] ** 2
-    tokens = in_batch * sizes.num_tokens(math.prod(grid))
-    pass_bytes = tokens * sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
-    # Behind the last block: tokens as patches and as pixels. A row of tiles waits for the one below it.
-    patches = 2 * in_batch * tile_pixels * dtype.itemsize
-    waiting = (len(columns.starts) + in_batch) * tile_pixels * dtype.itemsize
-    # The clip and its frames in the order of a file, in float32.
-    return max(pass_bytes, patches) + waiting + 2 * 4 * pixels
+    pixel_bytes = 3 * sizes.patch[0] * sizes.patch[1] ** 2
+    of_tile, of_frame = pixel_bytes * math.prod(grid) * dtype.itemsize, 4 * pixel_bytes * math.prod(shape[1:])
+    # A block of the network, then the tokens of a batch as patches and as pixels, beside the batch before.
+    of_block = in_batch * sizes.num_tokens(math.prod(grid)) * bytes_of_token(sizes, dtype)
+    of_batch = max(of_block, 2 * in_batch * of_tile) + (in_batch * of_tile if in_batch < number else 0)
+    # All frames of a clip in float32, and those that leave it in the order of a file.
+    leaving = sizes.num_frames(frames) / sizes.patch[0]
+    return int(of_frame * frames + max(of_batch, of_frame * leaving))
 
 
 def decoding_operations(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> float:
