@@ -222,21 +222,22 @@ def bytes_of_token(sizes: VitDecoderSizes, dtype: torch.dtype) -> int:
 
 
 def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> int:
-    """Return the bytes that decoding [frames, height, width] latents has alive at once in addition to the weights.
-
-    autoencoder: on any device; the pass over a batch of tiles is counted on the meta device.
-    """
+    """Return the bytes that decoding [frames, height, width] latents has alive at once in addition to the weights, by
+    formula. autoencoder: on any device, in the dtype that it computes in."""
     sizes, dtype = autoencoder.sizes, autoencoder.post_quant_conv.weight.dtype
     rows, columns = axes_of_tiles(shape[1:], tiling)
     frames = sizes.latents_per_clip + sizes.shared_latents
     grid = (frames, rows.size, columns.size)
     number = len(rows.starts) * len(columns.starts)
     in_batch = batch_size(autoencoder, number, grid, dtype)
-    pixel_bytes = 3 * sizes.patch[0] * sizes.patch[1] ** 2
-    of_tile, of_frame = pixel_bytes * math.prod(grid) * dtype.itemsize, 4 * pixel_bytes * math.prod(shape[1:])
-    # A block of the network, then the tokens of a batch as patches and as pixels, beside the batch before.
+    # Of a latent.
+    num_colours = 3 * sizes.patch[0] * sizes.patch[1] ** 2
+    of_tile, of_frame = num_colours * math.prod(grid) * dtype.itemsize, 4 * num_colours * math.prod(shape[1:])
+    # A block of the network, then the tokens of a batch as patches and as pixels, then one tile of it in float32;
+    # beside the batch before.
     of_block = in_batch * sizes.num_tokens(math.prod(grid)) * bytes_of_token(sizes, dtype)
-    of_batch = max(of_block, 2 * in_batch * of_tile) + (in_batch * of_tile if in_batch < number else 0)
+    joined = in_batch * of_tile + 4 * num_colours * math.prod(grid)
+    of_batch = max(of_block, 2 * in_batch * of_tile, joined) + (in_batch * of_tile if in_batch < number else 0)
     # All frames of a clip in float32, and those that leave it in the order of a file.
     leaving = sizes.num_frames(frames) / sizes.patch[0]
     return int(of_frame * frames + max(of_batch, of_frame * leaving))
