@@ -139,7 +139,7 @@ class VitDecoder(nn.Module):
 
 @dataclass(frozen=True)
 class _Call:
-    """What all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of q and k."""
+    """Values that all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of q and k."""
 
     attention: AttentionLayer
     context: AttentionContext
