@@ -139,7 +139,8 @@ class VitDecoder(nn.Module):
 
 @dataclass(frozen=True)
 class _Call:
-    """Values that all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of q and k."""
+    """Values that all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of queries
+    and keys."""
 
     attention: AttentionLayer
     context: AttentionContext
