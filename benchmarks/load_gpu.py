@@ -1,9 +1,11 @@
 """Reading a transformer's weights to the GPU, beside `dd` of the same files: seconds, GB/s, and the share of dd's.
 
     python -m benchmarks.load_gpu --output benchmarks/results/load_gpu.json [--folder /tmp/weights] [--repeats 2]
+    python -m benchmarks.load_gpu --stored int8 --output load_int8.json
     python -m benchmarks.load_gpu --device cpu --layers 3 --folder /tmp/weights --output /tmp/load.json
 
-Writes the weights of Wan 14B (28 GB, bfloat16, random) as safetensors shards to --folder and removes them at the end.
+Writes the weights of Wan 14B (28 GB, bfloat16, random; 14 GB as int8 ConvRot) as safetensors shards to --folder and
+removes them at the end.
 Cold: the files are dropped from the system's cache before each run; dd reads them once past it (iflag=direct) and once
 through it, and the faster one is the reference. Warm: all of them are in the cache. What is timed is `load_transformer`
 of the family, conversions and checks of the numbers included, until the device has everything. Rows are written as they
@@ -31,19 +33,37 @@ from benchmarks.families_gpu import write_folder
 from benchmarks.machine import describe_machine
 from benchmarks.quantization_gpu import WAN_14B
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
+from diffusion_runtime.kernels.int8_rows import api as int8
+from diffusion_runtime.loading.native_model import build_transformer
 from diffusion_runtime.memory.machine_memory import peak_in_machine
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.random_weights import draw_weight
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.tensor_files import write_tensors
+from diffusion_runtime.weights.weight_loading import MakeEmpty
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 4 * 10**9
+GROUP = 256
 STEM = "diffusion_pytorch_model"
 
 
-def write_shards(folder: Path, model: Model[Any, Any], device: torch.device) -> list[Path]:
-    """The tensors of a component's checkpoint in files of about SHARD_BYTES, with their index."""
+def as_stored(name: str, tensor: torch.Tensor, stored: str) -> dict[str, torch.Tensor]:
+    """The tensors of one weight in a file. stored: bfloat16, or int8 for the linear layers of blocks."""
+    if stored == "bfloat16" or tensor.ndim != 2 or not name.startswith("blocks.") or not name.endswith(".weight"):
+        return {name: tensor.cpu()}
+    rows, layer = int8.quantize_rows(tensor, GROUP), name.removesuffix("weight")
+    mark = json.dumps({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": GROUP}).encode()
+    return {
+        name: rows.values.cpu(),
+        f"{layer}weight_scale": rows.scales.cpu(),
+        f"{layer}comfy_quant": torch.tensor(list(mark), dtype=torch.uint8),
+    }
+
+
+def write_shards(folder: Path, model: Model[Any, Any], device: torch.device, stored: str) -> list[Path]:
+    """The tensors of a component's checkpoint in files of about SHARD_BYTES in bfloat16, with their index."""
     pieces = [piece for several in model.weights.pieces("transformer").values() for piece in several]
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
@@ -61,9 +81,9 @@ def write_shards(folder: Path, model: Model[Any, Any], device: torch.device) -> 
         for name, shape in shapes.items():
             made = torch.empty(shape, dtype=DTYPE, device=device)
             draw_weight(name, made)
-            tensors[name] = made.cpu()
+            tensors |= as_stored(name, made, stored)
         write_tensors(path, tensors)
-        places |= dict.fromkeys(shapes, path.name)
+        places |= dict.fromkeys(tensors, path.name)
         paths.append(path)
     (folder / "transformer" / f"{STEM}.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return paths
@@ -92,9 +112,15 @@ def load(model: Model[Any, Any], device: torch.device, arena: torch.Tensor | Non
         begin, used = used, used + shape.numel() * dtype.itemsize
         return arena[begin:used].view(dtype).view(shape)
 
-    transformer = model.load_transformer(
-        model.build_transformer(policy), device, DTYPE, room_for=lambda *_: None if arena is None else empty
-    )
+    quantization = Quantization.of(model.family.name, "none", ())
+    transformer = build_transformer(model, policy, quantization)
+    # Layers whose weights the files hold in another format become layers of that format.
+    model.weights.check(model.modules(transformer), ())
+
+    def room_for(*_: object) -> MakeEmpty | None:
+        return None if arena is None else empty
+
+    model.load_transformer(transformer, device, DTYPE, quantization=quantization, room_for=room_for)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del transformer
@@ -120,6 +146,12 @@ def rows(model: Model[Any, Any], paths: list[Path], device: torch.device, repeat
     seconds: dict[tuple[str, str], list[float]] = {}
     # The first use of the device, and of the code.
     load(model, device, arena)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        load(model, device, arena)
+        peak = (torch.cuda.max_memory_allocated(device) - before) / 1e9
+        yield {"what": "peak of the device", "gb": num_bytes / 1e9, "peak_gb": peak}
     for _ in range(repeats):
         for name, run in runs.items():
             drop_from_cache(paths)
@@ -128,7 +160,7 @@ def rows(model: Model[Any, Any], paths: list[Path], device: torch.device, repeat
             if "direct" not in name:
                 run()
                 seconds.setdefault((name, "warm"), []).append(timed(run))
-    for state in ("cold", "warm"):
+    for state in ("cold", "warm") if repeats else ():
         found = {name: statistics.median(times) for (name, kind), times in seconds.items() if kind == state}
         reference = min(value for name, value in found.items() if name != "load_transformer")
         for name, value in found.items():
@@ -150,7 +182,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/diffusion_runtime_load"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--layers", type=int, default=40, help="of the transformer; 40 are 28 GB")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--stored", default="bfloat16", choices=("bfloat16", "int8"))
+    parser.add_argument("--repeats", type=int, default=2, help="0: the peak of memory alone")
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     step = dataclasses.replace(WAN_14B, config={**WAN_14B.config, "num_layers": arguments.layers})
@@ -158,6 +191,7 @@ def main() -> None:
         "schema": "diffusion_runtime.load_gpu/1",
         "machine": describe_machine(device),
         "layers": arguments.layers,
+        "stored": arguments.stored,
         "repeats": arguments.repeats,
         "rows": [],
     }
@@ -165,12 +199,15 @@ def main() -> None:
     try:
         write_folder(arguments.folder, step)
         model = family_for_folder(arguments.folder).describe(arguments.folder)
-        document["write_s"] = timed(lambda: write_shards(arguments.folder, model, device))
+        document["write_s"] = timed(lambda: write_shards(arguments.folder, model, device, arguments.stored))
         paths = sorted((arguments.folder / "transformer").glob("*.safetensors"))
         print(f"{len(paths)} shards written in {document['write_s']:.0f} s", flush=True)
         for row in rows(model, paths, device, arguments.repeats):
             document["rows"].append(row)
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            if "peak_gb" in row:
+                print(f"{row['what']}: {row['peak_gb']:.2f} GB for files of {row['gb']:.2f} GB", flush=True)
+                continue
             print(
                 f"{row['what']:18} {row['cache']:5} {row['seconds']:7.2f} s  {row['gb_per_s']:6.2f} GB/s  "
                 f"{row['share_of_dd']:5.2f} of dd",

@@ -38,13 +38,13 @@ from diffusion_runtime.models.random_weights import draw_weight
 VIDEO_ENCODER_PARTS = ("encoder", "quant_conv")
 MEASURED = ("frames_on_device", "frames_as_bytes", "sound")
 # Height, width, frames.
-PUBLISHED_SIZE, SMALL_SIZE = (768, 1344, 124), (272, 272, 39)
+PUBLISHED_SIZE, SMALL_SIZE, CPU_SIZE = (768, 1344, 124), (272, 272, 39), (272, 32, 39)
 SMALL: dict[str, Any] = {
     "latent_channels": 4,
     "block_out_channels": [8, 8, 8, 8, 16, 16],
     "layers_per_block": 1,
     "norm_num_groups": 4,
-    "decoder_num_layers": 3,
+    "decoder_num_layers": 2,
     "decoder_num_attention_heads": 2,
     "decoder_attention_head_dim": 64,
     "latents_mean": [0.1, 0.2, 0.3, 0.4],
@@ -164,7 +164,7 @@ def check(device: torch.device, has_diffusers: bool) -> list[dict[str, Any]]:
         for each, values in zip((codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER), settings, strict=True)
     ]
     states = tuple(random_state(half, cpu) for half in halves)
-    height, width, frames = SMALL_SIZE
+    height, width, frames = SMALL_SIZE if device.type == "cuda" else CPU_SIZE
     latents = torch.randn(1, 4, halves[0].sizes.shared_latents + frames // 17 * 5, height // 16, width // 16)
     sound = torch.randn(1, 4, 33, 2)
     if has_diffusers:
@@ -382,7 +382,7 @@ def main() -> None:
 
     save()
     settings = (SMALL, SMALL_SOUND) if arguments.small else (PUBLISHED, PUBLISHED_SOUND)
-    size = SMALL_SIZE if arguments.small else PUBLISHED_SIZE
+    size = PUBLISHED_SIZE if not arguments.small else SMALL_SIZE if device.type == "cuda" else CPU_SIZE
     height, width, frames = size
     halves = [
         each.decoding_half(values)

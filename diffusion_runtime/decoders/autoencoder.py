@@ -56,7 +56,8 @@ class DiffusersComponent:
     of them, which leaves them to diffusers' class. stays_float32: parameters and buffers that are computed with in
     float32 whatever the model's dtype. arrange: puts the rows of a parameter in the order of that module.
     original_rows: (module, tensors of a file) -> by diffusers' names those of its authors' file, where these differ by
-    more than names.
+    more than names. reads_quantized: whether its files may hold weights in 8 bits or fewer with scales, which are read
+    as numbers of the model's dtype.
     """
 
     name: str
@@ -69,6 +70,7 @@ class DiffusersComponent:
     stays_float32: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
     original_rows: Callable[[nn.Module, Rows], Rows] = lambda _, rows: rows
+    reads_quantized: bool = False
 
     def check(self, folder: AnyFolder) -> None:
         """Check that the folder's component is of that class and can be built. Reads json alone, and imports diffusers
@@ -186,6 +188,7 @@ class DiffusersComponent:
         return Checkpoint(
             folder / self.name,
             changes=changes,
+            reads_quantized=self.reads_quantized,
             renamed=lambda path, rows: by_diffusers_names(path, self.original_rows(module, rows), expected, self.name),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class BigVganDecoder(nn.Module):
         widths = [sizes.dim // 2**level for level in range(len(sizes.rates) + 1)]
         self.conv_pre = NormedConvolution(sizes.latent_dim, widths[0], _ENDS)
         self.ups = nn.ModuleList(
-            nn.ModuleList([NormedUpsampling(*widths[level : level + 2], kernel, rate)])
+            nn.ModuleList([NormedUpsampling(widths[level], widths[level + 1], kernel, rate)])
             for level, (kernel, rate) in enumerate(zip(sizes.kernels, sizes.rates, strict=True))
         )
         self.resblocks = nn.ModuleList(
@@ -103,7 +104,8 @@ class BigVganDecoder(nn.Module):
         """[batch, latent_dim, length] to [batch, length * hop]."""
         x = self.conv_pre(x)
         of_level = len(self.resblocks) // len(self.ups)
-        for level, up in enumerate(self.ups):
+        ups: Any = self.ups
+        for level, up in enumerate(ups):
             x = up[0](x)
             blocks = self.resblocks[level * of_level : (level + 1) * of_level]
             total = blocks[0](x)
@@ -181,19 +183,24 @@ class FilteredSnake(nn.Module):
         self.upsample = _Filter()
         self.downsample = nn.ModuleDict({"lowpass": _Filter()})
 
+    @property
+    def lowpass(self) -> Any:
+        return self.downsample["lowpass"]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, channels, length] to a new tensor like it; beyond the ends, x is as at them."""
         channels, pad = x.shape[1], _TAPS // _RATIO - 1
         cut = pad * _RATIO + (_TAPS - _RATIO) // 2
-        up = self.upsample.filter.expand(channels, -1, -1)
+        up, down = (each.filter.expand(channels, -1, -1) for each in (self.upsample, self.lowpass))
         padded = F.pad(x, (pad, pad), mode="replicate")
         x = F.conv_transpose1d(padded, up, stride=_RATIO, groups=channels)[..., cut:-cut].mul(_RATIO)
         x = F.pad(self.act(x), ((_TAPS - 1) // 2, _TAPS // 2), mode="replicate")
-        down = self.downsample["lowpass"].filter.expand(channels, -1, -1)
         return F.conv1d(x, down, stride=_RATIO, groups=channels)
 
 
 class _Snake(nn.Module):
+    """The activation at twice the rate."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.zeros(channels))
@@ -205,6 +212,10 @@ class _Snake(nn.Module):
 
 
 class _Filter(nn.Module):
+    """Taps of a low-pass filter, which files hold."""
+
+    filter: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("filter", torch.zeros(1, 1, _TAPS))

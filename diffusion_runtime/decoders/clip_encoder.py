@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ class ClipEncoder(nn.Module):
         else:
             lacking = -frames % length
             pixels = torch.cat([pixels, pixels[:, :, -1:].expand(-1, -1, lacking, -1, -1)], dim=2)
-            clips = [self._clip(clip, tiling) for clip in pixels.split(length, dim=2)]
+            clips = [self._clip(clip, tiling) for clip in torch.split(pixels, length, dim=2)]
             moments = torch.cat(clips, dim=2)
             moments = moments[:, :, : moments.shape[2] - self.sizes.num_dropped]
         mean, log_variance = moments.chunk(2, dim=1)
@@ -122,7 +123,8 @@ class DownBlock(nn.Module):
         """[1, dim_in, frames, height, width] to [1, dim_out, ..]."""
         for block in self.resnets:
             x = block(x)
-        for each in self.downsamplers:
+        downsamplers: Any = self.downsamplers
+        for each in downsamplers:
             x = each["conv"](F.pad(x, (0, 1, 0, 1, 0, 0), mode="reflect") if self.halves else x)
         return x
 

@@ -150,13 +150,15 @@ class ExactTiles(SampleDecoder):
                 self._tile(level, x, tile)
             for norm in norms:
                 norm.close()
-        out = torch.empty(0)
+        # Made before the first tile, so that a count of one tile has it, too.
+        channels = [each for each in level.modules() if isinstance(each, nn.Conv2d)][-1].out_channels
+        out = x.new_empty(1, channels, x.shape[-2] * factor, x.shape[-1] * factor)
         for tile in tiles:
             made = self._tile(level, x, tile)
             assert made is not None
-            if not out.numel():
-                out = made.new_empty(1, made.shape[1], x.shape[-2] * factor, x.shape[-1] * factor)
             out[:, :, *tile.written] = made
+            # A view of a whole tile with its halo, which the next tile would be computed beside.
+            del made
         return out
 
     def _tile(self, level: nn.Sequential, x: torch.Tensor, tile: _Tile) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ class LatentDecoder(ABC):
 
     library, implementation: which code decodes, for the report of attention that a library runs itself. splits_rows:
     whether it can decode a band of rows, given the rows beyond (layers/spatial_parallel.py), as within the whole.
-    splits_tiles: whether several processes can share the tiles in which it decodes.
+    splits_tiles: whether several processes can share the tiles in which it decodes. chosen: the choice that selects its
+    attention; empty where that is a library's own.
     """
 
     splits_rows: bool = False
@@ -41,6 +42,7 @@ class LatentDecoder(ABC):
 
     library: str
     implementation: str
+    chosen: str = ""
 
     @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,7 +139,8 @@ class VitDecoder(nn.Module):
 
 @dataclass(frozen=True)
 class _Call:
-    """What all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of q and k."""
+    """Values that all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of queries
+    and keys."""
 
     attention: AttentionLayer
     context: AttentionContext
@@ -195,8 +197,9 @@ class VitFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, dim] to a new tensor like it."""
-        features, gate = self.net[0]["proj"](x).chunk(2, dim=-1)
-        out: torch.Tensor = self.net[2].forward_after_silu(gate, features)
+        net: Any = self.net
+        features, gate = net[0]["proj"](x).chunk(2, dim=-1)
+        out: torch.Tensor = net[2].forward_after_silu(gate, features)
         return out
 
 
@@ -227,4 +230,4 @@ def pair_channels(module: nn.Module, name: str, values: torch.Tensor) -> None:
     if part not in ("to_q", "to_k") or not isinstance(attention := module.get_submodule(parent), VitAttention):
         return
     turned = values.view(attention.num_heads, -1, *values.shape[1:])[:, : attention.num_rotated]
-    turned.copy_(turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+    turned.copy_(torch.unflatten(turned, 1, (2, -1)).transpose(1, 2).flatten(1, 2))

@@ -202,6 +202,7 @@ class VitVideoDecoder(LatentDecoder):
 
     def _set_tiles(self, tiles: Tiling | None) -> None:
         self._tiles = tiles
+        self.chosen = f"role {self._attention.layer.role}"
         how = "" if tiles is None else f", in {tiles.text.partition(',')[0]} or more"
         q = torch.empty(1, 1, self._sizes.num_heads, self._sizes.head_dim, dtype=self._dtype, device=self._device)
         self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{how}"
@@ -210,33 +211,36 @@ class VitVideoDecoder(LatentDecoder):
 def batch_size(autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return how many tiles of `grid` latents are decoded at once."""
     sizes = autoencoder.sizes
-    # The residual stream in float32; its norm, the widest product and its half, and the branch.
-    of_token = sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
-    at_most = max(1, MAX_BATCH_BYTES // (of_token * sizes.num_tokens(math.prod(grid))))
+    at_most = max(1, MAX_BATCH_BYTES // (bytes_of_token(sizes, dtype) * sizes.num_tokens(math.prod(grid))))
     return math.ceil(num_tiles / math.ceil(num_tiles / at_most))
 
 
-def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> int:
-    """Return the bytes that decoding [frames, height, width] latents has alive at once in addition to the weights.
+def bytes_of_token(sizes: VitDecoderSizes, dtype: torch.dtype) -> int:
+    """Return the activations of a token in a block: the residual stream in float32, its norm, the widest product and
+    its half, and the branch."""
+    return sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
 
-    autoencoder: on any device; the pass over a batch of tiles is counted on the meta device.
-    """
+
+def decoding_bytes(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> int:
+    """Return the bytes that decoding [frames, height, width] latents has alive at once in addition to the weights, by
+    formula. autoencoder: on any device, in the dtype that it computes in."""
     sizes, dtype = autoencoder.sizes, autoencoder.post_quant_conv.weight.dtype
     rows, columns = axes_of_tiles(shape[1:], tiling)
     frames = sizes.latents_per_clip + sizes.shared_latents
     grid = (frames, rows.size, columns.size)
     number = len(rows.starts) * len(columns.starts)
     in_batch = batch_size(autoencoder, number, grid, dtype)
-    # Of one block: all take the same, one after the other.
-    tile_pixels = 3 * frames * sizes.patch[0] * rows.size * columns.size * sizes.patch[1] ** 2
-    pixels = 3 * frames * sizes.patch[0] * shape[1] * shape[2] * sizes.patch[1] ** 2
-    tokens = in_batch * sizes.num_tokens(math.prod(grid))
-    pass_bytes = tokens * sizes.dim * (4 + dtype.itemsize * (2 + 3 * sizes.hidden_factor))
-    # Behind the last block: tokens as patches and as pixels. A row of tiles waits for the one below it.
-    patches = 2 * in_batch * tile_pixels * dtype.itemsize
-    waiting = (len(columns.starts) + in_batch) * tile_pixels * dtype.itemsize
-    # The clip and its frames in the order of a file, in float32.
-    return max(pass_bytes, patches) + waiting + 2 * 4 * pixels
+    # Of a latent.
+    num_colours = 3 * sizes.patch[0] * sizes.patch[1] ** 2
+    of_tile, of_frame = num_colours * math.prod(grid) * dtype.itemsize, 4 * num_colours * math.prod(shape[1:])
+    # A block of the network, then the tokens of a batch as patches and as pixels, then one tile of it in float32;
+    # beside the batch before.
+    of_block = in_batch * sizes.num_tokens(math.prod(grid)) * bytes_of_token(sizes, dtype)
+    joined = in_batch * of_tile + 4 * num_colours * math.prod(grid)
+    of_batch = max(of_block, 2 * in_batch * of_tile, joined) + (in_batch * of_tile if in_batch < number else 0)
+    # All frames of a clip in float32, and those that leave it in the order of a file.
+    leaving = sizes.num_frames(frames) / sizes.patch[0]
+    return int(of_frame * frames + max(of_batch, of_frame * leaving))
 
 
 def decoding_operations(autoencoder: VitVideoAutoencoder, shape: tuple[int, ...], tiling: Tiling | None) -> float:

@@ -120,7 +120,7 @@ def prepare_native(
         attention=planned_attention(weights.built.layers),
         libraries=(
             _text_attention(model, devices.dtype, attention.text),
-            _decoder_attention(model, parts.tiny),
+            _decoder_attention(model, parts.tiny, weights.built.decoder),
         ),
         degrees=degrees,
         self_checks=weights.self_checks,
@@ -280,12 +280,14 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
     }
 
 
-def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> LibraryAttention:
-    """Return what decodes, and by which class: its attention is the class's own, and cannot be chosen."""
+def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None, layer: AttentionLayer | None) -> LibraryAttention:
+    """Return what decodes, and by which class. layer: its attention; None where that is the class's own, which cannot
+    be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
     library = model.family.files.decoding_library(model.folder)
-    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1])
+    chosen = "" if layer is None else f"role {layer.layer.role}"
+    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1], chosen)
 
 
 def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:

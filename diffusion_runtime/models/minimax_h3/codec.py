@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from diffusion_runtime.decoders.vit_decoder_network import (
 )
 from diffusion_runtime.decoders.vit_video_decoder import IMAGENET_MEAN, IMAGENET_STD, VitVideoDecoder
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.minimax_h3.config import AUDIO_VAE
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -193,6 +195,8 @@ VIDEO_AUTOENCODER = DiffusersComponent(
     stays_float32=lambda name: not _IN_FLOAT32.isdisjoint(name.split(".")),
     arrange=pair_channels,
     original_rows=_original_rows,
+    # The most used file of it is int8 ConvRot.
+    reads_quantized=True,
 )
 AUDIO_AUTOENCODER = DiffusersComponent(
     AUDIO_VAE,
@@ -317,7 +321,8 @@ class MiniMaxH3Encoder:
         pixels = (pixels - _by_channel(IMAGENET_MEAN, self._device)) / _by_channel(IMAGENET_STD, self._device)
         side = math.prod(sizes.side_factors)
         size, overlap = (max(1, each // side) for each in (_TILE, _TILE_OVERLAP))
-        likeliest, deviation = self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
+        with OneDnnConvolutions():
+            likeliest, deviation = self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
         noise = torch.randn(likeliest.shape, generator=torch.Generator().manual_seed(_ENCODING_SEED))
         latents = (likeliest + deviation * noise.to(self._device)).to(torch.float16).float().cpu()
         cpu = torch.device("cpu")
@@ -330,9 +335,12 @@ class MiniMaxH3Encoder:
         samples: float32 in [-1, 1] at the model's rate, [sides, number]; silence follows to whole latents.
         """
         if self._sound is None:
-            self._sound = AUDIO_AUTOENCODER.load(
-                self._folder, self._device, torch.float32, left_out=_AUDIO_DECODER_PARTS
-            )
+            with warnings.catch_warnings():
+                # Of torch, on how diffusers normalises weights.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._sound = AUDIO_AUTOENCODER.load(
+                    self._folder, self._device, torch.float32, left_out=_AUDIO_DECODER_PARTS
+                )
         file = read_config(self._folder, AUDIO_VAE)
         statistics = _statistics(file, _audio_sizes(file).latent_channels)
         mean, std = (torch.tensor(each).view(1, -1, 1) for each in statistics)
