@@ -126,8 +126,8 @@ def _in_passes(
         for (tokens, shift, scale), branch in passes
     ]
     # [batch, tokens, ...] of each run, one after the other.
-    values = torch.cat([each.values.view(torch.uint8).unflatten(0, (len(x), -1)) for each in made], dim=1)
-    scales = torch.cat([each.scales.unflatten(0, (len(x), -1)) for each in made], dim=1)
+    values = torch.cat([torch.unflatten(each.values.view(torch.uint8), 0, (len(x), -1)) for each in made], dim=1)
+    scales = torch.cat([torch.unflatten(each.scales, 0, (len(x), -1)) for each in made], dim=1)
     joined = QuantizedRows(values.flatten(0, 1).view(made[0].values.dtype), scales.flatten(0, 1))
     return QuantizedTokens(joined, x.shape)
 

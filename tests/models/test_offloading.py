@@ -351,10 +351,9 @@ def test_planned_activations_are_those_of_a_forward_pass(
     monkeypatch.setenv(VARIABLE, "reference")
     prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu"))
     assert isinstance(prepared, PreparedModel)
-    model, geometry, factor = (
+    model, geometry = (
         prepared.model,
         prepared.rules.sampling.geometry,
-        prepared.rules.sampling.geometry.temporal_factor,
     )
     shapes = model.family.text.shapes(model.folder, model.config)
     streams = [TextStream(torch.zeros(1, *shape), (shape[0],)) for shape in shapes.streams]

@@ -47,8 +47,8 @@ class OutModulation(Modulation):
 
 def _of_both(modulation: Modulation, conditioning: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return all rows at each of the two timesteps, [rows, B, D]."""
-    rows: torch.Tensor = modulation.projection(conditioning.unflatten(-1, (2, -1)))
-    return rows.unflatten(-1, (-1, modulation.dim)).permute(1, 2, 0, 3).unbind()
+    rows: torch.Tensor = modulation.projection(torch.unflatten(conditioning, -1, (2, -1)))
+    return torch.unflatten(rows, -1, (-1, modulation.dim)).permute(1, 2, 0, 3).unbind()
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         (x,) = context.run_blocks([run_of(block) for block in self.blocks], (x,), num_tokens, modulated_input)
         end = rows.of(self.out_modulation)
         tokens = sharding.gather(self._finished(x[:, : own.shape[1]], end[:2], self.out), num_tokens)
-        heard = slice(own.shape[1] + num_given, own.shape[1] + num_before)
-        sound = self._finished(x[:, heard], end[2:], self.audio_out)
+        of_sound = slice(own.shape[1] + num_given, own.shape[1] + num_before)
+        sound = self._finished(x[:, of_sound], end[2:], self.audio_out)
         video = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         sides = sound.unflatten(1, (parts.audio.shape[3], -1)).permute(0, 3, 2, 1)
         # The model's own time runs from noise to data.
