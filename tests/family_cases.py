@@ -68,7 +68,7 @@ class FamilyCase:
     filled: fields that the model's defaults fill and others leave open.
 
     layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
-    number; runs_once: roles that run once per request and branch. text_modules: what projects the text, once as well.
+    number; runs_once: roles that run once per request and branch; decoder_roles: of attention in the decoder. text_modules: what projects the text, once as well.
 
     refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
     each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
@@ -89,6 +89,7 @@ class FamilyCase:
     text_modules: tuple[str, ...] = ("text_embedding",)
     one_of: Mapping[str, int] = field(default_factory=dict)
     runs_once: frozenset[str] = frozenset()
+    decoder_roles: frozenset[str] = frozenset()
 
 
 SCHEDULER = "scheduler/scheduler_config.json"
@@ -96,6 +97,7 @@ VAE = "vae/config.json"
 INDEX = "model_index.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 
+_STATISTICS = ("latents_mean", "latents_std")
 LTX2_SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
 
 FAMILIES = {
@@ -445,13 +447,21 @@ FAMILIES = {
         flow_shift=12.0,
         layers={"self": 3, "minimax_h3.text_refiner": 2},
         runs_once=frozenset({"minimax_h3.text_refiner"}),
+        decoder_roles=frozenset({"minimax_h3.video_decoder"}),
         refusals=(
             *misfits(("patch_size", [1, 1, 1]), ("num_layers", 0), ("attention_head_dim", 10), ("freq_dim", 31)),
             *misfits(("norm_eps", "small"), ("ffn_dim", 1.5), ("num_refiner_layers", -1), ("rope_freq_dim", 0)),
             Refusal({"rope_freq_dim": 3}, "key 'attention_head_dim': expected an even number of at least 18, 6 x rope"),
             in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
-            in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=24),
-            in_file("audio_vae/config.json", "key 'latent_channels': expected 5", latent_channels=4),
+            in_file(
+                VAE, "key 'latent_channels': expected 6", latent_channels=2, **dict.fromkeys(_STATISTICS, [1.0] * 2)
+            ),
+            in_file(
+                "audio_vae/config.json",
+                "key 'latent_channels': expected 5",
+                latent_channels=4,
+                **dict.fromkeys(_STATISTICS, [1.0] * 4),
+            ),
             in_file("audio_vae/config.json", "'sampling_rate': expected 8000, 40 x encoder_r", sampling_rate=32000),
             in_file("audio_scheduler/scheduler_config.json", "key 'shift': expected a number above 0, got 0", shift=0),
             in_file(SCHEDULER, "scheduler_config.json: key 'shift' is missing", shift=...),
