@@ -68,7 +68,8 @@ class FamilyCase:
     filled: fields that the model's defaults fill and others leave open.
 
     layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
-    number; runs_once: roles that run once per request and branch; decoder_roles: of attention in the decoder. text_modules: what projects the text, once as well.
+    number; runs_once: roles that run once per request and branch; decoder_roles: of
+    attention in the decoder. text_modules: what projects the text, once as well.
 
     refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
     each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
