@@ -68,8 +68,8 @@ class FamilyCase:
     filled: fields that the model's defaults fill and others leave open.
 
     layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
-    number; runs_once: roles that run once per request and branch; of_images: roles that run for images alone.
-    text_modules: what projects the text, once as well.
+    number; runs_once: roles that run once per request and branch; of_images: roles that run for images alone;
+    decoder_roles: of attention in the decoder. text_modules: what projects the text, once as well.
 
     refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
     each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
@@ -91,6 +91,7 @@ class FamilyCase:
     one_of: Mapping[str, int] = field(default_factory=dict)
     runs_once: frozenset[str] = frozenset()
     of_images: frozenset[str] = frozenset()
+    decoder_roles: frozenset[str] = frozenset()
 
 
 SCHEDULER = "scheduler/scheduler_config.json"
@@ -98,6 +99,7 @@ VAE = "vae/config.json"
 INDEX = "model_index.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 
+_STATISTICS = ("latents_mean", "latents_std")
 LTX2_SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
 
 FAMILIES = {
@@ -501,5 +503,44 @@ FAMILIES = {
             in_file(INDEX, "num_hidden_layers: expected more than 3", text_encoder_select_layers=[1, 2, 3]),
         ),
         text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
+    ),
+    "minimax_h3": FamilyCase(
+        geometry=(6, 16, 4, (1, 2, 2)),
+        takes_image=True,
+        flow_shift=12.0,
+        layers={"self": 3, "minimax_h3.text_refiner": 2},
+        runs_once=frozenset({"minimax_h3.text_refiner"}),
+        decoder_roles=frozenset({"minimax_h3.video_decoder"}),
+        refusals=(
+            *misfits(("patch_size", [1, 1, 1]), ("num_layers", 0), ("attention_head_dim", 10), ("freq_dim", 31)),
+            *misfits(("norm_eps", "small"), ("ffn_dim", 1.5), ("num_refiner_layers", -1), ("rope_freq_dim", 0)),
+            Refusal({"rope_freq_dim": 3}, "key 'attention_head_dim': expected an even number of at least 18, 6 x rope"),
+            in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
+            in_file(
+                VAE, "key 'latent_channels': expected 6", latent_channels=2, **dict.fromkeys(_STATISTICS, [1.0] * 2)
+            ),
+            in_file(
+                "audio_vae/config.json",
+                "key 'latent_channels': expected 5",
+                latent_channels=4,
+                **dict.fromkeys(_STATISTICS, [1.0] * 4),
+            ),
+            in_file("audio_vae/config.json", "'sampling_rate': expected 8000, 40 x encoder_r", sampling_rate=32000),
+            in_file("audio_scheduler/scheduler_config.json", "key 'shift': expected a number above 0, got 0", shift=0),
+            in_file(SCHEDULER, "scheduler_config.json: key 'shift' is missing", shift=...),
+        ),
+        other_size=(
+            {"num_layers": 4, "ffn_dim": 48},
+            (
+                "transformer_blocks.3.adaln_proj.linear.weight",
+                "ff.net.0.proj.weight is [80, 24], expected [96, 24]",
+            ),
+        ),
+        text_refusals=(in_file("text_encoder/config.json", "expected 'qwen3_vl', got 'qwen3'", model_type="qwen3"),),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("text_encoder/model.safetensors", "text_encoder"),
+            ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
+        ),
     ),
 }

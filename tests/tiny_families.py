@@ -16,6 +16,7 @@ from tiny_krea2 import write_tiny_krea2
 from tiny_longcat_image import write_tiny_longcat_image
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
+from tiny_minimax_h3 import write_tiny_minimax_h3
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
@@ -40,14 +41,15 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "ltx2": write_tiny_ltx2,
     "longcat_image": write_tiny_longcat_image,
     "ltx_video": write_tiny_ltx_video,
+    "minimax_h3": write_tiny_minimax_h3,
     "z_image": write_tiny_z_image,
     "krea2": write_tiny_krea2,
 }
 
 
 def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
-    """64 x 64 pixels, one latent frame and another where the model makes videos."""
-    num_frames = 1 + pipeline.rules.sampling.geometry.temporal_factor if makes_videos(pipeline) else 1
+    """64 x 64 pixels; the fewest frames of a video, where the model makes videos."""
+    num_frames = sum(pipeline.rules.sampling.geometry.frame_rule) if makes_videos(pipeline) else 1
     return GenerationRequest(
         prompt="a red circle", height=64, width=64, num_frames=num_frames, num_inference_steps=num_steps, seed=3
     )

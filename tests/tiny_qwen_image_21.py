@@ -65,7 +65,7 @@ def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None 
     return folder
 
 
-def tiny_qwen3_vl(corpus: tuple[str, ...] = _TEMPLATE_WORDS) -> tuple[Any, Any]:
+def tiny_qwen3_vl(corpus: tuple[str, ...] = _TEMPLATE_WORDS, *, num_layers: int = 3) -> tuple[Any, Any]:
     """Qwen3-VL, vision half included, and its tokenizer with the tokens that stand for pictures. corpus: of
     tiny_qwen_tokenizer."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -82,7 +82,7 @@ def tiny_qwen3_vl(corpus: tuple[str, ...] = _TEMPLATE_WORDS) -> tuple[Any, Any]:
             "eos_token_id": 0,
             "hidden_size": HIDDEN,
             "intermediate_size": 48,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 8,

@@ -59,6 +59,12 @@ class LatentGeometry:
         """Decoded frames before those of a clip, which are left out."""
         return self.temporal_factor * self.num_latents_before
 
+    @property
+    def frame_rule(self) -> tuple[int, int]:
+        """(step, remainder): numbers of frames are a multiple of step plus remainder."""
+        step = self.temporal_factor * self.patch[0]
+        return step, (1 - self.temporal_factor) % step
+
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """Return the shape of one sample as samplers and transformers see it: `latent_shape`, for a model that makes
         pictures alone.
@@ -93,13 +99,17 @@ class LatentGeometry:
         """Grid tokens of such a clip, after patchify. Raises RequestError for sizes that do not divide."""
         return math.prod(self.grid(self.latent_shape(height, width, num_frames)))
 
+    def tokens_of_frame(self, height: int, width: int) -> int:
+        """Return the tokens of one latent frame of such a clip, of a size that divides."""
+        rows, columns = (self.spatial_factor * patch for patch in self.patch[1:])
+        return (height // rows) * (width // columns)
+
     def check(self, height: int, width: int, num_frames: int) -> None:
         """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
-        frames_a_token = self.temporal_factor * self.patch[0]
         rules = (
             ("height", height, self.token_multiple * self.spatial_factor * self.patch[1], 0),
             ("width", width, self.token_multiple * self.spatial_factor * self.patch[2], 0),
-            ("num_frames", num_frames, frames_a_token, (1 - self.temporal_factor) % frames_a_token),
+            ("num_frames", num_frames, *self.frame_rule),
         )
         wrong = [_misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
         if wrong:

@@ -20,7 +20,8 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.memory.waiting_weights import let_wait
 from diffusion_runtime.weights.autoencoder_names import by_diffusers_names
 from diffusion_runtime.weights.checkpoint import Checkpoint, WeightChange
-from diffusion_runtime.weights.weight_loading import check_names, load_weights, own_pieces
+from diffusion_runtime.weights.stored_tensors import Rows
+from diffusion_runtime.weights.weight_loading import Arrange, check_names, load_weights, own_pieces
 
 COMPONENT = "vae"
 # What decoding does not need, unless a component specifies otherwise.
@@ -52,7 +53,11 @@ class DiffusersComponent:
     name instead. idle_settings: keys of published config.json files that nothing reads and that some versions of the
     class do not know -> why they change nothing. encoder_parts: names of its modules that are not read for decoding.
     decoding_half: settings -> a module of ours that holds the rest, without weights; None where that does not know all
-    of them, which leaves them to diffusers' class.
+    of them, which leaves them to diffusers' class. stays_float32: parameters and buffers that are computed with in
+    float32 whatever the model's dtype. arrange: puts the rows of a parameter in the order of that module.
+    original_rows: (module, tensors of a file) -> by diffusers' names those of its authors' file, where these differ by
+    more than names. reads_quantized: whether its files may hold weights in 8 bits or fewer with scales, which are read
+    as numbers of the model's dtype.
     """
 
     name: str
@@ -62,6 +67,10 @@ class DiffusersComponent:
     encoder_parts: tuple[str, ...] = ()
     decoding_half: Callable[[Mapping[str, Any]], nn.Module | None] = lambda _: None
     other_classes: tuple[str, ...] = ()
+    stays_float32: Callable[[str], bool] = lambda _: False
+    arrange: Arrange | None = None
+    original_rows: Callable[[nn.Module, Rows], Rows] = lambda _, rows: rows
+    reads_quantized: bool = False
 
     def check(self, folder: AnyFolder) -> None:
         """Check that the folder's component is of that class and can be built. Reads json alone, and imports diffusers
@@ -152,7 +161,7 @@ class DiffusersComponent:
         Raises what `build` raises, and ModelLoadError for weights that do not fit.
         """
         module = self.build(folder, left_out=left_out)
-        self._fill(module, folder, device, dtype, left_out, stays_float32)
+        self.fill(module, folder, device, dtype, left_out, stays_float32)
         return module
 
     def load_decoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Any:
@@ -163,7 +172,7 @@ class DiffusersComponent:
         module = self.build_decoding_half(folder)
         if module is None:
             return self.load(folder, device, dtype, left_out=self.encoder_parts)
-        self._fill(module, folder, device, dtype, self.encoder_parts)
+        self.fill(module, folder, device, dtype, self.encoder_parts)
         return module
 
     def check_weights(self, folder: AnyFolder) -> None:
@@ -179,7 +188,8 @@ class DiffusersComponent:
         return Checkpoint(
             folder / self.name,
             changes=changes,
-            renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name),
+            reads_quantized=self.reads_quantized,
+            renamed=lambda path, rows: by_diffusers_names(path, self.original_rows(module, rows), expected, self.name),
         )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
@@ -191,7 +201,7 @@ class DiffusersComponent:
         settings = read_config(folder, self.name).settings()
         return {key: value for key, value in settings.items() if key not in self.idle_settings}
 
-    def _fill(
+    def fill(
         self,
         module: nn.Module,
         folder: AnyFolder,
@@ -200,6 +210,8 @@ class DiffusersComponent:
         left_out: tuple[str, ...],
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        """Fill a module of `build`, or one of ours with some of its tensors, as `load` does. Raises ModelLoadError for
+        weights that do not fit."""
         if device.type == "meta":
             let_wait(module, dtype)
             return
@@ -210,8 +222,9 @@ class DiffusersComponent:
                 own_pieces(module),
                 device,
                 dtype,
-                stays_float32=stays_float32,
+                stays_float32=lambda name: stays_float32(name) or self.stays_float32(name),
                 ignored=_starts_with(left_out),
+                arrange=self.arrange,
             )
 
 

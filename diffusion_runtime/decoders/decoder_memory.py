@@ -15,6 +15,8 @@ from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.decoders.exact_tiles import ExactTiles
 from diffusion_runtime.decoders.sample_decoder import Tiling
+from diffusion_runtime.decoders.vit_decoder_network import VitVideoAutoencoder
+from diffusion_runtime.decoders.vit_video_decoder import decoding_bytes as vit_decoding_bytes
 from diffusion_runtime.memory.live_bytes import peak_bytes
 
 # Tensors held at once around the widest convolution: the residual, the normalised input, its padded copy, and the
@@ -119,6 +121,8 @@ def decoding_bytes(
     """
     pixels = pixels_per_latent(autoencoder)
     whole = latent_frames, height // pixels, width // pixels
+    if isinstance(autoencoder, VitVideoAutoencoder):
+        return vit_decoding_bytes(autoencoder, whole, tiling)
     if tiling is None:
         return _peak_of(autoencoder, *whole, copies_layout=copies_layout)
     if tiling.is_exact:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.decoders.sample_decoder import DecodeNext
 from diffusion_runtime.errors import ConfigError
@@ -32,7 +33,8 @@ class LatentDecoder(ABC):
 
     library, implementation: which code decodes, for the report of attention that a library runs itself. splits_rows:
     whether it can decode a band of rows, given the rows beyond (layers/spatial_parallel.py), as within the whole.
-    splits_tiles: whether several processes can share the tiles in which it decodes.
+    splits_tiles: whether several processes can share the tiles in which it decodes. chosen: the choice that selects its
+    attention; empty where that is a library's own.
     """
 
     splits_rows: bool = False
@@ -40,6 +42,7 @@ class LatentDecoder(ABC):
 
     library: str
     implementation: str
+    chosen: str = ""
 
     @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -88,6 +91,10 @@ class LatentDecoder(ABC):
         RuntimeConfig.vae_tiling. Raises ConfigError for one without tiles."""
         if choice not in ("auto", "off"):
             raise ConfigError(f"vae_tiling: {choice}: this decoder has no tiles; leave out --vae-tiling")
+        return self
+
+    def attending(self, attention: AttentionLayer) -> LatentDecoder:
+        """Return the same decoder with its attention by this layer; itself where that is a library's own."""
         return self
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:

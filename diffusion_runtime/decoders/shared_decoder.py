@@ -31,7 +31,7 @@ class SharedDecoder(LatentDecoder):
         self._in_bands = decoder is not None and decoder.splits_rows
         self._in_tiles = decoder is not None and decoder.splits_tiles
         description = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
-        self.library, self.implementation = description
+        self.library, self.implementation, self.chosen = description
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
         other = copy.copy(self)
@@ -47,7 +47,7 @@ class SharedDecoder(LatentDecoder):
         assert self._decoder is not None
         group = self._world.group
         frames = self._decoder.decode_band(latents[..., band_of(latents.shape[-2], group), :], group)
-        self.library, self.implementation = self._describe_decoder()
+        self.library, self.implementation, self.chosen = self._describe_decoder()
         return gather_bands(frames, 2, group)
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
@@ -56,14 +56,14 @@ class SharedDecoder(LatentDecoder):
         if self._in_tiles:
             assert self._decoder is not None
             shared = self._decoder.stream(latents, self._world.group)
-            self.library, self.implementation = self._describe_decoder()
+            self.library, self.implementation, self.chosen = self._describe_decoder()
             return shared
         if not self._splits(latents):
             return super().stream(latents)
         assert self._decoder is not None
         group = self._world.group
         of_band = self._decoder.stream(latents[..., band_of(latents.shape[-2], group), :], group)
-        self.library, self.implementation = self._describe_decoder()
+        self.library, self.implementation, self.chosen = self._describe_decoder()
         return FrameStream(of_band.num_frames, (gather_bands(frames, 2, group) for frames in of_band.chunks))
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class SharedDecoder(LatentDecoder):
         received = self._world.broadcast(samples).cpu().numpy()
         return Audio(numpy.ascontiguousarray(received), sample_rate)
 
-    def _describe_decoder(self) -> tuple[str, str]:
+    def _describe_decoder(self) -> tuple[str, str, str]:
         assert self._decoder is not None
         size = self._world.size
         how = f"on one process of {size}"
@@ -134,4 +134,4 @@ class SharedDecoder(LatentDecoder):
             how = f"in bands of rows on {size} processes"
         elif self._in_tiles:
             how = f"the tiles shared by {size} processes"
-        return self._decoder.library, f"{self._decoder.implementation}, {how}"
+        return self._decoder.library, f"{self._decoder.implementation}, {how}", self._decoder.chosen

@@ -15,11 +15,18 @@ import torch
 from torch import nn
 
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
+from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
 from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx_video.config import LTXVideoGeometry
+from diffusion_runtime.models.minimax_h3.positions import (
+    frame_times,
+    grid_positions,
+    sound_positions,
+    text_positions,
+)
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
@@ -460,6 +467,45 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
     return StepInputs((latents, timestep, inputs), theirs, velocity)
 
 
+def _packed_sequence(sample: StepSample) -> StepInputs:
+    """Return inputs with a text of one length for every sample. diffusers takes the place of every row of the sequence
+    with them, text, sound and video: its time, and the modality that modulates it."""
+    latents, num_tokens = sample.latents(), sample.text_tokens or _PROMPT_LENGTHS[0]
+    parts = sample.geometry.parts(latents, sample.size)
+    video, audio, grid = parts.video, parts.audio, sample.grid(parts.video)
+    assert audio is not None
+    text, timestep = sample.random(num_tokens, sample.config["text_dim"]), sample.full(_TIMESTEP)
+    length, sides = audio.shape[2:]
+    counts = (num_tokens, sides * length, math.prod(grid))
+    positions = (
+        text_positions(num_tokens, num_tokens),
+        sound_positions(length, *grid[1:]),
+        grid_positions(frame_times(grid[0]), *grid[1:]),
+    )
+    rows = torch.arange(sum(counts)).split(counts)
+    kinds, sigma = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)), _TIMESTEP / 1000
+    theirs = {
+        "hidden_states": patchify(video, sample.geometry.patch),
+        "audio_hidden_states": audio.permute(0, 3, 2, 1).flatten(1, 2),
+        "encoder_hidden_states": text,
+        # Of the published schedules of pictures and sound; the text has that of the pictures.
+        "timestep": torch.tensor([1 - sigma, 1 - shifted(sigma, 3 / 12)]),
+        "timestep_indices": torch.tensor([0, 1, 0])[kinds],
+        "token_tags": torch.tensor([1, 2, 0])[kinds],
+        "position_ids": torch.cat(positions),
+        **dict(zip(("text_indices", "audio_indices", "video_indices"), rows, strict=True)),
+        "return_dict": False,
+    }
+    theirs = {key: each.to(sample.device) if isinstance(each, torch.Tensor) else each for key, each in theirs.items()}
+
+    def velocity(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        pictures, sound = out
+        moments = sound.unflatten(1, (sides, length)).permute(0, 3, 2, 1)
+        return -sample.geometry.join(unpatchify(pictures, grid, sample.geometry.patch, channels_first=True), moments)
+
+    return StepInputs((latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)), theirs, velocity)
+
+
 def _video_by_coordinates(sample: StepSample) -> StepInputs:
     """Return inputs with text as long as the prompts, which the pipeline masks to."""
     geometry = sample.geometry
@@ -503,6 +549,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "HunyuanVideoTransformer3DModel": _video_joint,
     "HunyuanVideo15Transformer3DModel": _video_joint_two_encoders,
     "LTX2VideoTransformer3DModel": _video_with_sound,
+    "MiniMaxH3Transformer3DModel": _packed_sequence,
     "LTXVideoTransformer3DModel": _video_by_coordinates,
     "FluxTransformer2DModel": _image_joint,
     "LongCatImageTransformer2DModel": _image_on_diagonal,

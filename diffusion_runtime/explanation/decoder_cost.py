@@ -11,6 +11,8 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.decoders.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.decoders.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.decoders.decoder_memory import decode_latents, has_frames, pixels_per_latent
+from diffusion_runtime.decoders.vit_decoder_network import VitVideoAutoencoder
+from diffusion_runtime.decoders.vit_video_decoder import decoding_operations
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.memory_demand import PlannedRequest
@@ -34,6 +36,12 @@ def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torc
         further = counts[-1] - counts[-2] if counted > 1 else 0.0
         num_further: int = frames - counted
         return counts[-1] + num_further * further
+    if isinstance(module, VitVideoAutoencoder):
+        # By formula: the tiles in which it decodes by default are part of its frames.
+        of_family = model.family.decoding.tiling
+        tiling = None if of_family is None else of_family(module).chosen("auto")
+        side = module.spatial_compression_ratio
+        return decoding_operations(module, (frames, size.height // side, size.width // side), tiling)
     module = component.build(model.folder)
     module.use_tiling = False
     convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]

@@ -39,7 +39,7 @@ def decode_clip(
     stream = without_first(decoder.stream(parts.video), geometry.num_frames_before)
     frames = decode_frames(stream, settings.size.fps, recipe, sink)
     # Afterwards: a decoder may find that its kernels are not to be used here.
-    recorder.record_library("vae", decoder.library, decoder.implementation)
+    recorder.record_library("vae", decoder.library, decoder.implementation, decoder.chosen)
     return frames, _sound(decoder, parts.audio, settings, recorder)
 
 

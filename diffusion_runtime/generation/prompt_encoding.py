@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.report.attention_report import AttentionRecorder
-from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
@@ -52,7 +52,7 @@ def encode_prompts(
     """
     positive, negative = _prompts_of(batch, is_guided=is_guided)
     chosen_by = text_encoder.chosen
-    text_encoder = text_encoder.of_pictures(image_paths(batch[0], "image_path"))
+    text_encoder = text_encoder.of_request(batch[0])
     of_negative = text_encoder.of_negative() if negative else text_encoder
     # A text that is a prompt and a negative prompt may stand for two, about other pictures.
     asked = [(text_encoder, text) for text in positive] + [(of_negative, text) for text in negative]

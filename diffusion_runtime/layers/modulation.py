@@ -13,16 +13,18 @@ from diffusion_runtime.layers.linear import Linear, LinearInput, QuantizedTokens
 
 
 class Modulation(nn.Module):
-    """Rows of shift, scale or gate from a conditioning vector, in the model's own order."""
+    """Rows of shift, scale or gate from a conditioning vector, in the model's own order. in_dim: of the vector, None is
+    dim."""
 
-    def __init__(self, dim: int, num_rows: int, *, bias: bool = True) -> None:
+    def __init__(self, dim: int, num_rows: int, *, bias: bool = True, in_dim: int | None = None) -> None:
         super().__init__()
+        self.dim = dim
         self.num_rows = num_rows
-        self.projection = Linear(dim, num_rows * dim, bias=bias)
+        self.projection = Linear(dim if in_dim is None else in_dim, num_rows * dim, bias=bias)
 
     def forward(self, conditioning: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[batch, dim], after its activation, to num_rows times [batch, dim] of its dtype. What reads them computes in
-        float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
+        """[batch, in_dim], after its activation, to num_rows times [batch, dim] of its dtype. What reads them computes
+        in float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
         rows: torch.Tensor = self.projection(conditioning)
         return rows.chunk(self.num_rows, dim=-1)
 

@@ -237,7 +237,7 @@ def _computed(modulations: Sequence[Modulation], conditions: Sequence[torch.Tens
     """[N, R, B, D]. conditions: [M, D] of one or more timesteps each, in their order."""
     num_times = sum(map(len, conditions)) // batch
     num_rows = sum(each.num_rows for each in modulations)
-    table = conditions[0].new_empty(num_times, num_rows, batch, conditions[0].shape[1])
+    table = conditions[0].new_empty(num_times, num_rows, batch, modulations[0].dim)
     places = torch.split(table, [each.num_rows for each in modulations], dim=1)
     for modulation, place in zip(modulations, places, strict=True):
         with held_weights(modulation):

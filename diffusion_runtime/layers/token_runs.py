@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
-from diffusion_runtime.layers.linear import Linear, LinearInput
+from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm, modulated_norm_fp8
+from diffusion_runtime.layers.linear import Linear, LinearInput, QuantizedTokens
 from diffusion_runtime.layers.modulation import add_gated_, norm_for
 from diffusion_runtime.parallel.sharding import SequenceSharding
 
@@ -107,7 +108,28 @@ def modulated_for(layers: Sequence[Linear], x: torch.Tensor, norm: Norm, runs: S
     if len(runs) == 1:
         ((_, shift, scale),) = runs
         return norm_for(layers, x, norm, shift=shift, scale=scale)
-    return modulated_by_run(x, norm, runs)
+    return _in_passes(layers, x, norm, runs, [None] * len(runs))
+
+
+def _in_passes(
+    layers: Sequence[Linear], x: torch.Tensor, norm: Norm, runs: ShiftsAndScales, branches: Sequence[Branch | None]
+) -> LinearInput:
+    """Return norm_for of each run in a pass of its own. branches: of the tokens of each run, added to x first."""
+    passes = list(zip(runs, branches, strict=True))
+    if not all(layer.takes_quantized(x) for layer in layers):
+        out = torch.empty_like(x)
+        for (tokens, shift, scale), branch in passes:
+            modulated_norm(x[:, tokens], norm, shift=shift, scale=scale, branch=branch, out=out[:, tokens])
+        return out
+    made = [
+        modulated_norm_fp8(x[:, tokens], norm, shift=shift, scale=scale, branch=branch)
+        for (tokens, shift, scale), branch in passes
+    ]
+    # [batch, tokens, ...] of each run, one after the other.
+    values = torch.cat([torch.unflatten(each.values.view(torch.uint8), 0, (len(x), -1)) for each in made], dim=1)
+    scales = torch.cat([torch.unflatten(each.scales, 0, (len(x), -1)) for each in made], dim=1)
+    joined = QuantizedRows(values.flatten(0, 1).view(made[0].values.dtype), scales.flatten(0, 1))
+    return QuantizedTokens(joined, x.shape)
 
 
 def add_gated_by_run_(x: torch.Tensor, branch: torch.Tensor, gates: Gates) -> None:
@@ -134,6 +156,8 @@ def normed_after_branch(
         shift, scale = (None, None) if shifts is None else shifts[0][1:]
         added = Branch(branch, None if gates is None else gates[0][1])
         return norm_for(layers, x, norm, shift=shift, scale=scale, branch=added)
+    if shifts is not None and gates is not None and [run[0] for run in shifts] == [run[0] for run in gates]:
+        return _in_passes(layers, x, norm, shifts, [Branch(branch[:, tokens], gate) for tokens, gate in gates])
     if gates is None:
         x.add_(branch)
     else:

@@ -118,8 +118,7 @@ def _smaller(given: Alternative, geometry: LatentGeometry) -> list[Alternative]:
 
 def _shorter(given: Alternative, geometry: LatentGeometry) -> list[Alternative]:
     size, found = given.planned.size, []
-    step = geometry.temporal_factor * geometry.patch[0]
-    remainder = (1 - geometry.temporal_factor) % step
+    step, remainder = geometry.frame_rule
     for share in _FRAMES:
         wanted = int(size.num_frames * share)
         number = wanted - (wanted - remainder) % step

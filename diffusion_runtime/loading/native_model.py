@@ -63,7 +63,7 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
@@ -87,7 +87,8 @@ class PreparedModel:
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
     as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was
-    chosen for the text encoders, None for transformers' own choice."""
+    chosen for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a
+    layer of ours, None for others."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -103,6 +104,7 @@ class PreparedModel:
     quantization: Quantization
     planned: PlannedRequest | None = None
     text_attention: EncoderAttention | None = None
+    decoder_attention: AttentionLayer | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -264,7 +266,7 @@ class PreparedModel:
         if not requests or self.world is not None:
             return []
         first = requests[0]
-        about = encoder.of_pictures(image_paths(first, "image_path"))
+        about = encoder.of_request(first)
         if about is not encoder or encoder.of_negative() is not encoder:
             return []
         return texts_of([first], is_guided=self.rules.is_guided(first))
@@ -310,19 +312,21 @@ class PreparedModel:
         checker = dataclasses.replace(checker, may_run=True, from_first=from_first)
         # Loading fills the transformer, so a second `load` needs another one.
         is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
-        transformer, self_checks = checker.build_checked(
-            lambda: build_transformer(self.model, self.policy, self.quantization),
-            lambda built: built.attention_layers(),
-            self.transformer if is_empty else None,
+        built, self_checks = checker.build_checked(
+            lambda: build_attending(self.model, self.policy, self.quantization, decodes=self.tiny is None),
+            lambda built: built.layers,
+            Attending(self.transformer, self.decoder_attention) if is_empty else None,
         )
-        layers = tuple(transformer.attention_layers())
+        layers = tuple(built.transformer.attention_layers())
         description = dataclasses.replace(
             self.description,
             rules=dataclasses.replace(self.rules, attention_layers=layers),
-            attention=planned_attention(layers),
+            attention=planned_attention(built.layers),
             self_checks=self_checks,
         )
-        return dataclasses.replace(self, description=description, transformer=transformer)
+        return dataclasses.replace(
+            self, description=description, transformer=built.transformer, decoder_attention=built.decoder
+        )
 
     def planned_to_load(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         if self.description.memory is not None:
@@ -454,6 +458,8 @@ class PreparedModel:
             decoder = self.model.load_decoder(self.device, self.dtype)
             if config.vae_decode == "fast":
                 decoder = decoder.fast()
+            if self.decoder_attention is not None:
+                decoder = decoder.attending(self.decoder_attention)
             return decoder.in_tiles(config.vae_tiling)
 
         if self.world is None:
@@ -529,6 +535,29 @@ def fill_transformer(
     load(room_for)
     for component, module in model.modules(transformer).items():
         offloading.add_transformer(component, module, arenas[component])
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Parts of a model that attend by layers of ours. decoder: the layer of one that does, None for others."""
+
+    transformer: DiffusionTransformer
+    decoder: AttentionLayer | None
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """The layers in the order in which they run."""
+        return (*self.transformer.attention_layers(), *(() if self.decoder is None else (self.decoder,)))
+
+
+def build_attending(
+    model: Model[Any, Any], policy: AttentionPolicy, quantization: Quantization, *, decodes: bool
+) -> Attending:
+    """Build the transformer without weights, and the attention of the model's own decoder if that `decodes`. Raises
+    what build_transformer raises."""
+    make = model.family.decoding.attention if decodes else None
+    transformer = build_transformer(model, policy, quantization)
+    return Attending(transformer, None if make is None else make(model.folder, policy))
 
 
 def build_transformer(

@@ -26,10 +26,9 @@ from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.model_rules import request_rules_of, rules_with_loras
-from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
+from diffusion_runtime.loading.native_model import Attending, PreparedModel, build_attending, self_checker_of
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.lora_sources import waits_on_hub
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.part_files import check_sees, named_components, part_files, with_parts
@@ -83,9 +82,9 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _Weights:
-    """A transformer on the meta device, its LoRA files and the quantisation of its linear layers."""
+    """A transformer on the meta device with what else attends, its LoRA files and its quantisation."""
 
-    transformer: DiffusionTransformer
+    built: Attending
     layers: tuple[AttentionLayer, ...]
     self_checks: tuple[SelfCheck, ...]
     quantization: Quantization
@@ -106,7 +105,7 @@ def prepare_native(
     devices = _devices_of(config, parts.model, degrees, world, planned_on)
     model = parts.model.shared_by(devices.mesh.tensor)
     attention = _attention_of(config, model, devices)
-    weights = _weights_of(config, model, rules, attention.policy, devices)
+    weights = _weights_of(config, model, rules, attention.policy, devices, decodes=parts.tiny is None)
     description = PipelineDescription(
         config=config,
         model_folder=parts.folder,
@@ -116,22 +115,22 @@ def prepare_native(
         rules=dataclasses.replace(
             rules_with_loras(model, config, parts.folder.digest, rules, config.lora, weights.loras),
             attention_layers=weights.layers,
-            num_blocks=weights.transformer.num_blocks,
+            num_blocks=weights.built.transformer.num_blocks,
         ),
-        attention=planned_attention(weights.layers),
+        attention=planned_attention(weights.built.layers),
         libraries=(
             _text_attention(model, devices.dtype, attention.text),
-            _decoder_attention(model, parts.tiny),
+            _decoder_attention(model, parts.tiny, weights.built.decoder),
         ),
         degrees=degrees,
         self_checks=weights.self_checks,
-        quantization=weights.quantization.describe(model.modules(weights.transformer)),
+        quantization=weights.quantization.describe(model.modules(weights.built.transformer)),
         planned_on=planned_on,
     )
     return PreparedModel(
         description,
         model,
-        weights.transformer,
+        weights.built.transformer,
         attention.policy,
         devices.device,
         devices.dtype,
@@ -142,6 +141,7 @@ def prepare_native(
         parts.upsampler,
         weights.quantization,
         text_attention=attention.text,
+        decoder_attention=weights.built.decoder,
     )
 
 
@@ -239,25 +239,28 @@ def _weights_of(
     rules: RequestRules,
     policy: AttentionPolicy,
     devices: _Devices,
+    *,
+    decodes: bool,
 ) -> _Weights:
-    """Build the transformer without weights, and bind its LoRA files. Raises BackendUnavailableError for an attention
-    choice that cannot run, ConfigError and ModelLoadError."""
+    """Build the transformer without weights, and the attention of its decoder if it decodes, and bind its LoRA files.
+    Raises BackendUnavailableError for an attention choice that cannot run, ConfigError and ModelLoadError."""
     quantization = Quantization.of(model.family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
-    transformer, self_checks = self_checker_of(config, rules, devices.degrees).build_checked(
-        lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
+    built, self_checks = self_checker_of(config, rules, devices.degrees).build_checked(
+        lambda: build_attending(model, policy, quantization, decodes=decodes), lambda built: built.layers
     )
+    transformer = built.transformer
     # Explicit paths exist locally, so the dry run can check them too.
     named = [file.component for file in model.weights.files]
     if model.weights.check(model.modules(transformer), named):
         refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
-    policy.check_rules(layer.layer for layer in layers)
+    policy.check_rules(layer.layer for layer in built.layers)
     _warn_of_lossy_commits(layers)
     check_graphs(config, devices.device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora if not waits_on_hub(lora))
-    return _Weights(transformer, layers, self_checks, quantization, loras)
+    return _Weights(built, layers, self_checks, quantization, loras)
 
 
 def _text_attention(model: Model[Any, Any], dtype: torch.dtype, chosen: EncoderAttention | None) -> LibraryAttention:
@@ -278,14 +281,16 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
     }
 
 
-def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> LibraryAttention:
-    """Return what decodes, and by which class: its attention is the class's own, and cannot be chosen."""
+def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None, layer: AttentionLayer | None) -> LibraryAttention:
+    """Return what decodes, and by which class. layer: its attention; None where that is the class's own, which cannot
+    be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
     if (named := model.named_decoder) is not None:
         return LibraryAttention("vae", named.component.decoding_library(model.folder), named.component.class_name)
     library = model.family.files.decoding_library(model.folder)
-    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1])
+    chosen = "" if layer is None else f"role {layer.layer.role}"
+    return LibraryAttention("vae", library, component_class(model.folder, "vae")[1], chosen)
 
 
 def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:

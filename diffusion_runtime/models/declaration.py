@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.config import tile_pixels
 from diffusion_runtime.core.model_folder import (
     AnyFolder,
@@ -157,7 +159,9 @@ class Decoding:
     """Decoder of a family. is_shared: whether several processes decode together, so that every one needs a decoder.
     is_fast: whether the decoder has a `fast` mode; tiling: an autoencoder's module -> the decoder's tiles, None for one
     that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
-    channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder."""
+    channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder.
+    attention: makes the layer of a decoder that runs on one (LatentDecoder.attending), before any weight is read; its
+    role is among the family's."""
 
     load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     is_shared: bool = False
@@ -166,6 +170,7 @@ class Decoding:
     is_fast: bool = False
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     named: Mapping[str, NamedDecoder] = field(default_factory=dict)
+    attention: Callable[[AnyFolder, AttentionPolicy], AttentionLayer] | None = None
 
     def check_mode(self, mode: str, family: str) -> None:
         """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""

@@ -20,6 +20,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.autoencoder import COMPONENT as AUTOENCODER
+from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
@@ -341,16 +342,20 @@ def _decoder_size(
         if component.name == CONNECTORS or (named is not None and component.name == AUTOENCODER and not takes_image):
             continue
         # Measuring a module of ours needs no import of diffusers.
-        own = None if takes_image else component.build_decoding_half(model.folder)
+        own = component.build_decoding_half(model.folder)
+
+        def dtype_of(name: str, component: DiffusersComponent = component) -> torch.dtype:
+            return torch.float32 if component.stays_float32(name) else dtype
+
         sizes = (
-            {each.name: each.num_bytes(dtype) for each in component.tensors(model.folder)}
-            if own is None
-            else {name: tensor.nbytes for name, tensor in own.to(dtype).state_dict().items()}
+            {each.name: each.num_bytes(dtype_of(each.name)) for each in component.tensors(model.folder)}
+            if own is None or takes_image
+            else {name: tensor.numel() * dtype_of(name).itemsize for name, tensor in own.to(dtype).state_dict().items()}
         )
         for name, num_bytes in sizes.items():
             total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else num_bytes
         if component.name == AUTOENCODER and named is None:
-            module = own if own is not None else nn.Module.to(component.build(model.folder), dtype)
+            module = nn.Module.to(component.build(model.folder) if own is None else own, dtype)
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
             of_family = model.family.decoding.tiling
             tiling = None if of_family is None else of_family(module).chosen(vae_tiling)

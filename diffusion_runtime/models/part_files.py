@@ -298,7 +298,9 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> str:
     prefix = _prefix_in(whole, part, own)
     if part.component == "vae":
         with closing(SafetensorsFile(path, prefix)) as file:
-            refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
+            of_vae = kind_of(tuple(file.heads))
+            if of_vae is None or not of_vae.may_be_quantised:
+                refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
             shapes = {name: head.shape for name, head in file.heads.items()}
     else:
         with closing(open_encoder_file(path, prefix)) as opened:

@@ -64,6 +64,7 @@ _families: dict[str, _Registered] = {
     "Krea2Transformer2DModel": _in_folder("krea2"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
+    "MiniMaxH3Transformer3DModel": _in_folder("minimax_h3"),
 }
 
 

@@ -36,6 +36,8 @@ _REGISTERED = {
     "flow_match_euler": RegisteredSampler(
         "diffusion_runtime.denoising.flow_match_euler:FlowMatchEulerSampler",
         scheduler_class="FlowMatchEulerDiscreteScheduler",
+        # Of MiniMax-H3, whose velocity has the other sign; the steps are the same.
+        also_class="MiniMaxH3Scheduler",
         shift_key="shift",
         required={"stochastic_sampling": False},
         takes_levels=True,

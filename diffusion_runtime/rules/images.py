@@ -39,7 +39,9 @@ class ImageRules:
         paths = paths_of("image_path", draft.image_path)
         if self.inputs.references is not None:
             draft.fill(self.inputs.references.default_size(paths))
-        elif self.inputs.size_of_image is not None:
+        elif self.inputs.size_of_image is not None and (
+            paths := paths or paths_of("last_image_path", draft.last_image_path)
+        ):
             width, height = inspect_picture(paths[0]).size
             draft.fill(dict(zip(("height", "width"), self.inputs.size_of_image((height, width)), strict=True)))
 

@@ -112,9 +112,9 @@ def shift_of_size(request: GenerationRequest | Draft, sampling: Sampling) -> dic
         height, width = height // 2, width // 2
     num_tokens = geometry.num_tokens(height, width, num_frames)
     if request.last_image_path is not None and geometry.appends_last_image:
-        num_tokens += geometry.num_tokens(height, width, 1)
+        num_tokens += geometry.tokens_of_frame(height, width)
     if keyframes := sum(frame > 0 for frame, _, _ in request.frame_conditions or ()):
         # One frame is no whole token where a token holds several latent frames: such models take no keyframes.
-        num_tokens += keyframes * geometry.num_tokens(height, width, 1)
+        num_tokens += keyframes * geometry.tokens_of_frame(height, width)
     flow_shift = sampling.schedule.flow_shift(num_tokens, num_steps)
     return {} if flow_shift is None else {"flow_shift": flow_shift}

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
+from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+
 
 @dataclass(frozen=True)
 class TextStream:
@@ -63,6 +65,8 @@ class Conditions:
     after the first, in the family's own order. encoder: the name of the first encoder, for a remark that must name
     which of several it is about. further_cuts: truncation by the encoders after the first. picture_places: for a prompt
     about pictures whose own tokens are left out, how many tokens precede each; the same for every prompt.
+    picture_ranges: for a prompt about pictures whose own tokens are there, the first token of each with its marks and
+    the one behind its last; the same for every prompt.
     """
 
     embeddings: torch.Tensor
@@ -74,6 +78,7 @@ class Conditions:
     encoder: str | None = None
     further_cuts: tuple[EncoderCut, ...] = ()
     picture_places: tuple[int, ...] = ()
+    picture_ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -170,6 +175,10 @@ class TextEncoder(ABC):
         """Return the encoder of prompts about these images, in their order, in a model that reads them with the prompt;
         itself in others."""
         return self
+
+    def of_request(self, request: GenerationRequest) -> TextEncoder:
+        """Return the encoder of the prompts of requests with the images of this resolved one."""
+        return self.of_pictures(image_paths(request, "image_path"))
 
     def of_negative(self) -> TextEncoder:
         """Return the encoder of the negative prompts that go with this one, in a model whose negative prompts are about

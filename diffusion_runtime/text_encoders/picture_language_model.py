@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -59,13 +59,17 @@ class PictureLanguageEncoder(TextEncoder):
         self._pictures: list[PicturePatches] = []
 
     def of_pictures(self, paths: Sequence[str]) -> PictureLanguageEncoder:
+        return self.of_images([torch.from_numpy(read_image(path, *self._size_of(path))) for path in paths])
+
+    def of_images(self, images: Sequence[torch.Tensor]) -> Self:
+        """Return the encoder of prompts about these images, [height, width, 3], uint8, of any sizes."""
         other = copy.copy(self)
-        other._pictures = [self._patches(path) for path in paths]
+        other._pictures = [self._preparation.prepare(image) for image in images]
         return other
 
-    def _patches(self, path: str) -> PicturePatches:
+    def _size_of(self, path: str) -> tuple[int, int]:
         width, height = open_picture(path).size
-        return self._preparation.prepare(torch.from_numpy(read_image(path, *self._scaled((height, width)))))
+        return self._scaled((height, width))
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
@@ -104,10 +108,13 @@ class PictureLanguageEncoder(TextEncoder):
         ).last_hidden_state[:, template.num_cropped :]
         kept: list[torch.Tensor] = []
         places: tuple[int, ...] = ()
+        ranges: tuple[tuple[int, int], ...] = ()
         for row, states in zip(rows, hidden, strict=True):
             given = torch.tensor(row.ids[template.num_cropped :], dtype=torch.long)
             is_text = given != self.model.config.image_token_id
-            if not self._keeps_pictures:
+            if self._keeps_pictures:
+                ranges = self._ranges(is_text)
+            else:
                 places = self._places(is_text)
             kept.append(states[: len(given)] if self._keeps_pictures else states[: len(given)][is_text])
         embeddings = torch.nn.utils.rnn.pad_sequence(kept, batch_first=True)
@@ -115,6 +122,7 @@ class PictureLanguageEncoder(TextEncoder):
             embeddings=embeddings,
             lengths=tuple(map(len, kept)),
             picture_places=places,
+            picture_ranges=ranges,
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
@@ -125,6 +133,15 @@ class PictureLanguageEncoder(TextEncoder):
         for picture in self._pictures:
             start += int((~is_text[start:]).int().argmax())
             found.append(int(before[start]))
+            start += picture.num_tokens
+        return tuple(found)
+
+    def _ranges(self, is_text: torch.Tensor) -> tuple[tuple[int, int], ...]:
+        """Return the first token of each picture, with the marks around it, and the one behind its last."""
+        found, start = [], 0
+        for picture in self._pictures:
+            start += int((~is_text[start:]).int().argmax())
+            found.append((start - 1, start + picture.num_tokens + 1))
             start += picture.num_tokens
         return tuple(found)
 

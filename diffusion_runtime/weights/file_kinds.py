@@ -17,12 +17,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 class FileKind:
     """title: as people call it. model_types: of transformers, which a text encoder of this kind has in its config.json.
     component: the flag's part that such a file is for, empty for none. signs: patterns of names, each of which one
-    tensor of such a file has."""
+    tensor of such a file has. may_be_quantised: of an autoencoder, whether it is read in 8 bits with scales."""
 
     title: str
     signs: tuple[str, ...]
     model_types: tuple[str, ...] = ()
     component: str = ""
+    may_be_quantised: bool = False
 
 
 # The first one whose signs are all there. Layers are numbered 0 and 1 so that a tiny model has them.
@@ -105,6 +106,12 @@ _KINDS = (
         "a video autoencoder, with its authors' names",
         (r"(vae\.)?decoder\.up_blocks\.0\.res_blocks\.0\.conv1\.conv\.weight",),
         component="vae",
+    ),
+    FileKind(
+        "the video autoencoder of MiniMax-H3",
+        (r"decoder\.register_tokens", r"decoder\.transformer_blocks\.0\.attn\.to_(q|qkv)\.weight"),
+        component="vae",
+        may_be_quantised=True,
     ),
     FileKind(
         "an autoencoder",

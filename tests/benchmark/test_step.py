@@ -30,8 +30,7 @@ EFFORT = StepEffort(num_samples=2, matmul_size=64)
 
 def small(opened: StepModel, batch: int = 2) -> StepModel:
     """At 64 x 64 pixels, two latent frames of a video."""
-    factor = opened.model.geometry.temporal_factor
-    return with_size(opened, height=64, width=64, num_frames=1 + factor if factor > 1 else 1, batch=batch)
+    return with_size(opened, height=64, width=64, num_frames=sum(opened.model.geometry.frame_rule), batch=batch)
 
 
 def tiny(batch: int = 2, num_layers: int | None = None) -> StepModel:

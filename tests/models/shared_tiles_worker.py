@@ -10,11 +10,33 @@ import torch
 import torch.distributed as dist
 from models.test_decoding_families import KINDS, TILINGS, autoencoder, random_latents
 
+from diffusion_runtime.attention.layers import LocalAttention
+from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
+from diffusion_runtime.decoders.vit_decoder_network import VitDecoderSizes, VitVideoAutoencoder
+from diffusion_runtime.decoders.vit_video_decoder import VitVideoDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
 
 # Five latent frames are two tiles; 2 x 2 tiles in space, narrow ones at the ends.
 SIZES = {"hunyuan": (5, 9, 8), "hunyuan 1.5": (2, 4, 7), "ltx2": (2, 7, 9)}
+
+
+@torch.inference_mode()
+def share_clips(group: RankGroup) -> None:
+    """The same for a decoder whose tiles come in batches, two clips of 2 x 2."""
+    sizes = VitDecoderSizes(4, 1, 2, 16, 2, 4, 12, 100.0, 1e-5, (4, 16), 17, 3)
+    torch.manual_seed(0)
+    module = VitVideoAutoencoder("AutoencoderKLMiniMaxH3", sizes).requires_grad_(False)
+    decoder = VitVideoDecoder(module, [0.0] * 4, [1.0] * 4, LocalAttention(2, 16), Tiling(3, 2, 16, is_default=True))
+    tiles: list[int] = []
+    module.register_forward_pre_hook(lambda _, inputs: tiles.append(len(inputs[0])))
+    latents = torch.randn(1, 4, 12, 4, 5)
+    alone = list(decoder.stream(latents).chunks)
+    num_tiles = sum(tiles)
+    tiles.clear()
+    shared = list(decoder.stream(latents, group).chunks)
+    difference = max(float((one - other).abs().max()) for one, other in zip(alone, shared, strict=True))
+    print("clips", num_tiles, sum(tiles), difference)
 
 
 @torch.inference_mode()
@@ -41,6 +63,7 @@ def main(rank: int, size: int, store: str) -> None:
         assert [each.shape for each in shared] == [each.shape for each in alone]
         difference = max(float((one - other).abs().max()) for one, other in zip(alone, shared, strict=True))
         print(kind.replace(" ", "_"), num_tiles, len(tiles), difference)
+    share_clips(group)
     # None may leave while another still reads from it.
     dist.barrier()
     dist.destroy_process_group()

@@ -193,9 +193,8 @@ def make_cases(folder: Path) -> list[Case]:
 
 def _small(opened: StepModel) -> StepModel:
     """6 x 4 tokens of each latent frame, two of a video."""
-    factor = opened.model.geometry.temporal_factor
     side = opened.model.geometry.spatial_factor * opened.model.geometry.patch[1]
-    return with_size(opened, height=6 * side, width=4 * side, num_frames=1 + factor if factor > 1 else 1, batch=2)
+    return with_size(opened, height=6 * side, width=4 * side, num_frames=sum(opened.model.geometry.frame_rule), batch=2)
 
 
 def _in_folder(model: Any, folder: Any) -> Any:

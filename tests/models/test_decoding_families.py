@@ -237,7 +237,7 @@ def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) ->
         assert sum(shares) == num_tiles, lines
         assert max(shares) - min(shares) <= 1, lines
         assert [float(value[3]) for value in values] == [0.0, 0.0], lines
-    assert len(results[0][0].splitlines()) == 3
+    assert len(results[0][0].splitlines()) == 4
 
 
 @torch.inference_mode()

@@ -73,7 +73,7 @@ def test_json_alone_says_geometry_schedule_and_attention(json_of: FolderOf, fami
     assert rules.sampling.embeds_guidance == case.embeds_guidance
     assert ("image_path" in rules.model_fields) == case.takes_image
     assert rules.sampling.schedule.sigmas(4) == case.sigmas
-    assert {row.role for row in description.attention} == case.layers.keys()
+    assert {row.role for row in description.attention} == case.layers.keys() | case.decoder_roles
 
 
 @table(("family", "case"), FAMILIES.items(), FAMILIES)

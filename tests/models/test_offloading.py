@@ -351,10 +351,9 @@ def test_planned_activations_are_those_of_a_forward_pass(
     monkeypatch.setenv(VARIABLE, "reference")
     prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu"))
     assert isinstance(prepared, PreparedModel)
-    model, geometry, factor = (
+    model, geometry = (
         prepared.model,
         prepared.rules.sampling.geometry,
-        prepared.rules.sampling.geometry.temporal_factor,
     )
     shapes = model.family.text.shapes(model.folder, model.config)
     streams = [TextStream(torch.zeros(1, *shape), (shape[0],)) for shape in shapes.streams]
@@ -363,7 +362,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
     # What the numbers are does not matter.
     real = build_transformer(model, prepared.policy, prepared.quantization).to_empty(device="cpu")
     for pixels in SIZES:
-        size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
+        size = ClipSize(pixels, 64, sum(model.geometry.frame_rule), 24)
         asked = GenerationRequest("a", num_inference_steps=len(NUMBERED))
         request = PlannedRequest(size, 1, False, False, asked, 1.0 if model.sampling.embeds_guidance else None)
         planned = step_demand(model, prepared.transformer, shapes, torch.float32, request).total
@@ -389,9 +388,9 @@ def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_fol
     def planned(family: str, **values: Any) -> int:
         prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu", **values))
         assert isinstance(prepared, PreparedModel)
-        model, factor = prepared.model, prepared.rules.sampling.geometry.temporal_factor
+        model = prepared.model
         shapes = model.family.text.shapes(model.folder, model.config)
-        size = ClipSize(160, 160, 1 + factor if factor > 1 else 1, 24)
+        size = ClipSize(160, 160, sum(model.geometry.frame_rule), 24)
         request = PlannedRequest(
             size, 1, False, False, GenerationRequest("a"), 1.0 if model.sampling.embeds_guidance else None
         )

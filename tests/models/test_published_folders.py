@@ -75,6 +75,7 @@ NUM_PARAMETERS = {
         ("LTX-Video-0.9.7-dev", "LTX-Video-0.9.7-distilled", "LTX-Video-0.9.8-13B-distilled"), 13_042_569_344
     ),
     "LongCat-Image": 6_270_668_864,
+    "MiniMax-H3": 33_122_992_896,
     "Z-Image-Turbo": 6_154_908_736,
     "Z-Image": 6_154_908_736,
     **dict.fromkeys(("Krea-2-Turbo", "Krea-2-Raw"), 12_820_073_036),

@@ -45,6 +45,7 @@ SCHEDULERS = {
     "ltx_video": SchedulerConfig(EULER, {"shift": 1.0}),
     "hunyuan_video": SchedulerConfig(EULER, {"shift": 17.0}),
     "hunyuan_video_15": SchedulerConfig(EULER, {"shift": 5.0}),
+    "minimax_h3": SchedulerConfig("MiniMaxH3Scheduler", {"shift": 12.0}),
 }
 
 
@@ -90,6 +91,8 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("hunyuan_video_15", "step-distill-12"): ("flow_match_euler", even(12, 7.0)),
     ("hunyuan_video_15", "step-distill-4"): ("flow_match_euler", even(4, 7.0)),
     ("hunyuan_video_15", "distill-4"): ("flow_match_euler", LIGHTX2V),
+    ("minimax_h3", "minimax-turbo-8"): ("flow_match_euler", even(8, 6.0)),
+    ("minimax_h3", "minimax-turbo-4"): ("flow_match_euler", even(4, 6.0)),
 }
 # Its shift is the model's own and follows the size.
 BY_SIZE = {("flux2", "klein-4")}

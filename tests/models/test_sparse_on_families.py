@@ -28,11 +28,12 @@ def generate(folder: Path, attention: Any) -> tuple[Pipeline, GeneratedMedia]:
     """A grid of 5 x 8 x 8 tokens: eight tiles of 4 x 4 x 4, ragged in time."""
     pipeline = load_pipeline(str(folder), device="cpu", dtype="float32", attention=attention)
     geometry = pipeline.rules.sampling.geometry
+    step, remainder = geometry.frame_rule
     request = GenerationRequest(
         prompt="a red circle",
         height=8 * geometry.spatial_factor * geometry.patch[1],
         width=8 * geometry.spatial_factor * geometry.patch[2],
-        num_frames=1 + 4 * geometry.temporal_factor,
+        num_frames=4 * step + remainder,
         num_inference_steps=NUM_STEPS,
         seed=3,
     )

@@ -87,7 +87,8 @@ def family_forward(pipeline: Pipeline) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Of two samples over 5 x 8 x 6 tokens, or 1 x 8 x 6 of a picture, and what the report says of tiles."""
     geometry = pipeline.rules.sampling.geometry
     height, width = (n * geometry.spatial_factor * geometry.patch[1] for n in (8, 6))
-    size = ClipSize(height, width, 1 + 4 * geometry.temporal_factor if makes_videos(pipeline) else 1, 24)
+    step, remainder = geometry.frame_rule
+    size = ClipSize(height, width, 4 * step + remainder if makes_videos(pipeline) else 1, 24)
     latents = torch.randn(2, *geometry.sample_shape(size), generator=torch.Generator().manual_seed(1))
     _, timestep, inputs = given_to(pipeline)
     context = AttentionContext(step=StepInfo(1, 3))

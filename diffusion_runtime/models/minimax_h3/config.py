@@ -1,0 +1,159 @@
+"""Config of a MiniMax-H3 folder: its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from diffusion_runtime.core.latent_geometry import read_num_channels
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
+from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+
+AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
+# Axes of the rotary positions: time, row, column.
+_AXES = 3
+# The sound is a left and a right side; latents a second of each, which the rotary positions count on.
+_SIDES, _AUDIO_RATE = 2, 40
+_ENCODER_RATES = (2, 4, 4, 5, 5)
+_PATCH = (1, 2, 2)
+# Settings that the class has beside these, with the defaults that published files leave out.
+_SIZES = {
+    "num_attention_heads": 56,
+    "attention_head_dim": 128,
+    "hidden_size": 5376,
+    "num_refiner_layers": 2,
+    "ffn_dim": 14336,
+    "in_channels": 24,
+    "audio_in_channels": 32,
+    "text_dim": 5120,
+    "freq_dim": 256,
+    "time_embed_hidden_dim": 5376,
+    "time_embed_dim": 2688,
+    "rope_freq_dim": 16,
+}
+_NUMBERS = {"rope_theta": 10000.0, "norm_eps": 1e-5, "qk_norm_eps": 1e-5, "final_norm_eps": 1e-5}
+
+
+@dataclass(frozen=True)
+class MiniMaxH3Config:
+    """Sizes of a MiniMax-H3 transformer.
+
+    inner_dim is wider than dim, that of a token. num_waves, time_hidden_dim, time_dim: of the sinusoidal timestep, and
+    of its network's layers. num_paces: of the rotary positions along each axis; the other channels do not turn. shift,
+    audio_shift: flow shifts of the schedules of pictures and sound that the model was trained with. has_gate: whether
+    blocks have the gate of Video Sparse Attention.
+    """
+
+    num_layers: int
+    num_refiner_layers: int
+    num_heads: int
+    head_dim: int
+    dim: int
+    ffn_dim: int
+    num_channels: int
+    num_audio_channels: int
+    text_dim: int
+    num_waves: int
+    time_hidden_dim: int
+    time_dim: int
+    num_paces: int
+    theta: float
+    eps: float
+    qk_eps: float
+    out_eps: float
+    shift: float = 12.0
+    audio_shift: float = 3.0
+    has_gate: bool = False
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of q, of k and of v."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers of a token of the video."""
+        return self.num_channels * _PATCH[0] * _PATCH[1] * _PATCH[2]
+
+    @property
+    def num_turned(self) -> int:
+        """Channels of a head that turn."""
+        return 2 * _AXES * self.num_paces
+
+
+def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
+    """Read transformer/config.json and the schedules' files of a diffusers folder. Raises ModelLoadError that names the
+    file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown(("num_layers", "patch_size", *_SIZES, *_NUMBERS))
+    file.refuse_other_values({"patch_size": list(_PATCH)}, "as in the published model")
+    sizes = {
+        key: file.whole_number(key, default, minimum=key != "num_refiner_layers") for key, default in _SIZES.items()
+    }
+    numbers = {key: file.number(key, default) for key, default in _NUMBERS.items()}
+    turned = 2 * _AXES * sizes["rope_freq_dim"]
+    if turned > sizes["attention_head_dim"] or sizes["attention_head_dim"] % 2:
+        raise file.error(
+            "attention_head_dim", f"an even number of at least {turned}, 6 x rope_freq_dim", sizes["attention_head_dim"]
+        )
+    if sizes["freq_dim"] % 2:
+        raise file.error("freq_dim", "an even number", sizes["freq_dim"])
+    return MiniMaxH3Config(
+        num_layers=file.layer_count("num_layers", 50),
+        num_refiner_layers=sizes["num_refiner_layers"],
+        num_heads=sizes["num_attention_heads"],
+        head_dim=sizes["attention_head_dim"],
+        dim=sizes["hidden_size"],
+        ffn_dim=sizes["ffn_dim"],
+        num_channels=sizes["in_channels"],
+        num_audio_channels=sizes["audio_in_channels"],
+        text_dim=sizes["text_dim"],
+        num_waves=sizes["freq_dim"],
+        time_hidden_dim=sizes["time_embed_hidden_dim"],
+        time_dim=sizes["time_embed_dim"],
+        num_paces=sizes["rope_freq_dim"],
+        theta=numbers["rope_theta"],
+        eps=numbers["norm_eps"],
+        qk_eps=numbers["qk_norm_eps"],
+        out_eps=numbers["final_norm_eps"],
+        shift=_read_shift(folder, "scheduler"),
+        audio_shift=_read_shift(folder, "audio_scheduler"),
+    )
+
+
+def _read_shift(folder: AnyFolder, component: str) -> float:
+    """Read the flow shift of one of the two schedules. Raises ModelLoadError that names the file and the key."""
+    values = read_json_in(folder, component, _SCHEDULE)
+    file = ConfigFile(folder / component / _SCHEDULE, values)
+    file.refuse_unknown(("shift",))
+    shift = file.number("shift")
+    if shift <= 0:
+        raise file.error("shift", "a number above 0", shift)
+    return shift
+
+
+def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
+    """Read the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
+    transformer = read_transformer_config(folder)
+    video, audio = read_config(folder, "vae"), read_config(folder, AUDIO_VAE)
+    channels = read_num_channels(
+        video, "latent_channels", transformer.num_channels, "the transformer's in_channels", 24
+    )
+    audio_channels = read_num_channels(
+        audio, "latent_channels", transformer.num_audio_channels, "the transformer's audio_in_channels", 32
+    )
+    hops = audio.values.get("encoder_rates", _ENCODER_RATES)
+    rate = audio.whole_number("sampling_rate", 32000)
+    if not isinstance(hops, list | tuple) or not all(type(each) is int for each in hops):
+        raise audio.error("encoder_rates", "a list of whole numbers", hops)
+    if rate != _AUDIO_RATE * math.prod(hops):
+        raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
+    return MiniMaxH3Geometry(
+        num_channels=channels,
+        spatial_factor=16,
+        temporal_factor=4,
+        patch=_PATCH,
+        num_audio_channels=audio_channels,
+        num_audio_bins=_SIDES,
+        audio_rate=float(_AUDIO_RATE),
+    )

@@ -1,0 +1,93 @@
+"""The MiniMax-H3 family: a video and its sound from text, and from an image to start from or to end with.
+
+Distilled to run without guidance. Video and sound have schedules of their own (denoising/part_schedules.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.denoising.part_schedules import ScheduleOfParts
+from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.image_inputs import ImageInputs
+from diffusion_runtime.models.interface import ImageConditioner
+from diffusion_runtime.models.minimax_h3 import codec
+from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config, read_geometry, read_transformer_config
+from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
+from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
+from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
+from diffusion_runtime.models.minimax_h3.weights import (
+    LORA_NAMES,
+    arrange,
+    is_ignored,
+    stays_float32,
+    transformer_pieces,
+)
+from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import Size
+from diffusion_runtime.text_encoders.picture_language_model import read_preparation_of_pictures
+
+# Sizes of the published model: the shorter side, unless the area is more than this, and what sides are multiples of.
+_SHORT_SIDE, _MOST_PIXELS, _MULTIPLE = 768, 768 * 1344, 32
+_Model = Model[MiniMaxH3Config, MiniMaxH3Geometry]
+
+
+def size_of_image(size: Size) -> Size:
+    """Return the height and width of the clip that is made of an image of another size."""
+    scale = _SHORT_SIDE / min(size)
+    scale *= min(1.0, math.sqrt(_MOST_PIXELS / (size[0] * size[1] * scale * scale)))
+    height, width = (max(1, round(side * scale / _MULTIPLE)) * _MULTIPLE for side in size)
+    return height, width
+
+
+def _check_parts(folder: AnyFolder) -> None:
+    codec.check_decoding(folder)
+    read_preparation_of_pictures(folder)
+
+
+def _load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageConditioner:
+    return KeyframeConditioner(read_geometry(folder), lambda: codec.load_image_encoder(folder, device, dtype))
+
+
+def _adapt(model: _Model) -> _Model:
+    """Return the model with its images and the order of its rows; one branch, without guidance."""
+    return dataclasses.replace(
+        model,
+        inputs=ImageInputs(images=dict.fromkeys(("image_path", "last_image_path"), False), size_of_image=size_of_image),
+        sampling=dataclasses.replace(model.sampling, takes_guidance=False),
+        weights=dataclasses.replace(model.weights, arrange=arrange, is_ignored=is_ignored),
+    )
+
+
+FAMILY = ModelFamily(
+    name="minimax_h3",
+    files=FolderFormat(
+        transformer_classes=("MiniMaxH3Transformer3DModel",),
+        # diffusers has a modular pipeline alone.
+        pipeline_classes=("MiniMaxH3Pipeline",),
+        index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
+        diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
+        check_parts=_check_parts,
+    ),
+    # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
+    roles=(("self", "self"), (TEXT_ROLE, "cross"), (codec.DECODER_ROLE, "cross")),
+    requests=Requests(defaults=published_defaults("minimax-h3"), read_schedule=lambda _: ScheduleOfParts()),
+    text=TextEncoding(
+        shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=NUM_LAYERS, sees=True),
+        load=load_text_encoder,
+    ),
+    decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
+    read_config=read_transformer_config,
+    read_geometry=read_geometry,
+    transformer=MiniMaxH3Transformer,
+    shared_heads=lambda config: config.num_heads,
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    load_image_conditioner=_load_conditioner,
+    adapt=_adapt,
+)

@@ -1,0 +1,70 @@
+"""MiniMax-H3's rotary positions: time, row and column of every token of the packed sequence, as real numbers.
+
+The clip begins at time 0. A latent of the sound takes 1, a frame of the video 5/3, the same at 24 frames and 40 latents
+a second. A token of the text takes 1, and the text ends where the clip begins. Rows and columns are parts of the square
+root of the area, around the middle, so that pictures of every shape have the same density.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Time of a frame; frames of the latents of a chunk; extent of a square picture.
+_FRAME = 5.0 / 3.0
+_FRAMES_OF_LATENTS = (1, 4, 4, 4, 4)
+_EXTENT = 32.0
+
+
+def frame_times(num_frames: int) -> torch.Tensor:
+    """Return the time at which each latent frame begins, [frames], float64."""
+    return _ends(num_frames) - _spans(num_frames)
+
+
+def last_time(num_frames: int) -> float:
+    """Return the time of an image to end with: that of the last frame of a clip of so many latent frames."""
+    return float(_ends(num_frames)[-1]) - _FRAME
+
+
+def grid_positions(times: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return [tokens, 3], float64, of a grid of height x width tokens at each of these times, in raster order."""
+    rows, columns = _side(height, width), _side(width, height)
+    return torch.cartesian_prod(times.double(), rows, columns).view(-1, 3)
+
+
+def sound_positions(length: int, height: int, width: int) -> torch.Tensor:
+    """Return [2 * length, 3], float64, of the sound of a clip of height x width tokens: the left side's moments, at the
+    first column, and the right side's, at the last."""
+    columns = _side(width, height)
+    sides = torch.stack([columns[0], columns[-1]])
+    moments = torch.cartesian_prod(sides, torch.arange(length, dtype=torch.float64))
+    return torch.stack([moments[:, 1], torch.zeros(len(moments), dtype=torch.float64), moments[:, 0]], dim=1)
+
+
+def text_positions(num_tokens: int, length: int) -> torch.Tensor:
+    """Return [num_tokens, 3], float64, of a text of so many tokens, padding behind it included."""
+    times = torch.arange(num_tokens, dtype=torch.float64) - length
+    return torch.nn.functional.pad(times[:, None], (0, 2))
+
+
+def rotations_of(positions: torch.Tensor, num_paces: int, head_dim: int, theta: float) -> torch.Tensor:
+    """Return unit complex numbers [tokens, head_dim / 2], complex64, which turn num_paces pairs of channels along each
+    axis and leave the others. positions: [tokens, axes]."""
+    paces = theta ** (-torch.arange(num_paces, dtype=torch.float64) / num_paces)
+    angles = (positions[:, :, None] * paces).flatten(1)
+    angles = torch.nn.functional.pad(angles, (0, head_dim // 2 - angles.shape[1]))
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def _spans(num_frames: int) -> torch.Tensor:
+    pattern = torch.tensor(_FRAMES_OF_LATENTS, dtype=torch.float64) * _FRAME
+    return pattern.repeat(-(-num_frames // len(pattern)))[:num_frames]
+
+
+def _ends(num_frames: int) -> torch.Tensor:
+    return _spans(num_frames).cumsum(0)
+
+
+def _side(size: int, other: int) -> torch.Tensor:
+    """Return the positions along a side of `size` tokens, whose other side has `other`."""
+    share: float = size / (size * other) ** 0.5
+    return (torch.arange(size, dtype=torch.float64) * share / size + (1 - share) / 2) * _EXTENT

@@ -1,0 +1,179 @@
+"""The MiniMax-H3 transformer against diffusers' own on tiny weights, float32: within 1e-5 of the largest value."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3PrepareLayoutStep,
+    MiniMaxH3SetTimestepsStep,
+    patchify_video_latents,
+)
+from family_parity import load_transformer, relative
+from tables import table
+from tiny_encoders import HIDDEN
+from tiny_minimax_h3 import CHANNELS
+
+from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.denoising.flow_schedule import shifted
+from diffusion_runtime.layers.embeddings import unpatchify
+from diffusion_runtime.layers.modulation_rows import plan_steps
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
+from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.interface import Conditions
+
+PATCH = (1, 2, 2)
+# A picture of the prompt, whose tokens are those of a video to the modulation.
+PICTURE = (1, 3)
+
+
+@pytest.fixture(scope="module")
+def ours(tiny_minimax_h3_folder: Path) -> MiniMaxH3Transformer:
+    return load_transformer(family_for_folder(tiny_minimax_h3_folder), tiny_minimax_h3_folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_minimax_h3_folder: Path) -> MiniMaxH3Transformer3DModel:
+    folder = tiny_minimax_h3_folder / "transformer"
+    return MiniMaxH3Transformer3DModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def inputs(
+    ours: MiniMaxH3Transformer, lengths: tuple[int, ...], size: ClipSize, images: tuple[str, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor, DenoiserInputs]:
+    """images: of `first` and `last`."""
+    generator, batch = torch.Generator().manual_seed(1), len(lengths)
+    latents = torch.randn(batch, *ours.geometry.sample_shape(size), generator=generator)
+    text = torch.randn(batch, max(lengths), HIDDEN, generator=generator)
+    conditions = Conditions.of(text, lengths)
+    image = None
+    if images:
+        conditions = dataclasses.replace(conditions, picture_ranges=(PICTURE,))
+        shape = (1, CHANNELS, 1, size.height // 16, size.width // 16)
+        first, last = (torch.randn(shape, generator=generator) for _ in range(2))
+        image = ImageCondition(
+            first if "first" in images else first[:, :, :0],
+            further=(last,) if "last" in images else (),
+            places=((1, 1.0),) if "last" in images else (),
+        ).repeat(batch)
+    timesteps = torch.linspace(937.3, 12.0, batch + 1)[:batch]
+    return latents, timesteps, DenoiserInputs(conditions, size, image=image)
+
+
+@torch.no_grad()
+def run_theirs(
+    model: MiniMaxH3Transformer3DModel,
+    ours: MiniMaxH3Transformer,
+    latents: torch.Tensor,
+    timesteps: torch.Tensor,
+    given: DenoiserInputs,
+) -> torch.Tensor:
+    """One sample after the other, in the published order of the sequence and its clock."""
+    found = []
+    for index, length in enumerate(given.text.lengths):
+        parts = ours.geometry.parts(latents[index : index + 1], given.size)
+        assert parts.audio is not None
+        video, sigma = parts.video, float(timesteps[index]) / 1000
+        moments = parts.audio.permute(0, 3, 2, 1).flatten(1, 2)
+        tags = torch.ones(length, dtype=torch.long)
+        for start, stop in given.text.picture_ranges:
+            tags[start:stop] = 0
+        image = given.image
+        anchors = () if image is None else ("first",) * image.latents.shape[2] + ("last",) * len(image.further)
+        images = [] if image is None else [each[:1] for each in image.references if each.shape[2]]
+        *layout, num_videos, num_sounds = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+            tags, *video.shape[2:], moments.shape[1] // 2, PATCH, 2, 2, 0, anchors
+        )
+        positions, tags, videos, sounds, texts = layout
+        of_video, of_audio = 1 - sigma, 1 - shifted(sigma, 3 / 12)
+        times = MiniMaxH3SetTimestepsStep.build_row_timesteps(
+            videos, sounds, num_videos, num_sounds, length, of_video, of_audio, max(of_video, 0.999), 1.0
+        )
+        rows = torch.cat([patchify_video_latents(each, PATCH) for each in (*images, video)])[None]
+        pictures, sound = model(
+            rows,
+            moments,
+            given.text.embeddings[index : index + 1, :length],
+            *times,
+            tags,
+            positions,
+            videos,
+            sounds,
+            texts,
+            return_dict=False,
+        )
+        grid = ours.geometry.grid(video.shape)
+        pictures = unpatchify(pictures[:, num_videos:], grid, PATCH, channels_first=True)
+        found.append(-ours.geometry.join(pictures, sound.unflatten(1, (2, -1)).permute(0, 3, 2, 1)))
+    return torch.cat(found)
+
+
+SHORT, LONG = ClipSize(64, 96, 22, 24), ClipSize(96, 64, 39, 24)
+
+
+@table(
+    ("lengths", "size", "images"),
+    [
+        ((4,), SHORT, ()),
+        ((3, 9), LONG, ()),
+        ((7, 7), SHORT, ("first",)),
+        ((3, 9), SHORT, ("last",)),
+        ((9, 4), LONG, ("first", "last")),
+    ],
+)
+def test_velocities_equal_those_of_diffusers(
+    ours: MiniMaxH3Transformer,
+    theirs: MiniMaxH3Transformer3DModel,
+    lengths: tuple[int, ...],
+    size: ClipSize,
+    images: tuple[str, ...],
+) -> None:
+    arguments = inputs(ours, lengths, size, images)
+    before = arguments[2].text.embeddings.clone()
+    assert relative(ours(*arguments, AttentionContext()), run_theirs(theirs, ours, *arguments)) < 1e-5
+    assert torch.equal(arguments[2].text.embeddings, before)
+
+
+def test_steps_share_the_refined_text_and_rows_made_before(
+    ours: MiniMaxH3Transformer, theirs: MiniMaxH3Transformer3DModel
+) -> None:
+    latents, _, given = inputs(ours, (5, 8), SHORT, ("first",))
+    context = AttentionContext()
+    steps = [StepInfo(index, 3, timestep=timestep) for index, timestep in enumerate((900.0, 500.0, 100.0))]
+    plan_steps(context.state, steps)
+    for step in steps:
+        now = dataclasses.replace(context, step=step)
+        arguments = latents, torch.full((2,), step.timestep or 0.0), given
+        assert relative(ours(*arguments, now), run_theirs(theirs, ours, *arguments)) < 1e-5
+    report = context.recorder.report()
+    counts = {role: sum(row.count for row in report.rows if row.role == role) for role in ("self", TEXT_ROLE)}
+    assert counts == {"self": 3 * 3, TEXT_ROLE: 2}
+    notes = " ".join(report.notes)
+    assert "video and sound: rows of 3 timesteps" in notes
+    assert "images: rows of 1 timestep" in notes
+
+
+def test_padding_is_lengths_and_what_is_no_grid_is_text(ours: MiniMaxH3Transformer) -> None:
+    seen: dict[str, TokenLayout] = {}
+
+    def keep(module: AttentionLayer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        assert keywords.get("mask") is None
+        seen[module.layer.name] = arguments[3].layout
+
+    handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in ours.attention_layers()]
+    ours(*inputs(ours, (3, 9), SHORT, ("last",)), AttentionContext())
+    for handle in handles:
+        handle.remove()
+    assert seen["text_refiner.blocks.1.self_attention.attention"] == TokenLayout.text(9, (3, 9))
+    # An image of 6 tokens, and 37 moments of sound on each side.
+    joint = TokenLayout((7, 2, 3), num_suffix_tokens=6 + 74 + 9, valid_lengths=(80 + 3, 80 + 9))
+    assert seen["blocks.2.self_attention.attention"] == joint
+    assert set(seen) <= {name for name, _ in ours.named_modules()}
