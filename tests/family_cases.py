@@ -472,4 +472,32 @@ FAMILIES = {
         ),
         other_size=({"n_layers": 3}, ("layers.2.attention.to_q.weight",)),
     ),
+    "krea2": FamilyCase(
+        geometry=(4, 4, 1, (1, 2, 2)),
+        layers={"krea2.text_layers": 2, "krea2.text_refiner": 2, "self": 3},
+        runs_once=frozenset({"krea2.text_layers", "krea2.text_refiner"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("in_channels", 18), ("num_key_value_heads", 3)),
+            *misfits(("text_num_key_value_heads", 3), ("axes_dims_rope", [4, 6, 8]), ("timestep_embed_dim", 15)),
+            Refusal(
+                {"text_hidden_dim": 30}, "key 'text_num_attention_heads': expected a divisor of text_hidden_dim, 30"
+            ),
+            Refusal({"out_channels": 16}, "key 'out_channels'"),
+            in_file(INDEX, "model_index.json: key 'patch_size': expected 2, .* got 1", patch_size=1),
+            in_file(
+                INDEX,
+                "'text_encoder_select_layers': expected the numbers of 3 layers .* num_text_layers, got",
+                text_encoder_select_layers=[1, 2],
+            ),
+            in_file(INDEX, "'text_encoder_select_layers': expected the", text_encoder_select_layers=[1, 2, "last"]),
+            in_file(INDEX, "key 'is_distilled': expected true or false", is_distilled="yes"),
+            Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
+        ),
+        other_size=({"num_layers": 4}, ("transformer_blocks.3.attn.to_q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3_vl'", model_type="qwen3"),
+            in_file(INDEX, "num_hidden_layers: expected more than 3", text_encoder_select_layers=[1, 2, 3]),
+        ),
+        text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
+    ),
 }

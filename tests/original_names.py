@@ -168,6 +168,25 @@ def _z_image() -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from _linear(f"{block}.adaLN_modulation.0", 4 * dim)
 
 
+def _krea2() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    for name in ("first", "last.linear", "tmlp.0", "tmlp.2", "tproj.1", "txtmlp.1", "txtmlp.3"):
+        yield from _linear(name, dim)
+    yield "txtmlp.0.scale", (dim,)
+    yield "last.norm.scale", (dim,)
+    yield "last.modulation.lin", (2, dim)
+    yield "txtfusion.projector.weight", (1, 3)
+    for block in ("blocks.0", "blocks.1", "txtfusion.layerwise_blocks.0", "txtfusion.refiner_blocks.0"):
+        for name in (*(f"attn.{part}" for part in ("wq", "wo", "gate")), *(f"mlp.{part}" for part in ("gate", "up"))):
+            yield from _linear(f"{block}.{name}", dim, bias=False)
+        for name in ("attn.wk", "attn.wv", "mlp.down"):
+            yield from _linear(f"{block}.{name}", 4, bias=False)
+        for name in ("attn.qknorm.qnorm", "attn.qknorm.knorm", "prenorm", "postnorm"):
+            yield f"{block}.{name}.scale", (4,)
+        if block.startswith("blocks"):
+            yield f"{block}.mod.lin", (6 * dim,)
+
+
 def _flux2() -> Iterator[tuple[str, tuple[int, ...]]]:
     dim = 8
     modulations = (
@@ -315,6 +334,7 @@ ORIGINALS: Mapping[str, tuple[Callable[[], Iterator[tuple[str, tuple[int, ...]]]
     "ltx_video": (_ltx_video, "convert_ltx_transformer_checkpoint_to_diffusers"),
     "qwen_image_21": (_qwen_image_21, "convert_qwen_image21_transformer_checkpoint_to_diffusers"),
     "z_image": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers"),
+    "krea2": (_krea2, "convert_krea2_transformer_checkpoint_to_diffusers"),
     "flux2": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers"),
     "flux3": (_flux3, "convert_flux3_transformer_checkpoint_to_diffusers"),
     "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers"),

@@ -12,6 +12,7 @@ from tiny_flux2 import write_tiny_flux2
 from tiny_flux3 import write_tiny_flux3
 from tiny_hunyuan_video import write_tiny_hunyuan_video
 from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
+from tiny_krea2 import write_tiny_krea2
 from tiny_longcat_image import write_tiny_longcat_image
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
@@ -40,6 +41,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "longcat_image": write_tiny_longcat_image,
     "ltx_video": write_tiny_ltx_video,
     "z_image": write_tiny_z_image,
+    "krea2": write_tiny_krea2,
 }
 
 

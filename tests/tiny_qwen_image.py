@@ -17,22 +17,14 @@ def write_tiny_qwen_image(folder: Path, *, edits: str | None = None) -> Path:
     """Write a whole folder and return its path; its settings are the published model's, its weights the same always.
     edits: the class of a pipeline for editing, in place of the one for text alone."""
     import torch
-    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        text_encoder, tokenizer = tiny_qwen2_5_vl(_TEMPLATE_WORDS, sees=edits is not None)
-        vae = AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=CHANNELS,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=(0.3 * torch.randn(CHANNELS)).tolist(),
-            latents_std=(0.5 + torch.rand(CHANNELS)).tolist(),
-        )
+        text_encoder, tokenizer = tiny_qwen2_5_vl(TEMPLATE_WORDS, sees=edits is not None)
+        vae = tiny_autoencoder(CHANNELS)
         scheduler = FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,
@@ -43,7 +35,7 @@ def write_tiny_qwen_image(folder: Path, *, edits: str | None = None) -> Path:
         )
         pipeline = QwenImagePipeline(
             scheduler=scheduler,
-            vae=vae.eval(),
+            vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
             transformer=tiny_transformer(),
@@ -60,7 +52,7 @@ def write_tiny_qwen_image(folder: Path, *, edits: str | None = None) -> Path:
 
 
 # The words of the pipeline's template, so that each is one token and the template as long as the published one's.
-_TEMPLATE_WORDS = (
+TEMPLATE_WORDS = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:",
     "system",
@@ -68,6 +60,22 @@ _TEMPLATE_WORDS = (
     "assistant",
     "\n",
 )
+
+
+def tiny_autoencoder(num_channels: int) -> Any:
+    import torch
+    from diffusers import AutoencoderKLQwenImage
+
+    model = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=num_channels,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=(0.3 * torch.randn(num_channels)).tolist(),
+        latents_std=(0.5 + torch.rand(num_channels)).tolist(),
+    )
+    return model.eval()
 
 
 def tiny_transformer() -> Any:

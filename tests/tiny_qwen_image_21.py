@@ -65,12 +65,13 @@ def write_tiny_qwen_image_21(folder: Path, *, sample_sigmas: list[float] | None 
     return folder
 
 
-def tiny_qwen3_vl() -> tuple[Any, Any]:
-    """Qwen3-VL, vision half included, and its tokenizer with the tokens that stand for pictures."""
+def tiny_qwen3_vl(corpus: tuple[str, ...] = _TEMPLATE_WORDS) -> tuple[Any, Any]:
+    """Qwen3-VL, vision half included, and its tokenizer with the tokens that stand for pictures. corpus: of
+    tiny_qwen_tokenizer."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.tokenization_utils_base import AddedToken
 
-    tokenizer = tiny_qwen_tokenizer(_TEMPLATE_WORDS)
+    tokenizer = tiny_qwen_tokenizer(corpus)
     marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
     tokenizer.add_tokens([AddedToken(token, special=True) for token in marks], special_tokens=True)
     config = Qwen3VLConfig(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from diffusion_runtime.cli.profile_flag import check_profile_place, profiled
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.stream import STANDARD_OUTPUT, for_stream, run_stream
-from diffusion_runtime.cli.tables import attention_table
+from diffusion_runtime.cli.tables import attention_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.core.hardware import device_of_process
 from diffusion_runtime.core.memory_size import size_text
@@ -156,12 +156,20 @@ def _generate(
         result = run_batch(items, make, outputs, terminal, finish, coordinator)
     if coordinator.is_first:
         write_plot(output_flags.attention_plot, result, terminal)
+    if result.finished and (files := _files_of(pipeline.recipe)):
+        terminal.show(plain_table(("part", "size", "file"), files, "Weights from files"))
     result = dataclasses.replace(result, done=done)
     timings = {**parts, "load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:
         return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
         return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
+
+
+def _files_of(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the part, size and path of every file of weights that a recipe names."""
+    sizes, runtime = recipe.get("weight_bytes", {}), recipe.get("runtime", {})
+    return [(key.removesuffix("_path"), size_text(size), str(runtime.get(key))) for key, size in sizes.items()]
 
 
 def _end(

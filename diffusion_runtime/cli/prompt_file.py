@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def collect_prompts(
                 f"expected one prompt, got {len(positional)}; several are given by a flag each: {several}, or "
                 "one per line in a file by --prompt-file"
             )
+        if os.path.isdir(positional[-1]):
+            taken += f"; the folder of a model is given by a flag: --model-path {shlex.quote(positional[-1])}"
         raise RequestError(
             f"expected one prompt in quotes, got {len(positional)} words: put them in quotes, "
             f"as in {together}, or give --prompt for each of several prompts{taken}"

@@ -46,7 +46,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     del context
     own = {name: given.pop(name) for name in _OWN}
     given["model_path"] = own["model"] if own["model"] is not None else given["model_path"]
-    runtime, lora = _runtime(given), _named_loras(own["named_lora"] or ())
+    runtime, lora = runtime_of(given), named_loras(own["named_lora"] or ())
     try:
         from diffusion_runtime.serving.server import serve as run_server
         from diffusion_runtime.serving.server import settings_to_dict
@@ -76,13 +76,13 @@ def serve(context: typer.Context, **given: Any) -> None:
         warm_up=not own["no_warmup"],
         preview=own["preview"],
     )
-    config, log_format = _plain(runtime), given["log_format"]
+    config, log_format = plain_config(runtime), given["log_format"]
     if "torch" in sys.modules:
         _become_server({"settings": settings_to_dict(settings), "config": config, "log_format": log_format})
     raise typer.Exit(run_server(settings, config, log_format))
 
 
-def _runtime(given: dict[str, Any]) -> RuntimeConfig:
+def runtime_of(given: dict[str, Any]) -> RuntimeConfig:
     """Return what to load. Raises ConfigError for a config file with request values, which no request would see."""
     from diffusion_runtime.cli.settings import resolve_settings
     from diffusion_runtime.request.generation_request import UNSET
@@ -96,7 +96,7 @@ def _runtime(given: dict[str, Any]) -> RuntimeConfig:
     return settings.runtime
 
 
-def _plain(runtime: RuntimeConfig) -> dict[str, Any]:
+def plain_config(runtime: RuntimeConfig) -> dict[str, Any]:
     """Return the fields of a config as JSON has them, of which RuntimeConfig.from_dict makes the same config."""
     levels = {name: getattr(runtime, name) for name in ("attention", "attention_override")}
     plain = dataclasses.asdict(dataclasses.replace(runtime, attention=None, attention_override=None))
@@ -115,7 +115,7 @@ def _become_server(given: dict[str, Any]) -> None:
     os.execv(sys.executable, (sys.executable, "-m", "diffusion_runtime.serving.server", str(folder)))
 
 
-def _named_loras(texts: Sequence[str]) -> dict[str, LoraConfig]:
+def named_loras(texts: Sequence[str]) -> dict[str, LoraConfig]:
     """Return LoRA files by the names that requests give: NAME=FILE, or NAME=FILE@0.8."""
     from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.config import RuntimeConfig

@@ -26,6 +26,7 @@ class Verb:
 VERBS = {
     "generate": Verb("generate", "Make videos or images from prompts."),
     "serve": Verb("serve", "Serve a model over HTTP: OpenAI's images and videos."),
+    "batch": Verb("batch", "Make the rows of a file: a result per row, a manifest, resume."),
     "explain": Verb("explain", "Show what a generation would run and cost; no weight is read."),
     "compare": Verb("compare", "Compare settings: the same prompts, seeds and sizes under each, beside the first."),
     "tune": Verb("tune", "Tune sparse attention: the fewest pairs under a quality budget, by layer and step."),

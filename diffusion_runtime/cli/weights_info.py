@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 
 if TYPE_CHECKING:
+    from diffusion_runtime.models.recognised_files import Recognised
     from diffusion_runtime.models.weight_summary import WeightSummary
 
 SCHEMA = "diffusion_runtime.weights/1"
@@ -33,25 +35,41 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
     Raises ModelLoadError for a file that cannot be read, and for one that is not for the model's transformer.
     """
+    from diffusion_runtime.models.recognised_files import recognise_transformer
     from diffusion_runtime.models.weight_summary import summarise_weights
 
     summary = summarise_weights(Path(path))
+    of_transformer = any(part.families for part in summary.parts or (summary,)) and Path(path).is_file()
+    model = recognise_transformer(Path(path)) if of_transformer else None
     if model_path is not None:
         parts = [part for part in summary.parts if part.component or part.holds is None] or [summary]
         for component in dict.fromkeys(part.component for part in parts):
             _check_fit(path, model_path, component)
     if as_json:
         values = {**dataclasses.asdict(summary), "path": path, "fits": None if model_path is None else model_path}
+        values["model"] = None if model is None else model.name
         put_on_stdout(json_text({"schema": SCHEMA, **values}))
         return 0
     facts: list[tuple[str, object]] = [("file", path), ("format", summary.format)]
     for part in summary.parts or (summary,):
         facts += _facts_of(part)
+    if model is not None:
+        facts += [
+            ("model", _named(model)),
+            ("run it", f'diffusion-runtime generate "PROMPT" {shlex.quote(path)}'),
+        ]
     if model_path is not None:
         facts.append(("fits", model_path))
 
     console_on_stdout().print(facts_table(facts, "Weights"))
     return 0
+
+
+def _named(model: Recognised) -> str:
+    if not model.told_by:
+        return f"{' or '.join((model.name, *model.others))}, which have the same tensors; --like NAME chooses"
+    others = f"; {' or '.join(model.others)} by its tensors alone" if model.others else ""
+    return f"{model.name}, by its {model.told_by}{others}"
 
 
 def _facts_of(summary: WeightSummary) -> list[tuple[str, object]]:

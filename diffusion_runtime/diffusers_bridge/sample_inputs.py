@@ -330,6 +330,27 @@ def _image_after_prefix(sample: StepSample) -> StepInputs:
     )
 
 
+def _image_with_text_layers(sample: StepSample) -> StepInputs:
+    """Return inputs whose text diffusers pads to 512 tokens and masks."""
+    config, latents = sample.config, sample.latents()
+    room = sample.text_tokens or 512
+    lengths, grid = sample.lengths(*_PROMPT_LENGTHS, room=room), sample.grid(latents)
+    text = sample.padded(room, config["num_text_layers"] * config["text_hidden_dim"], lengths)
+    timestep, places = sample.full(_TIMESTEP), _places(grid, sample.device)
+    theirs = {
+        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "encoder_hidden_states": torch.unflatten(text, -1, (config["num_text_layers"], config["text_hidden_dim"])),
+        "timestep": timestep / 1000,
+        "position_ids": torch.cat([places.new_zeros(room, 3), places]),
+        "encoder_attention_mask": sample.is_real(room, lengths),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text, lengths), sample.size)
+    return StepInputs(
+        (latents, timestep, inputs), theirs, lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True)
+    )
+
+
 def _image_lists(sample: StepSample) -> StepInputs:
     latents = sample.latents()
     text = sample.random(sample.text_tokens or 100, sample.config["cap_feat_dim"])
@@ -490,4 +511,5 @@ _MAKERS: Mapping[str, _Maker] = {
     "QwenImageTransformer2DModel": _image_text_first,
     "QwenImage21Transformer2DModel": _image_after_prefix,
     "ZImageTransformer2DModel": _image_lists,
+    "Krea2Transformer2DModel": _image_with_text_layers,
 }

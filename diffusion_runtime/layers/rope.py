@@ -9,6 +9,7 @@ own, so that no two heads turn alike (as in LTX-Video, arXiv:2501.00103).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,6 +56,8 @@ def position_rotations(
     float32 the last frames of a long clip would already be off in the sixth digit.
     """
     box = tuple(len(axis) for axis in axes)
+    if device.type == "meta":
+        return _shape_alone(math.prod(box), sum(channels) // 2)
     tables = []
     for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
         span, scale = 1 if spans is None else spans[place], 1.0 if scales is None else scales[place]
@@ -78,6 +81,12 @@ def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch
     if isinstance(text, int):
         text = rotations.new_ones(text, rotations.shape[1])
     return torch.cat([rotations, text])
+
+
+def _shape_alone(*shape: int) -> torch.Tensor:
+    """Return rotations on the meta device, for plans of memory: to compute those of a clip that is refused as too large
+    would take minutes, and gigabytes of the machine."""
+    return torch.empty(shape, dtype=torch.complex64, device="meta")
 
 
 def _axis_rotations(
@@ -157,6 +166,8 @@ def grid_extent_rotations(
     positions, extents: of frames, rows and columns. paces: of extent_paces for as many axes. dim: of all heads.
     """
     grid = tuple(len(axis) for axis in positions)
+    if device.type == "meta":
+        return _shape_alone(math.prod(grid), num_heads, dim // 2 // num_heads)
     tables = [turned(axis, extent, paces) for axis, extent in zip(positions, extents, strict=True)]
     whole = torch.stack(
         [

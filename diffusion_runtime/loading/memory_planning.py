@@ -204,7 +204,8 @@ def plan_memory(
         free, of_all = free_in_machine(), planned.remedies
         plan = make_plan(planned.demand, choices, limit, free, of_all, possible=possible, kind=kind, free=free)
         if limit is None and free is not None and plan.peak > free:
-            _logger.warning("%s", _beyond_the_machine(planned, plan, free, possible, kind))
+            plan = dataclasses.replace(plan, shortage=_beyond_the_machine(planned, plan, free, possible, kind))
+            _logger.warning("%s", plan.shortage)
         return plan
     free = free_on_device(device) if planned_on is None else planned_on.free
     limit = min((each for each in (limit, free) if each is not None), default=None)

@@ -91,7 +91,8 @@ class MemoryPlan:
     each part; resident: by streamed part, how many blocks stay on the device. keeps_transformer: whether it may stay
     while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible, of all its
     processes; host_limit: what is free there, None if unknown; waits_in_files: offloaded weights are read from their
-    files instead. reason: why this offloading."""
+    files instead. reason: why this offloading. shortage: what to change where no limit was given and it takes more than
+    the machine has free, else empty."""
 
     demand: MemoryDemand
     offload: Offload
@@ -103,6 +104,7 @@ class MemoryPlan:
     reason: str
     waits_in_files: bool = False
     host_limit: int | None = None
+    shortage: str = ""
 
     @property
     def phases(self) -> dict[str, int]:

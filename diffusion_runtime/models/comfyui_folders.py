@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.transformer_files import SUFFIXES
 
 # Of transformers, of one part each, of whole checkpoints.
 TRANSFORMERS = ("diffusion_models", "unet")
 PARTS = ("vae", "text_encoders", "clip", "clip_vision")
 CHECKPOINTS = ("checkpoints",)
-_KNOWN = (*TRANSFORMERS, *PARTS, *CHECKPOINTS, "loras", "latent_upscale_models")
+LORAS = "loras"
+_KNOWN = (*TRANSFORMERS, *PARTS, *CHECKPOINTS, LORAS, "latent_upscale_models")
+# Folders of models, as many as PATH has of programs.
+VARIABLE = "DIFFUSION_RUNTIME_MODELS"
 # Levels of folders below one of these, and files that are looked at.
 MAX_DEPTH = 3
 _MAX_FILES = 5000
@@ -23,6 +27,19 @@ def known_root(path: Path) -> Path | None:
     """Return the folder that holds ComfyUI's folders, in one of which a file is; None without one."""
     parents = path.absolute().parents
     return next((each.parent for each in list(parents)[: MAX_DEPTH + 1] if each.name in _KNOWN), None)
+
+
+def model_roots(file: Path | None, models_dir: Sequence[str]) -> list[Path]:
+    """Return the folders that hold ComfyUI's: the one around a model's file, those of --models-dir, and those of the
+    environment. Raises ConfigError for one that is none."""
+    own = None if file is None else known_root(file)
+    roots = [] if own is None else [own]
+    for text in (*models_dir, *filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))):
+        folder = user_path(text, "models_dir")
+        if not folder.is_dir():
+            raise ConfigError(f"models_dir: {folder}: expected a folder of models, such as ComfyUI's `models`")
+        roots.append(folder / "models" if (folder / "models").is_dir() else folder)
+    return roots
 
 
 def files_in(folders: Sequence[Path], depth: int) -> list[Path]:

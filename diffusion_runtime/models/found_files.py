@@ -10,7 +10,6 @@ import dataclasses
 import fnmatch
 import functools
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,16 @@ from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.core.model_folder import AnyFolder, ModelFolder, read_index
 from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, first_line, shown
-from diffusion_runtime.models.comfyui_folders import CHECKPOINTS, MAX_DEPTH, PARTS, files_in, known_root
+from diffusion_runtime.models.comfyui_folders import (
+    CHECKPOINTS,
+    MAX_DEPTH,
+    PARTS,
+    VARIABLE,
+    files_in,
+    known_root,
+    model_roots,
+)
+from diffusion_runtime.models.lora_sources import with_loras_in
 from diffusion_runtime.models.misplaced_files import advice_for_file
 from diffusion_runtime.models.model_sources import find_configs, has_weights
 from diffusion_runtime.models.part_files import (
@@ -51,8 +59,6 @@ from diffusion_runtime.weights.weight_files import (
 
 _logger = logging.getLogger("diffusion_runtime.loading")
 
-# Folders of models, as many as PATH has of programs.
-VARIABLE = "DIFFUSION_RUNTIME_MODELS"
 _MAX_MISFITS = 3
 # Of a head, where many files are looked at.
 _MAX_HEADER_BYTES = 16 * 2**20
@@ -70,12 +76,19 @@ def names_one_file(config: RuntimeConfig) -> bool:
 
 def with_found_files(config: RuntimeConfig) -> RuntimeConfig:
     """Return a config whose model is one file as one that names the published model that the file is of, or `like`, and
-    the file of each part; any other config as it is.
+    the file of each part; any other config as it is. LoRA files that are named without their folder are those of
+    ComfyUI's folder `loras`, for any model.
 
     Raises ModelLoadError for a file that is no transformer of a known size, and for parts that are not found, which say
     which file is missing; ConfigError where several fit, and for options of this search without such a file.
     """
-    if not names_one_file(config):
+    is_file = names_one_file(config)
+    if config.lora:
+        roots = model_roots(user_path(config.model_path, "model_path") if is_file else None, config.models_dir)
+        loras = with_loras_in(roots, config.lora)
+        is_used = is_file or loras == config.lora
+        config = dataclasses.replace(config, lora=loras, models_dir=config.models_dir if is_used else ())
+    if not is_file:
         unused = [name for name in ("like", "models_dir", "download") if getattr(config, name)]
         if unused:
             flags = ", ".join(map(flag_name, unused))
@@ -132,7 +145,7 @@ def _published_name(path: Path) -> str:
         _logger.info("%s: recognised as %s by its tensors", path, recognised.name)
     elif recognised.told_by:
         _logger.info(
-            "%s: recognised as %s by its %s; %s have the same tensors (--like NAME chooses)",
+            "%s: recognised as %s by its %s; with the same tensors: %s (--like NAME chooses)",
             path,
             recognised.name,
             recognised.told_by,
@@ -309,13 +322,7 @@ class _Search:
     @functools.cache  # noqa: B019 - the search is as short as a load
     def _places(self) -> tuple[tuple[str, tuple[_Candidate, ...]], ...]:
         """Return what candidates are looked for in, one place after the other, with the candidates."""
-        own = known_root(self.path)
-        roots = [] if own is None else [own]
-        for text in (*self.config.models_dir, *filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))):
-            folder = user_path(text, "models_dir")
-            if not folder.is_dir():
-                raise ConfigError(f"models_dir: {folder}: expected a folder of models, such as ComfyUI's `models`")
-            roots.append(folder / "models" if (folder / "models").is_dir() else folder)
+        roots = model_roots(self.path, self.config.models_dir)
         flat = [self.path.parent, *roots]
         in_parts = [*files_in(flat, 0), *files_in([root / name for root in roots for name in PARTS], MAX_DEPTH)]
         whole = files_in([root / name for root in roots for name in CHECKPOINTS], MAX_DEPTH)

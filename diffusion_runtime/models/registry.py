@@ -61,6 +61,7 @@ _families: dict[str, _Registered] = {
     "HunyuanVideoTransformer3DModel": _in_folder("hunyuan_video"),
     "HunyuanVideo15Transformer3DModel": _in_folder("hunyuan_video_15"),
     "ZImageTransformer2DModel": _in_folder("z_image"),
+    "Krea2Transformer2DModel": _in_folder("krea2"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
 }

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -63,6 +63,13 @@ def this_program() -> tuple[str, ...]:
     return (sys.argv[0],) if sys.argv[0].endswith(".py") and not is_module else ("-m", "diffusion_runtime")
 
 
+def shutdown_limit(config_type: type) -> dict[str, Any]:
+    """Return the argument of torch's LaunchConfig that limits how long an interrupted rank has to end. torch 2.11 has
+    none: there a rank that hears no signal is killed after torch's own 30 s."""
+    named = {field.name for field in dataclasses.fields(config_type)}
+    return {"shutdown_timeout": _INTERRUPTED_SECONDS} if "shutdown_timeout" in named else {}
+
+
 def launch(
     program: Sequence[str],
     num_processes: int,
@@ -101,7 +108,7 @@ def launch(
             logs_specs=DefaultLogsSpecs(
                 log_dir=folder, redirects={} if verbose else dict.fromkeys(range(1, num_processes), Std.ERR)
             ),
-            shutdown_timeout=cast(int, _INTERRUPTED_SECONDS),
+            **shutdown_limit(LaunchConfig),
             # Not the signals that end a run: `_signals` handles those.
             signals_to_handle="SIGUSR2",
         )

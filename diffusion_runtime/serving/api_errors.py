@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from starlette.responses import JSONResponse
+from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import (
     BackendUnavailableError,
@@ -19,6 +17,9 @@ from diffusion_runtime.media.publish import FULL_DISK
 from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.unavailable import Unavailable
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 _NAMED = re.compile(r"([a-z_]+(?:\[\d+\])?)[:,]")
@@ -56,6 +57,9 @@ class ApiError(Exception):
         return {"message": _encodable(str(self)), "type": self.kind, "param": named, "code": self.code, **reasons}
 
     def response(self) -> JSONResponse:
+        # `batch` reads rows by the same fields, and needs no server.
+        from starlette.responses import JSONResponse
+
         headers = {"x-should-retry": "true" if self.retries else "false"}
         if self.seconds is not None:
             headers["retry-after"] = str(self.seconds)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -16,6 +15,7 @@ from starlette.requests import Request
 
 from diffusion_runtime.errors import shown
 from diffusion_runtime.serving.api_errors import ApiError, invalid
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -27,21 +27,13 @@ _PART = re.compile(r"\[([^\[\]]*)\]")
 _FLATTENED = ("video_params", "extra_params", "extra_body", "extra_json")
 
 
-@dataclass(frozen=True)
-class Body:
-    """values: by field, plain values; is_form: texts of a form stand for numbers. files: contents by field, in their
-    order."""
-
-    values: Mapping[str, Any]
-    files: Mapping[str, list[bytes]] = field(default_factory=dict)
-    is_form: bool = False
-
-
 async def read_body(request: Request) -> Body:
     """Read the body of a request. Raises ApiError for one that cannot be read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (not kind and "content-length" in request.headers):
         content = await request.body()
+        if not content.strip():
+            raise invalid(None, "the body: expected a JSON object, such as {}, got an empty one")
         try:
             # In a thread where it takes long: images of data: URLs are of megabytes.
             is_long = len(content) > _LONG

@@ -1,9 +1,9 @@
 """Engine: the process that holds the model. `python -m diffusion_runtime.serving.engine FOLDER`
 
 FOLDER, which the server's user alone can read, has `config.json` and the socket over which lines of JSON go: `check`,
-`explain`, `run` and `cancel` come in; `loading`, `ready`, `checked`, `progress`, `preview`, `finished`, `failed` and
-`done` go out. With several processes rank 0 holds the socket and hands every batch to the others. A server that is gone
-ends the engine.
+`explain`, `load`, `run` and `cancel` come in; `prepared`, `loading`, `ready`, `checked`, `progress`, `preview`,
+`finished`, `failed` and `done` go out. With several processes rank 0 holds the socket and hands every batch to the
+others. A server that is gone ends the engine.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ class Engine:
         else:
             self._channel.send("warmed", error=None, seconds=time.perf_counter() - started)
 
-    def announce(self) -> None:
-        """Answer questions from here on, and tell the server that batches may come."""
+    def answer_questions(self) -> None:
+        """Answer questions from here on; no weights are needed."""
         threading.Thread(target=self._answer, name="questions", daemon=True).start()
+
+    def announce(self) -> None:
+        """Tell the server that batches may come."""
         self._channel.send("ready", card=self._model.card())
 
     def run(self, message: Mapping[str, Any], make: _Make) -> None:
@@ -97,7 +100,9 @@ class Engine:
         for work, each in zip(kept, media, strict=True):
             self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
             # Files leave this machine, and name nothing of it.
-            result = publish(each, Path(work["target"]), {**self._names, **work.get("names", {})})
+            names = {**self._names, **work.get("names", {})}
+            recipe, has_pictures = work.get("recipe"), message.get("pictures", True)
+            result = publish(each, Path(work["target"]), names, recipe=recipe, has_pictures=has_pictures)
             self._channel.send("finished", job=work["job"], index=work["index"], **result)
 
     def _fail(self, works: Sequence[Mapping[str, Any]], error: Exception) -> None:
@@ -186,12 +191,16 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
         tune_cpu_allocator()
         loras = {name: LoraConfig.parse(value) for name, value in given["loras"].items()}
         model = ServedModel(config, loras, coordinator.world, given["preview"])
-        model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
         engine = None if channel is None else Engine(channel, model, given["names"])
+        if given.get("waits"):
+            _wait_to_load(model, channel, engine, coordinator)
+        model.load(None if channel is None else lambda stage: channel.send("loading", stage=stage))
         make = _maker(model, coordinator)
         if engine is not None:
             if given["warm_up"]:
                 engine.warm_up(make)
+            if not given.get("waits"):
+                engine.answer_questions()
             engine.announce()
     except DiffusionRuntimeError as error:
         if channel is not None:
@@ -202,6 +211,20 @@ def _serve(folder: Path, coordinator: Coordinator) -> int:
             _follow(model, coordinator)
         else:
             engine.run(channel.runs.get(), make)
+
+
+def _wait_to_load(model: ServedModel, channel: Channel | None, engine: Engine | None, coordinator: Coordinator) -> None:
+    """Answer questions until `load` comes: what is asked can be refused before any weight is read."""
+    from diffusion_runtime.serving.served_model import Choice
+
+    if channel is not None and engine is not None:
+        model.prepared(Choice())
+        engine.answer_questions()
+        channel.send("prepared")
+        channel.runs.get()
+    if (world := coordinator.world) is not None:
+        with world.idle():
+            world.from_first(lambda: "")
 
 
 def _maker(model: ServedModel, coordinator: Coordinator) -> _Make:

@@ -48,7 +48,7 @@ class Channel:
             with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
                 for line in lines:
                     message = parse_json(line)
-                    if message["type"] == "run":
+                    if message["type"] in ("run", "load"):
                         self.runs.put(message)
                     elif message["type"] == "cancel":
                         self.cancelled.add(message["job"])

@@ -91,7 +91,10 @@ class ResultFiles:
 
     def scrub(self, text: str) -> str:
         """Return a message without the folders of this machine."""
-        return _PATH.sub("", text.replace(str(self.storage), ""))
+        # As it was given and in full; a name such as `st` is also a part of words.
+        for folder in (self.storage, self.storage.resolve()):
+            text = re.sub(rf"(?<![\w./-]){re.escape(str(folder))}(/|\b)", "", text)
+        return _PATH.sub("", text)
 
 
 def sync(path: Path) -> None:

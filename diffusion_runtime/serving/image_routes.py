@@ -58,7 +58,7 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         job = dispatcher.jobs.get(image_id) if ID.fullmatch(image_id) else None
         if job is None or job.kind != IMAGE or not may_see(request, job, dispatcher.settings.access):
             raise not_found(f"image {shown(image_id[:64])}")
-        if not variant.isdecimal() or int(variant[:6]) >= len(job.work["requests"]):
+        if variant not in map(str, range(len(job.work["requests"]))):
             raise invalid("variant", f"variant: expected 0 to {len(job.work['requests']) - 1}, got {shown(variant)}")
         if job.status != COMPLETED:
             raise ApiError(409, "image_not_ready", f"the image is {job.status}")

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.untrusted.image_urls import image_kind
 
+# Parts of a PNG or JPEG beside its pixels, and of a PNG's pixels. Cameras and editors write fewer than a hundred and a
+# few thousand; a decoder passes them one by one, at up to 4 ms each.
+_MAX_PARTS, _MAX_PIXEL_PARTS = 1000, 20_000
+# Bytes of a JPEG before its pixels, of which Pillow copies what it has at every further part.
+_MAX_HEAD = 16 * 2**20
+# Of a progressive JPEG, where ten are usual: each is a pass over all pixels.
+_MAX_SCANS = 64
+_ALONE = (0x01, *range(0xD0, 0xD9))
+_PIXELS, _END = 0xDA, 0xD9
+
 
 def check_image(field: str, content: bytes, max_pixels: int) -> str:
-    """Return the extension of an image. Raises RequestError for what is no PNG, JPEG or WebP and for one of more than
-    max_pixels."""
+    """Return the extension of an image. Raises RequestError for what is no PNG, JPEG or WebP, for one of more than
+    max_pixels, and for one of so many parts that decoding it takes seconds whatever its size."""
     kind, extension = image_kind(field, content)
+    if not _has_few_parts(kind, content):
+        raise RequestError(f"{field}: the image has more parts than any program writes; save it again, as PNG")
     from PIL import Image
 
     try:
@@ -26,3 +39,39 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
     if width * height > max_pixels:
         raise RequestError(f"{field}: the image has {width} x {height} pixels, at most {max_pixels} are taken")
     return extension
+
+
+def _has_few_parts(kind: str, content: bytes) -> bool:
+    return {"PNG": _few_chunks, "JPEG": _few_segments}.get(kind, lambda _: True)(content)
+
+
+def _few_chunks(content: bytes) -> bool:
+    at, num_pixel_parts, num_others, num_profiles = 8, 0, 0, 0
+    while at + 8 <= len(content):
+        size, name = struct.unpack_from(">I4s", content, at)
+        at += 12 + size
+        num_pixel_parts += name == b"IDAT"
+        num_others += name != b"IDAT"
+        # Each is inflated.
+        num_profiles += name == b"iCCP"
+        if num_pixel_parts > _MAX_PIXEL_PARTS or num_others > _MAX_PARTS or num_profiles > 1:
+            return False
+    return True
+
+
+def _few_segments(content: bytes) -> bool:
+    """Return whether a JPEG has few scans of its pixels, and before them few segments and few bytes between these."""
+    if content.count(bytes((0xFF, _PIXELS))) > _MAX_SCANS:
+        return False
+    at = 2
+    for _ in range(_MAX_PARTS):
+        if at + 4 > len(content):
+            return True
+        marker = content[at + 1]
+        if content[at] != 0xFF or marker in (0x00, 0xFF):
+            at += 1
+        elif marker in (_PIXELS, _END):
+            return at <= _MAX_HEAD
+        else:
+            at += 2 if marker in _ALONE else 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    return False

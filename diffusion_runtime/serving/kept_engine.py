@@ -80,6 +80,7 @@ class KeptEngine:
         kind = message["type"]
         if kind == "ready":
             self.card = message["card"]
+            _logger.info("ready: %s, %s on %s", self.card["family"], self.card["dtype"], self.card["device"])
         elif kind == "loading":
             self.loading = message["stage"]
         elif kind == "warmed" and message["error"] is None:

@@ -65,24 +65,30 @@ def read_linear_map(folder: AnyFolder, num_channels: int) -> LinearMap | None:
 
 class Previews:
     """Previews of a model. choice: `auto`, `linear`, `decode` or `off`, as of serve. prepared: the model before its
-    weights are read. method: how they are made, None for not at all. `auto` takes the linear map, else a tiny decoder,
-    else the decoder of a model that makes images; the first frame of a video by a full decoder may need memory that no
-    plan has counted.
+    weights are read. method: how they are made, None for not at all; reason: why not, empty where they are. `auto`
+    takes the linear map, else a tiny decoder, else the decoder of a model that makes images; the first frame of a video
+    by a full decoder may need memory that no plan has counted.
 
     Raises ConfigError for a choice that this model does not have, and what read_linear_map raises.
     """
 
     def __init__(self, choice: str, prepared: Prepared) -> None:
         self.method: str | None = None
+        self.reason = ""
         self._map: LinearMap | None = None
         native, config = prepared.inspectable, prepared.description.config
         if choice == "off":
+            self.reason = "it was started with --preview off"
             return
         if native is None or prepared.description.degrees.num_processes > 1:
+            self.reason = "several processes, and pipelines of diffusers', make none"
+        elif native.model.sampling.is_causal:
+            self.reason = "a causal model makes one part of the video after the other, and none of the whole"
+        if self.reason:
             if choice != "auto":
-                reason = "several processes, and pipelines of diffusers', make no previews"
-                raise ConfigError(f"preview: {choice}: {reason}; leave out --preview")
+                raise ConfigError(f"preview: {choice}: {self.reason}; leave out --preview")
             return
+        assert native is not None
         geometry = native.rules.sampling.geometry
         self._map = None if choice == DECODE else read_linear_map(native.model.folder, geometry.num_channels)
         has_quick_decoder = config.vae_decoder not in (None, "none") or geometry.temporal_factor == 1
@@ -92,6 +98,8 @@ class Previews:
             raise ConfigError(f"preview: linear: {native.model.folder} has no {FILE}; give --preview decode")
         elif choice == DECODE or has_quick_decoder:
             self.method = DECODE
+        else:
+            self.reason = f"its model has no {FILE}; --preview decode takes its decoder"
 
     @contextlib.contextmanager
     def watching(

@@ -17,7 +17,7 @@ from diffusion_runtime.core.options import parse_scalar
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.serving.api_errors import ApiError, invalid
-from diffusion_runtime.serving.bodies import Body
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.jobs import IMAGE, VIDEO
 from diffusion_runtime.serving.settings import Limits
 
@@ -66,6 +66,11 @@ _FORBIDDEN = re.compile(
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "return_report", "n")
 _OF_VIDEOS = ("input_reference", "return_previews")
 _OF_IMAGES = ("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images")
+# What becomes of the images that clients send.
+_IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    VIDEO: {"input_reference": "image_path"},
+    IMAGE: {"image": "image_path", "mask": "mask_path"},
+}
 # Texts in which the options of a method name a file.
 _FILE_OPTION = re.compile(r"[:,]\s*\w*(file|path)\s*=", re.IGNORECASE)
 
@@ -104,6 +109,8 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
     request: dict[str, Any] = {"prompt": checked_prompt(values.get("prompt"))}
     request |= _size(reader.take("size", reader.text))
     for name in PLAIN_FIELDS:
+        if name not in values:
+            continue
         value = reader.take(name, reader.of_kind(REQUEST_FIELDS[name].check.kind))
         if value is not None:
             request[name] = value
@@ -173,9 +180,14 @@ def _read_image_options(draft: Draft, reader: _Reader) -> None:
     draft.num_previews = partial
 
 
+def in_clients_words(kind: str, text: str) -> str:
+    """Return a message about the runtime's fields of images, which name files, with those that a client sends."""
+    sent = {field: name for name, field in _IMAGE_FIELDS[kind].items()}
+    return re.sub(r"(?<![a-z_])(image|mask)_path(?![a-z_])", lambda found: sent.get(found[0], found[0]), text)
+
+
 def _take_images(draft: Draft, values: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> None:
-    fields = {"input_reference": "image_path", "image": "image_path", "mask": "mask_path"}
-    for name, target in fields.items():
+    for name, target in {**_IMAGE_FIELDS[VIDEO], **_IMAGE_FIELDS[IMAGE]}.items():
         contents: list[bytes | str] = []
         for spelling in (name, *(other for other, means in SPELLINGS.items() if means == name)):
             contents += files.get(spelling, [])

@@ -15,12 +15,14 @@ from diffusion_runtime.attention.catalogue import list_backends
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.core.progress import OnProgress
-from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.errors import DeviceMemoryError, RequestError, nearest, shown
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.memory.machine_memory import free_in_machine, peak_in_machine
+from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.sampling_presets import shipped_lora_of
 from diffusion_runtime.parallel.world import World
@@ -39,6 +41,8 @@ _FILE_OPTIONS = ("file", "path")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 # Steps of a warm-up: the first one, and one that uses what it left.
 _WARM_UP_STEPS = 2
+# Sides of a small one, in multiples of what they may be.
+_WARM_UP_SIDES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +96,27 @@ class ServedModel:
         return self._pipeline
 
     def warm_up_request(self) -> dict[str, Any]:
-        """Return a request of the default size, with as few steps as its sampler takes. Raises RequestError for a model
-        that needs an image."""
-        rules = self.prepared(Choice()).rules
-        request = GenerationRequest("a warm-up", seed=0, num_inference_steps=_WARM_UP_STEPS)
-        try:
-            return rules.resolve(request).to_dict()
-        except RequestError:
-            # A model with noise levels of its own for each step.
-            return rules.resolve(dataclasses.replace(request, num_inference_steps=None)).to_dict()
+        """Return a request of the default size, with as few steps as its sampler takes; of a small size where none is
+        compiled, captured or measured for its own. Raises RequestError for a model that needs an image."""
+        prepared = self.prepared(Choice())
+        rules, config = prepared.rules, self._config
+        default = GenerationRequest("a circle", seed=0, num_inference_steps=_WARM_UP_STEPS)
+        # The last one for a model with noise levels of its own for each step.
+        wanted = [default, dataclasses.replace(default, num_inference_steps=None)]
+        is_chosen = config.attention is not None or config.attention_override is not None
+        if prepared.description.device == "cpu" and config.compile == "off" and not is_chosen:
+            wanted[:0] = [dataclasses.replace(default, **small) for small in self._small_sizes(rules)]
+        for request in wanted[:-1]:
+            with contextlib.suppress(RequestError):
+                return rules.resolve(request).to_dict()
+        return rules.resolve(wanted[-1]).to_dict()
+
+    @staticmethod
+    def _small_sizes(rules: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(rules, RequestRules):
+            side, frames = _size_steps(rules)
+            num_frames = 1 + frames if rules.sampling.geometry.temporal_factor > 1 else 1
+            yield {"height": _WARM_UP_SIDES * side, "width": _WARM_UP_SIDES * side, "num_frames": num_frames}
 
     def check(self, work: Mapping[str, Any]) -> dict[str, Any]:
         """Resolve the requests of a job, and decide its attention and its memory without running anything.
@@ -109,7 +125,7 @@ class ServedModel:
         """
         prepared = self.prepared(Choice.of(work))
         requests = self._resolved(prepared, work)
-        prepared.planned_for(requests)
+        _check_memory(prepared.planned_for(requests).description.memory)
         keys = [prepared.rules.batch_key(request) for request in requests]
         choice = Choice.of(work)
         key = repr((keys[0], choice.attention, choice.loras, self._shipped(choice)))
@@ -135,6 +151,7 @@ class ServedModel:
             "presets": {name: dict(values) for name, values in rules.presets.items()},
             "makes_sound": rules.makes_sound,
             "previews": self._previews.method,
+            "no_previews": self._previews.reason or None,
             "loras": sorted(self._loras),
             "attention_roles": sorted({layer.layer.role for layer in prepared.layers}),
             "backends": [
@@ -144,12 +161,12 @@ class ServedModel:
         }
         if isinstance(rules, RequestRules):
             geometry, images = rules.sampling.geometry, rules.inputs.images
-            frames = geometry.temporal_factor * geometry.patch[0]
+            multiple, frames = _size_steps(rules)
             is_video = geometry.temporal_factor > 1
             kind = "V" if is_video else "I"
             takes = bool(images) or rules.inputs.references is not None
             card |= {
-                "size_multiple": geometry.token_multiple * geometry.spatial_factor * geometry.patch[1],
+                "size_multiple": multiple,
                 "frames_rule": f"1+{frames}k" if is_video else "1",
                 "takes_image": takes,
                 "needs_image": bool(rules.inputs.needed),
@@ -250,6 +267,21 @@ class ServedModel:
         the order of the keys."""
         is_own = decided == Choice()
         return self._recipe if is_own else self._prepared(decided).description.to_dict()
+
+
+def _size_steps(rules: RequestRules) -> tuple[int, int]:
+    """Return what sides are a multiple of, in pixels, and frames behind the first one."""
+    geometry = rules.sampling.geometry
+    sides = geometry.token_multiple * geometry.spatial_factor * geometry.patch[1]
+    return sides, geometry.temporal_factor * geometry.patch[0]
+
+
+def _check_memory(plan: MemoryPlan | None) -> None:
+    """Raises DeviceMemoryError for a plan of more memory than the machine has beside other programs: the system would
+    end this process, with the jobs that it makes. A plan with a limit has been refused before."""
+    free = free_in_machine()
+    if plan is not None and plan.shortage and free is not None and plan.peak > free + peak_in_machine():
+        raise DeviceMemoryError(plan.shortage)
 
 
 def parse_attention(value: Any) -> AttentionConfig:

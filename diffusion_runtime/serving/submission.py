@@ -13,12 +13,14 @@ from typing import Any
 from starlette.requests import Request
 
 from diffusion_runtime.serving.api_errors import ApiError, invalid
-from diffusion_runtime.serving.bodies import Body, read_body
+from diffusion_runtime.serving.bodies import read_body
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.dispatcher import Dispatcher
+from diffusion_runtime.serving.engine_process import Refused
 from diffusion_runtime.serving.guard import key_of
 from diffusion_runtime.serving.input_images import check_image
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
-from diffusion_runtime.serving.request_fields import Draft, check_limits, read_draft
+from diffusion_runtime.serving.request_fields import Draft, check_limits, in_clients_words, read_draft
 from diffusion_runtime.serving.retention import bytes_of
 from diffusion_runtime.serving.settings import Access
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
@@ -92,27 +94,34 @@ class Submission:
     async def _checked(self, job_id: str, draft: Draft) -> dict[str, Any]:
         """Return the work of a job: its requests as the model has filled them in."""
         dispatcher, settings = self._dispatcher, self._dispatcher.settings
-        if draft.num_previews and not (dispatcher.engine.card or {}).get("previews"):
+        card = dispatcher.engine.card or {}
+        if draft.num_previews and not card.get("previews"):
             name = "return_previews" if draft.kind == VIDEO else "partial_images"
-            message = (
-                f"{name}: this server shows no estimates of running jobs, see previews of /v1/models; leave it out"
-            )
+            message = f"{name}: this server shows no estimates of running jobs: {card.get('no_previews')}; leave it out"
             raise invalid(name, message, "unsupported_for_model")
+        if draft.images and not card.get("takes_image", True):
+            name = in_clients_words(draft.kind, next(iter(draft.images)))
+            raise invalid(name, f"{name}: this model takes no images; leave it out", "unsupported_for_model")
         names = []
         paths: dict[str, list[str]] = {}
         for field, contents in draft.images.items():
             for index, content in enumerate(contents):
-                image = await self._image(field, content)
-                extension = await asyncio.to_thread(check_image, field, image, settings.limits.max_upload_pixels)
+                sent_as = in_clients_words(draft.kind, field)
+                image = await self._image(sent_as, content)
+                extension = await asyncio.to_thread(check_image, sent_as, image, settings.limits.max_upload_pixels)
                 names.append(f"{field}-{index}.{extension}")
                 path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)
                 paths.setdefault(field, []).append(str(path))
         inputs = {field: each[0] if len(each) == 1 else each for field, each in paths.items()}
         draft.requests = [{**request, **inputs} for request in draft.requests]
-        checked = await dispatcher.engine.ask("check", draft.work())
+        try:
+            checked = await dispatcher.engine.ask("check", draft.work())
+        except Refused as error:
+            message = in_clients_words(draft.kind, str(error.details["message"]))
+            raise Refused({**error.details, "message": message}) from error
         for resolved in checked["requests"]:
             check_limits(resolved, settings.limits)
-        remarks = [dispatcher.files.scrub(remark) for remark in checked["remarks"]]
+        remarks = [in_clients_words(draft.kind, dispatcher.files.scrub(remark)) for remark in checked["remarks"]]
         return {
             "requests": checked["requests"],
             "key": checked["key"],

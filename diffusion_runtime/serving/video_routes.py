@@ -79,7 +79,7 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         status: str | None = None,
     ) -> Response:
         """List videos by acceptance, the newest first."""
-        if not limit.isdecimal() or not 1 <= int(limit[:6]) <= 100:
+        if not re.fullmatch("[1-9][0-9]?|100", limit):
             raise invalid("limit", f"limit: expected 1 to 100, got {shown(limit)}")
         if order not in ("asc", "desc"):
             raise invalid("order", f"order: expected asc or desc, got {shown(order)}")

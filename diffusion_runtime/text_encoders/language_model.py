@@ -73,8 +73,8 @@ class LanguageModelEncoder(TextEncoder):
             ids[index, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
             mask[index, : len(row.ids)] = 1
         device = self.model.device
-        output = self.model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
-        hidden = output.last_hidden_state[:, template.num_cropped :]
+        states = self.hidden_states(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
+        hidden = states[:, template.num_cropped :]
         ends = [room if self.keeps_padding else len(row.ids) for row in rows]
         lengths = tuple(max(0, end - template.num_cropped) for end in ends)
         embeddings = torch.zeros_like(hidden)
@@ -86,6 +86,11 @@ class LanguageModelEncoder(TextEncoder):
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
+
+    def hidden_states(self, **inputs: Any) -> torch.Tensor:
+        """Return what a transformer reads of every token, [batch, tokens, dim]. inputs: of the model."""
+        states: torch.Tensor = self.model(**inputs).last_hidden_state
+        return states
 
     def tokenized(self, prompt: str) -> TokenizedPrompt:
         """Tokenize a prompt in its template."""

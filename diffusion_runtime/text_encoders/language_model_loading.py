@@ -136,7 +136,7 @@ def load_qwen3_vl(
 ) -> tuple[Any, PreTrainedTokenizerFast]:
     """Load the language model of the Qwen3-VL in `text_encoder/` of a model folder, and its tokenizer, from safetensors
     and without a network. tokenizer_in: the folder that has it. sees: with its vision half, for prompts about pictures.
-    num_layers: of the language model, the first ones alone; None for all.
+    num_layers: the first ones of the language model, None for all.
 
     Text has the same position on all three axes of the model, so that the language model alone computes the same as the
     whole one. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
@@ -154,6 +154,7 @@ def load_qwen3_vl(
         device,
         dtype,
         num_layers=num_layers,
+        unread=("lm_head.",),
         part=lambda whole: whole.model if sees else whole.model.language_model,
     )
     check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.get_text_config().vocab_size)

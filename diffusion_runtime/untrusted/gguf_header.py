@@ -142,7 +142,15 @@ class _Reader:
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
             raise self._damaged(f"general.alignment is {shown(alignment)}")
         start = -(-self.file.tell() // alignment) * alignment
-        return GgufHeader(metadata, {name: self._placed(name, *head, start) for name, head in heads.items()})
+        tensors = {name: self._placed(name, *head, start) for name, head in heads.items()}
+        reached, before = start, ""
+        for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
+            place = tensor.offset - start
+            if tensor.offset < reached or place % alignment:
+                beside = f"in tensor {shown_name(before)}" if tensor.offset < reached else f"no multiple of {alignment}"
+                raise self._damaged(f"tensor {shown_name(name)} would begin {place} bytes behind the head, {beside}")
+            reached, before = tensor.offset + tensor.num_bytes, name
+        return GgufHeader(metadata, tensors)
 
     def _tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
         """(shape, number of the type, offset behind the head)."""

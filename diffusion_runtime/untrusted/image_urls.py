@@ -22,8 +22,8 @@ _MAX_REDIRECTS = 3
 _MAX_ADDRESS = 8192
 # Without an answer or further bytes; and of one image in all.
 _FETCH_SECONDS, _ALL_SECONDS = 10.0, 60.0
-# Base64 has 4 characters for 3 bytes, an escape 3 for one.
-_MAX_DATA_CHARACTERS = 3 * MAX_URL_BYTES
+# Base64 has 4 characters for 3 bytes. Escapes are read one by one, while nothing else runs.
+_MAX_DATA_CHARACTERS, _MAX_ESCAPED_CHARACTERS = MAX_URL_BYTES // 3 * 4 + 4, 2**20
 # Format of Pillow, extension, and how its files begin.
 _KINDS = (
     ("PNG", "png", lambda content: content.startswith(b"\x89PNG\r\n\x1a\n")),
@@ -46,12 +46,13 @@ def data_of_url(field: str, url: str) -> bytes:
     head, comma, text = url.partition(",")
     if not comma:
         raise RequestError(f"{field}: a data: URL has a comma before its data, got {shown(url[:40])}")
-    if len(text) > _MAX_DATA_CHARACTERS:
-        raise RequestError(
-            f"{field}: the data: URL has {len(text)} characters, at most {_MAX_DATA_CHARACTERS} are taken"
-        )
+    is_base64 = head.endswith(";base64")
+    most = _MAX_DATA_CHARACTERS if is_base64 else _MAX_ESCAPED_CHARACTERS
+    if len(text) > most:
+        instead = "" if is_base64 else "; write it in base64, or send the image as a file"
+        raise RequestError(f"{field}: the data: URL has {len(text)} characters, at most {most} are taken{instead}")
     try:
-        content = base64.b64decode(text, validate=True) if head.endswith(";base64") else unquote_to_bytes(text)
+        content = base64.b64decode(text, validate=True) if is_base64 else unquote_to_bytes(text)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{field}: the data: URL is not base64: {error}") from error
     if len(content) > MAX_URL_BYTES:

@@ -69,8 +69,10 @@ class StoredRows:
         return dataclasses.replace(self, shape=shape, rows=chosen, columns=columns)
 
     def as_shape(self, shape: tuple[int, ...]) -> StoredRows:
-        """These in another shape where the two differ by dimensions of one number alone, as they are otherwise."""
+        """These in another shape where the two differ by dimensions of one number alone, or these are plain numbers in
+        one row; as they are otherwise."""
         same = [size for size in self.shape if size != 1] == [size for size in shape if size != 1]
+        same |= not self.is_quantized and self.shape == (math.prod(shape),)
         return dataclasses.replace(self, shape=shape) if same else self
 
     def stored_bytes(self) -> StoredBytes | None:

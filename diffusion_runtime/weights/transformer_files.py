@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
-from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.errors import ModelLoadError, shown, shown_name
 from diffusion_runtime.untrusted.files import check_file, check_place, user_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
 from diffusion_runtime.weights.checkpoint import Source
@@ -28,6 +28,7 @@ from diffusion_runtime.weights.weight_files import (
     find_weight_files,
     listed,
     refuse_unmarked,
+    without_prefix,
 )
 
 SUFFIXES = (*SAFETENSORS, GGUF)
@@ -106,8 +107,17 @@ class TransformerFile:
 
 
 def _transformer_in(path: Path) -> SafetensorsFile:
-    """The transformer's part of a file that holds several components; the whole of any other."""
+    """The transformer's part of a file that holds several components; the whole of any other. Raises ModelLoadError for
+    two tensors that have one name without the prefixes of transformers."""
     file = SafetensorsFile(path)
+    known: dict[str, str] = {}
+    for name in file.heads:
+        if (other := known.setdefault(without_prefix(name), name)) != name:
+            file.close()
+            raise ModelLoadError(
+                f"{path}: {shown_name(other)} and {shown_name(name)} are one tensor of a transformer, given twice; "
+                "expected a file of one transformer: copy or download it again"
+            )
     prefix = prefix_of_transformer(tuple(file.heads))
     if not prefix:
         return file

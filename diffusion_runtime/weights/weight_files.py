@@ -229,7 +229,10 @@ def _head(path: Path, max_bytes: int = _MAX_HEADER_BYTES) -> tuple[dict[str, dic
         head = parse_json(content)
         if len(head) > MAX_TENSORS + 1:
             raise DocumentError(f"it would hold {len(head)} tensors, more than {MAX_TENSORS}")
-        entries = {name: {"dtype": entry["dtype"], **entry} for name, entry in head.items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        for name, entry in entries.items():
+            if not isinstance(entry, dict) or "dtype" not in entry:
+                raise DocumentError(f"the entry of {shown_name(name)}")
         return entries, dict(head.get("__metadata__") or {}), 8 + length
     except (OSError, DocumentError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise ModelLoadError(

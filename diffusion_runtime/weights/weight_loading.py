@@ -74,8 +74,8 @@ def load_weights(
     pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
     Weights of 8-bit layers are quantised one after the other, on the device.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
-        nothing reads. arrange: puts the rows of a parameter in the order that our layers have. make_empty: makes the
-        parameters, where they shall lie; None for `device`. 8-bit weights are quantised on `device` in any case.
+        nothing reads. arrange: changes what was read to what our layers have, such as the order of rows. make_empty:
+        makes the parameters, where they shall lie; None for `device`, where 8-bit weights are quantised in any case.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """

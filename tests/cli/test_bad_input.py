@@ -35,7 +35,7 @@ USAGE = [
         ["--sampler", "dmd", "--sigmas", "1,0.7,0.5,0.2", "--num-inference-steps", "2"],
         "sigmas: expected 2 noise levels, one per step, got 4: leave out num_inference_steps",
     ),
-    (["--preset", "turbo-8"], "preset: 'turbo-8' is for z_image models; this model has distill-4, fastwan-3"),
+    (["--preset", "turbo-8"], "preset: 'turbo-8' is for krea2 and z_image models; this model has distill-4, fastwan-3"),
     (["--seed", "4-1"], "ends before it starts"),
     (["--prompt", " "], "empty prompt"),
     (["--negative-prompt", "grey", "--negative-prompt", "pale"], "2 negative prompts for 1 prompt"),

@@ -32,6 +32,8 @@ def test_a_published_model_from_files_alone(nothing_cached: None, tmp_path: Path
     encoder = models / "text_encoders" / "umt5_xxl_fp16.safetensors"
     write_part_file(encoder, "wan2.1-1.3b", "text_encoder")
     write_part_file(models / "vae" / "qwen_image_vae.safetensors", "wan2.1-1.3b", "vae")
+    facts = " ".join(command("info", str(file)).out.split())
+    assert "model wan2.1-1.3b, by its tensors run it diffusion-runtime generate" in facts
     with pytest.raises(ModelLoadError, match=r"missing:\n  vae, 0.3 GB in bfloat16: wan_2.1_vae.safetensors"):
         with_found_files(RuntimeConfig(str(file)))
     write_part_file(models / "vae" / "wan_2.1_vae.safetensors", "wan2.1-1.3b", "vae")

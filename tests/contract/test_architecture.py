@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
-    {"tuning"},
+    {"batches", "tuning"},
     {"benchmark", "comparison", "serving"},
     {"explanation", "profiling"},
     {"loading"},
@@ -83,6 +83,8 @@ HOMES = {
     "matplotlib": ("benchmark/plot",),
     "jinja2": ("explanation", "comparison"),
     "lpips": ("comparison/frame_metrics.py",),
+    "pyarrow": ("batches/row_files.py", "batches/ray_data.py"),
+    "ray": ("batches/ray_data.py",),
     "skimage": ("comparison/frame_metrics.py",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
@@ -93,6 +95,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "b
 # media/generated.py and media/reading.py open what they wrote or have checked.
 OWN_TEXTS = {
     "attention/machine_cache.py",
+    "batches/result_folder.py",
     "core/cache_folder.py",
     "attention/self_check.py",
     "cli/generation.py",
@@ -235,6 +238,7 @@ def scattered_readers() -> Iterator[str]:
 # Files that write elsewhere than through media/publish.py, and why nobody finds half a result of theirs.
 OWN_WRITERS = {
     "attention/machine_cache.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
+    "batches/result_folder.py": "a journal of lines; what a kill leaves of one is cut when it is begun again",
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
@@ -333,6 +337,7 @@ LOADERS_BY_NAME = {
     "loading/description.py": "the version, of the package root",
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
+    "media/__init__.py": "its own files, so that programs that write text alone need no numpy",
     "models/registry.py": "a family's files, when a folder asks for it",
 }
 

@@ -17,7 +17,7 @@ import torch
 
 from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.packed_tokens import TAIL_ROWS
-from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.activations.api import gelu_, sigmoid_mul, silu_mul
 from diffusion_runtime.kernels.block_packing import Averaged, TokenBlocks, row_width
 from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
 from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
@@ -337,6 +337,15 @@ def activation_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
                 return {"out": out, "beside": rest}
 
             yield f"silu, {shape}, in place {in_place}", gated
+
+        def gated_by_sigmoid(implementation: str, product: torch.Tensor = product) -> Tensors:
+            if implementation == "exact":
+                gate, features, rest = product.double().chunk(3, dim=-1)
+                return {"out": gate.sigmoid() * features, "beside": rest}
+            gate, features, rest = product.clone().chunk(3, dim=-1)
+            return {"out": sigmoid_mul(gate, features, implementation=implementation), "beside": rest}
+
+        yield f"sigmoid, {shape}", gated_by_sigmoid
 
         def gelu(implementation: str, product: torch.Tensor = product) -> Tensors:
             if implementation == "exact":

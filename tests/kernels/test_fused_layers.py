@@ -17,7 +17,7 @@ from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels import implementation
 from diffusion_runtime.kernels.activations import triton as activations_triton
-from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.activations.api import gelu_, sigmoid_mul, silu_mul
 from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
 from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows, quantize_joined_rows, quantize_rows
 from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
@@ -200,6 +200,7 @@ def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypat
         "sum": lambda: add_branch_(x, Branch(x, rows)),
         "rope": lambda: norm_rope(packed, [weight], 1e-6, turns),
         "silu": lambda: silu_mul(x, x),
+        "sigmoid": lambda: sigmoid_mul(x, x),
         "gelu": lambda: gelu_(x),
         "norm to fp8": lambda: modulated_norm_fp8(x, LAYER, shift=rows, branch=Branch(x, rows)),
         "fp8": lambda: quantize_rows(x),
@@ -345,7 +346,7 @@ def test_sequences_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert add_branch_(x, Branch(x, rows)) is x
         turns = torch.ones(0, 4, dtype=torch.complex64)
         assert [part.shape for part in norm_rope(packed, [torch.ones(8)], 1e-6, turns)] == [(2, 0, 2, 8)] * 3
-        assert silu_mul(x, x).shape == (2, 0, 8)
+        assert silu_mul(x, x).shape == sigmoid_mul(x, x).shape == (2, 0, 8)
 
 
 def test_rows_of_zeros_are_quantised_to_zeros() -> None:

@@ -8,8 +8,11 @@ from tables import table
 
 from diffusion_runtime.kernels.qk_norm_rope.reference import rotate
 from diffusion_runtime.layers.rope import (
+    THETA,
     diagonal_rotations,
+    extent_paces,
     followed_by_text,
+    grid_extent_rotations,
     grid_rotations,
     position_rotations,
     split_head_dim,
@@ -31,6 +34,24 @@ def test_rotations_equal_diffusers(grid: tuple[int, int, int], head_dim: int) ->
     assert table.shape == (grid[0] * grid[1] * grid[2], head_dim // 2)
     torch.testing.assert_close(table.real, cos[0, :, 0, 0::2], rtol=0, atol=1e-7)
     torch.testing.assert_close(table.imag, sin[0, :, 0, 1::2], rtol=0, atol=1e-7)
+
+
+def test_a_plan_of_memory_computes_no_rotations() -> None:
+    """Of more tokens than the machine could hold; what a plan counts are their shape and dtype."""
+    meta, paces = torch.device("meta"), extent_paces(THETA, 24, 3, is_double=True)
+    for side in (3, 10**5):
+        axes = [torch.zeros(size) for size in (2, side, side)]
+        planned = [
+            grid_rotations((2, side, side), 24, meta),
+            grid_extent_rotations(axes, (1, 1, 1), paces, 2, 24, meta),
+        ]
+        assert [tuple(each.shape) for each in planned] == [(2 * side**2, 12), (2 * side**2, 2, 6)]
+        if side == 3:
+            real = [
+                grid_rotations((2, side, side), 24, CPU),
+                grid_extent_rotations(axes, (1, 1, 1), paces, 2, 24, CPU),
+            ]
+            assert [(each.shape, each.dtype) for each in real] == [(each.shape, each.dtype) for each in planned]
 
 
 @table("dtype", [torch.float32, torch.bfloat16])

@@ -27,6 +27,8 @@ from diffusion_runtime.models.flux3.config import Flux3TransformerConfig
 from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, Flux3Transformer
 from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_ROLE
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
+from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
@@ -85,6 +87,18 @@ def z_image(policy: AttentionPolicy) -> DiffusionTransformer:
     return ZImageTransformer(config, GEOMETRY, policy)
 
 
+def krea2(policy: AttentionPolicy) -> DiffusionTransformer:
+    """Four heads of queries and two of keys; as many of the language model's layers are six numbers wide."""
+    for role in (LAYERS_ROLE, REFINER_ROLE):
+        register_role(role, "cross")
+    joint, text = BlockSizes(4, 2, 12, 96), BlockSizes(2, 1, 3, 8)
+    sizes = {"num_layers": 2, "num_text_layers": TEXT_DIM // text.dim, "num_layer_blocks": 1, "num_refiner_blocks": 1}
+    config = Krea2TransformerConfig(
+        joint, text, **sizes, num_channels=CHANNELS, axes=(4, 4, 4), theta=1000.0, num_waves=8, eps=1e-5
+    )
+    return Krea2Transformer(config, GEOMETRY, policy)
+
+
 def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(CONTROL_SELF_ROLE, "self")
     register_role(CONTROL_TEXT_ROLE, "cross")
@@ -123,6 +137,7 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "qwen_image": qwen_image,
     "qwen_image_21": qwen_image_21,
     "z_image": z_image,
+    "krea2": krea2,
 }
 
 

@@ -81,6 +81,12 @@ NARROW: dict[str, dict[str, Any]] = {
         **{"n_layers": 1, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "dim": 64, "cap_feat_dim": 32},
         "axes_dims": [4, 6, 6],
     },
+    # With twice as many heads of queries.
+    "krea-2-turbo": {
+        **{"num_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "attention_head_dim": 16},
+        **{"intermediate_size": 96, "axes_dims_rope": [4, 6, 6], "text_hidden_dim": 32, "text_intermediate_size": 48},
+        **{"text_num_attention_heads": 8, "text_num_key_value_heads": 4},
+    },
     "ltx-2": {
         **{"num_layers": 1, "caption_channels": 32, **_STREAM, "audio_num_attention_heads": 4},
         **{"audio_attention_head_dim": 8, "audio_cross_attention_dim": 32},

@@ -31,6 +31,7 @@ NUM_KINDS = {
     "ltx2": 1,
     "ltx_video": 1,
     "z_image": 2,
+    "krea2": 2,
 }
 
 

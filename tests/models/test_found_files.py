@@ -251,6 +251,28 @@ def test_what_is_wrong_is_said_with_what_to_type(
     assert [text for text in texts if text not in str(error.value)] == [], str(error.value)
 
 
+def test_loras_are_found_by_name(file: Path, settings: Path, wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loras = file.parents[1] / "loras"
+    with pytest.raises(ModelLoadError, match=rf"no 'style.safetensors' here, and none in {loras}; put it into"):
+        found(file, settings, lora=["style.safetensors"])
+    style = write(loras / "wan" / "style.safetensors", {"x": torch.ones(1)})
+    for lora in (("style.safetensors", 0.5), ("wan/style.safetensors", 0.5)):
+        config = found(file, settings, lora=[lora])
+        assert [(each.path, each.scale) for each in config.lora] == [(str(style), 0.5)]
+    with pytest.raises(ModelLoadError, match=r"none in .*Did you mean 'style.safetensors'"):
+        found(file, settings, lora=["styl.safetensors"])
+    # For a model that is no file, too; the hub's files keep their names.
+    config = with_found_files(RuntimeConfig(str(wan), models_dir=str(loras.parent), lora=["style.safetensors"]))
+    assert (config.lora[0].path, config.models_dir) == (str(style), ())
+    assert found(file, settings, lora=["org/name/style.safetensors"]).lora[0].path == "org/name/style.safetensors"
+    write(loras / "style.safetensors", {"x": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=r"2 files are named 'style\.safetensors'"):
+        found(file, settings, lora=["style.safetensors"])
+    assert found(file, settings, lora=["wan/style.safetensors"]).lora[0].path == str(style)
+    monkeypatch.chdir(write(settings.parent / "here" / "style.safetensors", {"x": torch.ones(1)}).parent)
+    assert found(file, settings, lora=["style.safetensors"]).lora[0].path == "style.safetensors"
+
+
 @table("options", [{"like": "wan2.1-1.3b"}, {"models_dir": "."}, {"download": True}])
 def test_options_of_the_search_are_for_a_file(options: dict[str, Any], wan: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(options))}: for a model that is one file"):
@@ -299,6 +321,7 @@ def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> Non
         ("z-image", "z_image_turbo_bf16", {}, "z-image-turbo", "name"),
         ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
         ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
+        ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
     ],
 )
 def test_a_published_model_is_recognised(

@@ -222,6 +222,14 @@ HUGE = 2**62
         (head(num_values=1, values=text("k") + struct.pack("<IIQ", 9, 9, 1)), "would hold 1 items of type 9"),
         (head(num_values=1, values=text("k") + struct.pack("<IIQ", 9, 4, 1000)), "is cut off in its head"),
         (
+            head(num_tensors=2, tensors=tensor() + tensor("b", offset=32)) + bytes(500),
+            "tensor b would begin 32 bytes behind the head, in tensor a",
+        ),
+        (
+            head(tensors=tensor(offset=33)) + bytes(500),
+            "tensor a would begin 33 bytes behind the head, no multiple of 32",
+        ),
+        (
             head(num_values=1, values=text("general.alignment") + struct.pack("<II", 4, 0), tensors=tensor()),
             "general.alignment is 0",
         ),

@@ -33,9 +33,10 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "LTX-2": lambda: diffusers.LTX2VideoTransformer3DModel(**LAYERS),
     "LTX-Video": lambda: diffusers.LTXVideoTransformer3DModel(**LAYERS),
     "Z-Image": lambda: diffusers.ZImageTransformer2DModel(n_layers=2),
+    "Krea 2": lambda: diffusers.Krea2Transformer2DModel(**LAYERS),
 }
 # The last part of a weight's name where the authors do not call it `weight`.
-SCALES = (".query_norm", ".key_norm")
+SCALES = (".query_norm", ".key_norm", ".qnorm", ".knorm", ".prenorm", ".postnorm", "txtmlp.0", "last.norm")
 CONVERSIONS = {
     "Wan": single_file_utils.convert_wan_transformer_to_diffusers,
     "FLUX.1": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
@@ -45,6 +46,7 @@ CONVERSIONS = {
     "LTX-2": single_file_utils.convert_ltx2_transformer_to_diffusers,
     "LTX-Video": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "Z-Image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
+    "Krea 2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
 }
 # The largest LTX-Video has the names, the width and the number of blocks of LTX-2's pictures.
 # LongCat-Image has as many single blocks as HunyuanVideo has double blocks.

@@ -75,6 +75,7 @@ NUM_PARAMETERS = {
     "LongCat-Image": 6_270_668_864,
     "Z-Image-Turbo": 6_154_908_736,
     "Z-Image": 6_154_908_736,
+    **dict.fromkeys(("Krea-2-Turbo", "Krea-2-Raw"), 12_820_073_036),
 }
 
 # The sampling presets of those that are recognised as of few steps.
@@ -85,6 +86,7 @@ RECOGNISED = {
     "FLUX.2-klein-9b-kv": "klein-4",
     "flux-3-image-klein": "klein-16",
     "Z-Image-Turbo": "turbo-8",
+    "Krea-2-Turbo": "turbo-8",
 }
 
 

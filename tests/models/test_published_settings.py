@@ -18,6 +18,7 @@ from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
 from tiny_flux3 import write_tiny_flux3
 from tiny_hunyuan_video import write_tiny_hunyuan_video
+from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
@@ -63,6 +64,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     ),
     "qwen-image-edit-2511": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     **dict.fromkeys(("ltx-2.3", "ltx-2.3-distilled"), partial(write_tiny_ltx2, is_ltx23=True)),
+    "krea-2-turbo": partial(write_tiny_krea2, is_distilled=True),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-base-4b": write_tiny_flux2_klein,
     "flux.2-klein-base-9b": write_tiny_flux2_klein,

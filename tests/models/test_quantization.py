@@ -101,7 +101,8 @@ def test_norms_quantise_the_input_of_8_bit_layers_and_change_no_bit(
     # Every product is counted as before.
     assert counted == counted_apart == [SCALED_PRODUCT] * len(passes)
     # All that reads a norm: projections of q, k and v, and the first layers of feed-forward networks.
-    read = {name for name in layers.values() if name.rpartition(".")[2] in ("qkv", "text_qkv", "q", "qkv_up", "up")}
+    first = ("qkv", "text_qkv", "q", "qkv_up", "qkv_gate", "up")
+    read = {name for name in layers.values() if name.rpartition(".")[2] in first}
     read |= {name for name in layers.values() if name.endswith(("audio_to_video.kv", "video_to_audio.kv"))}
     if family == "ltx_video":
         # Attention to the text reads the stream itself.

@@ -40,6 +40,7 @@ SCHEDULERS = {
     "flux3": SchedulerConfig(EULER, {"shift": 6.93}),
     "qwen_image": SchedulerConfig(EULER, QWEN),
     "z_image": SchedulerConfig(EULER, {"shift": 3.0}),
+    "krea2": SchedulerConfig(EULER, {**QWEN, "max_shift": 1.15, "max_image_seq_len": 6400, "shift_terminal": None}),
     "ltx2": SchedulerConfig(EULER, LTX),
     "ltx_video": SchedulerConfig(EULER, {"shift": 1.0}),
     "hunyuan_video": SchedulerConfig(EULER, {"shift": 17.0}),
@@ -77,6 +78,7 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("qwen_image", "lightning-4"): ("flow_match_euler", even(4, 3.0)),
     ("qwen_image", "lightning-8"): ("flow_match_euler", even(8, 3.0)),
     ("z_image", "turbo-8"): ("flow_match_euler", even(8, 3.0)),
+    ("krea2", "turbo-8"): ("flow_match_euler", even(8, math.exp(1.15))),
     ("ltx2", "ltx-distilled"): ("flow_match_euler", LTX_DISTILLED),
     ("flux3", "klein-16"): ("flow_match_euler", even(16, 6.93)),
     ("ltx_video", "ltxv-distilled"): (
@@ -104,7 +106,7 @@ def rules_of(family: str) -> RequestRules:
             geometry=LatentGeometry(num_channels=4, spatial_factor=8, temporal_factor=4, patch=(1, 2, 2)),
             scheduler=scheduler,
             schedule=token_shift(scheduler),
-            guidance_offset=1.0 if family == "z_image" else 0.0,
+            guidance_offset=1.0 if family in ("z_image", "krea2") else 0.0,
         ),
         preset_rules=PresetRules(known=presets),
     )
@@ -190,7 +192,11 @@ def test_explicit_levels_before_and_after_the_shift() -> None:
         ({"shift_terminal": 0.1}, None, "shift_terminal: unipc does not stretch.* set sampler to flow_match_euler"),
         ({"num_inference_steps": 2}, "turbowan-4", "preset turbowan-4 has 4 noise levels, got 2 steps.*--sigmas"),
         ({"sampler": "unipc"}, "fastwan-3", "sampler: preset fastwan-3 has noise levels of its own"),
-        ({}, "turbo-8", "preset: 'turbo-8' is for z_image models; this model has distill-4, fastwan-3, lightning-4"),
+        (
+            {},
+            "turbo-8",
+            "preset: 'turbo-8' is for krea2 and z_image models; this model has distill-4, fastwan-3, lightning-4",
+        ),
         ({}, "fastwan", "preset: unknown name 'fastwan'. Did you mean 'fastwan-3'"),
     ],
 )

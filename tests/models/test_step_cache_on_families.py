@@ -86,7 +86,7 @@ class FirstInput(BlockRunner):
         projections = [
             module
             for name, module in self._pipeline.transformer.named_modules()
-            if name.rpartition(".")[2] in ("qkv", "qkv_up")
+            if name.rpartition(".")[2] in ("qkv", "qkv_up", "qkv_gate")
         ]
         expected = len(self.said)
 

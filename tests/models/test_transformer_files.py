@@ -201,6 +201,11 @@ def compiled(folder: Path, place: Path) -> RuntimeConfig:
             r"are both for x_embedder.weight",
         ),
         (
+            with_names(lambda given: given.update({"model.diffusion_model.img_in.weight": given["img_in.weight"] + 1})),
+            ModelLoadError,
+            r"img_in.weight and model.diffusion_model.img_in.weight are one tensor of a transformer, given twice",
+        ),
+        (
             with_names(lambda given: given.pop("txt_in.bias")),
             ModelLoadError,
             r"config.json of the model's folder. 1 of \d+ tensors are missing: context_embedder.bias",

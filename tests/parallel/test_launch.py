@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
-from diffusion_runtime.parallel.launch import launch
+from diffusion_runtime.parallel.launch import launch, shutdown_limit
 
 
 def test_a_check_that_fails_ends_the_ranks_and_no_other_child() -> None:
@@ -28,3 +29,11 @@ def test_a_check_that_fails_ends_the_ranks_and_no_other_child() -> None:
             )
         assert other.poll() is None
         other.kill()
+
+
+def test_the_time_to_end_is_given_to_a_torch_that_takes_one() -> None:
+    """torch 2.11 has no such argument, and LaunchConfig of 2.12 has."""
+    without = dataclasses.make_dataclass("LaunchConfig", [("run_id", str)])
+    limited = dataclasses.make_dataclass("LaunchConfig", [("run_id", str), ("shutdown_timeout", float)])
+    assert shutdown_limit(without) == {}
+    assert limited("run", **shutdown_limit(limited)).shutdown_timeout < 3

@@ -14,14 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 from running_server import SMALL, RunningServer, finished
 from tables import table
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.serving import guard
 from diffusion_runtime.serving.api_errors import ApiError
-from diffusion_runtime.untrusted.image_urls import checked_address, is_public
+from diffusion_runtime.serving.files import ResultFiles
+from diffusion_runtime.serving.input_images import check_image
+from diffusion_runtime.untrusted.image_urls import checked_address, data_of_url, is_public
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,12 @@ def files_of(server: RunningServer) -> list[str]:
     return sorted(path.name for folder in ("inputs", "results") for path in (server.storage / folder).iterdir())
 
 
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png(width: int, height: int) -> bytes:
     """A PNG that claims a size, and has no pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
@@ -67,6 +70,8 @@ GET = [
     "/v1/images/img_0/content?variant=../../etc/passwd",
     "/v1/videos?limit=1e9",
     "/v1/videos?limit=-1",
+    "/v1/videos?limit=000001" + "0" * 6000,
+    "/v1/videos?limit=%C2%B2",
     "/v1/videos?after=%27%3B%20DROP%20TABLE%20jobs%3B--",
     "/v1/videos?status=%27%20OR%201=1",
     "/v1/videos?order=DESC;",
@@ -112,6 +117,9 @@ BODIES: list[dict[str, Any]] = [
     {"json": {"prompt": "x", "height": 10**30}},
     {"content": b'{"prompt": "x", "width": 1e400}', "headers": {"content-type": "application/json"}},
     {"json": {"prompt": "x", "seconds": 1e18}},
+    {"content": b'{"prompt": "x", "seed": 1' + b"0" * 400 + b"}", "headers": {"content-type": "application/json"}},
+    # More memory than any machine of the tests has.
+    {"json": {"prompt": "x", "size": "4096x4096", "num_frames": 1025, "num_inference_steps": 2}},
     {"json": {"prompt": "x", "sigmas": [0.5] * 5000}},
     {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}},
     {"content": b'{"prompt": "x", "prompt": "y"}', "headers": {"content-type": "application/json"}},
@@ -141,6 +149,72 @@ BODIES: list[dict[str, Any]] = [
     {"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png"}}},
     {"json": {"prompt": "x", "input_reference": {"image_url": "gopher://127.0.0.1/"}}},
 ]
+
+
+def segment(marker: int, data: bytes = b"") -> bytes:
+    return bytes((0xFF, marker)) + struct.pack(">H", len(data) + 2) + data
+
+
+def of_parts(*parts: bytes) -> bytes:
+    """A PNG with these behind its header."""
+    content = png(8, 8)
+    return content[:33] + b"".join(parts) + content[33:]
+
+
+JPEG = b"\xff\xd8\xff"
+MANY_PARTS = {
+    "chunks of text": of_parts(chunk(b"tEXt", b"a\0b") * 200_000),
+    "pixels of nothing": of_parts(chunk(b"IDAT") * 200_000),
+    "colour profiles": of_parts(chunk(b"iCCP", b"k\0\0" + zlib.compress(b"a" * 10**6)) * 20),
+    "segments": JPEG[:2] + segment(0xE1) * 200_000,
+    "fill bytes": JPEG + b"\xff" * 200_000,
+    "bytes between segments": JPEG + bytes(200_000),
+    "a head of 20 MB": JPEG[:2] + segment(0xE1, bytes(65_000)) * 320 + segment(0xDA) + b"\xff\xd9",
+    "scans": JPEG[:2] + segment(0xDA) * 70,
+}
+
+
+@table("name", MANY_PARTS)
+def test_an_image_of_many_parts_is_refused_before_a_decoder_passes_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("a decoder reads it"))
+    with pytest.raises(RequestError, match=r"^image: the image has more parts than"):
+        check_image("image", MANY_PARTS[name], 10**6)
+
+
+@table("kind", ["PNG", "JPEG", "WEBP"])
+def test_images_that_programs_write_are_taken(kind: str) -> None:
+    content = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    options = {"progressive": True} if kind == "JPEG" else {}
+    Image.effect_noise((600, 400), 90).save(content, kind, exif=exif, icc_profile=profile, **options)
+    assert check_image("image", content.getvalue(), 600 * 400) in ("png", "jpg", "webp")
+    with pytest.raises(RequestError, match="600 x 400 pixels"):
+        check_image("image", content.getvalue(), 600 * 400 - 1)
+
+
+def test_a_long_data_url_is_in_base64() -> None:
+    with pytest.raises(RequestError, match="write it in base64"):
+        data_of_url("image", "data:image/png," + "%41" * 2**19)
+    assert len(data_of_url("image", "data:image/png;base64," + "QUFB" * 2**19)) == 3 * 2**19
+
+
+@table(
+    ("storage", "message", "public"),
+    [
+        ("st", "the best/worst", "the best/worst"),
+        ("st", "steps: st/results/a.png is missing", "steps: results/a.png is missing"),
+        ("/tmp/jobs", "no /tmp/jobs/inputs/a.png, in '/etc/x'", "no inputs/a.png, in 'x'"),
+        ("/tmp/jobs", "/tmp/jobs: is full", ": is full"),
+    ],
+)
+def test_messages_lose_folders_and_keep_words(storage: str, message: str, public: str) -> None:
+    files = ResultFiles.__new__(ResultFiles)
+    files.storage = Path(storage)
+    assert files.scrub(message) == public
 
 
 def test_no_attack_is_a_500_or_leaves_a_trace_and_the_server_answers_afterwards(

@@ -13,10 +13,11 @@ from sample_media import make_media
 from tables import table
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import DeviceMemoryError, RequestError
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError, RequestError
+from diffusion_runtime.loading import prepare
 from diffusion_runtime.serving.engine import Engine
 from diffusion_runtime.serving.engine_channel import BatchProgress
-from diffusion_runtime.serving.previews import preview_steps
+from diffusion_runtime.serving.previews import Previews, preview_steps
 from diffusion_runtime.serving.results import public_values, publish
 from diffusion_runtime.serving.served_model import ServedModel, parse_attention
 
@@ -63,9 +64,9 @@ def test_a_job_that_runs_out_of_memory_fails_alone_and_the_next_one_runs(tmp_pat
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a.png", "b.png"]
 
 
-def test_a_warm_up_is_of_the_default_size_and_says_why_there_is_none() -> None:
+def test_a_warm_up_is_small_unless_a_choice_is_made_for_a_size_and_says_why_there_is_none() -> None:
     channel: Any = RecordedChannel()
-    engine = Engine(channel, ServedModel(RuntimeConfig(), {}), {})
+    engine = Engine(channel, ServedModel(RuntimeConfig(device="cpu"), {}), {})
     made: list[dict[str, Any]] = []
 
     def make(message: Mapping[str, Any], _: object) -> list[Any]:
@@ -76,7 +77,10 @@ def test_a_warm_up_is_of_the_default_size_and_says_why_there_is_none() -> None:
 
     engine.warm_up(make)
     engine.warm_up(make)
-    assert [made[0][name] for name in ("height", "width", "num_frames", "num_inference_steps")] == [256, 256, 29, 2]
+    names = ("height", "width", "num_frames", "num_inference_steps")
+    assert [made[0][name] for name in names] == [64, 64, 5, 2]
+    of_default = ServedModel(RuntimeConfig(device="cpu", attention={"default": "torch_sdpa"}), {}).warm_up_request()
+    assert [of_default[name] for name in names] == [256, 256, 29, 2]
     assert [message["error"] for message in channel.of("warmed")] == [None, "out of memory"]
 
 
@@ -99,6 +103,15 @@ def test_paths_of_the_machine_become_public_names() -> None:
         "runtime": {"model_path": "wan", "lora": [{"path": "a"}]},
         "prompt": "/models/wan x",
     }
+
+
+def test_a_causal_model_says_why_it_shows_no_estimates() -> None:
+    prepared = prepare(RuntimeConfig("shapes-causal", device="cpu"))
+    previews = Previews("auto", prepared)
+    assert previews.method is None
+    assert "one part of the video after the other" in previews.reason
+    with pytest.raises(ConfigError, match=r"^preview: decode: a causal model .*leave out --preview"):
+        Previews("decode", prepared)
 
 
 @table("steps, count", [(4, 2), (12, 3), (1, 3), (2, 1), (50, 3)])

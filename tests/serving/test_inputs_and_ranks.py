@@ -46,7 +46,7 @@ def test_images_of_a_request_are_used_named_and_removed_without_a_path(tmp_path:
         assert recipe["request"]["image_path"] == ["image_path-0.png", "image_path-1.png"]
         assert (recipe["model"]["path"], str(tmp_path) in json.dumps(recipe)) == ("tiny", False)
         damaged = http.post("/v1/images/edits", data=form, files={"image": ("a.png", png("red")[:60], "image/png")})
-        assert (damaged.status_code, damaged.json()["error"]["param"]) == (400, "image_path")
+        assert (damaged.status_code, damaged.json()["error"]["param"]) == (400, "image")
         assert str(tmp_path) not in damaged.text
         assert list(inputs.iterdir()) == []
 

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from tables import table
 
 from diffusion_runtime.serving.api_errors import ApiError
-from diffusion_runtime.serving.bodies import Body, nested, read_body
+from diffusion_runtime.serving.bodies import nested, read_body
+from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.request_fields import read_draft
 from diffusion_runtime.serving.settings import Limits
 

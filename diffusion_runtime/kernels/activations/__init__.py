@@ -1,1 +1,1 @@
-"""Activations of feed-forward networks in one pass: SiLU of a gate times features, GELU on a part of a product."""
+"""Activations in one pass: SiLU or sigmoid of a gate times features, GELU on a part of a product."""

@@ -22,13 +22,27 @@ def silu_mul(
         made = triton.repeat(gate, features, "silu_mul", in_place)
         if made is not None:
             return made
-    if gate.shape != features.shape:
-        raise ConfigError(f"SiLU: expected gate and features alike, got {tuple(gate.shape)}, {tuple(features.shape)}")
+    _check_alike("SiLU", gate, features)
     if has_shape_alone(gate):
         return gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     if runs_in_triton(implementation, triton.refusal(gate, features)):
-        return triton.silu_mul(gate, features, in_place)
+        return triton.gated(gate, features, "silu_mul", in_place)
     return F.silu(gate, inplace=in_place).mul_(features)
+
+
+def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
+    """sigmoid(gate) * features (gated attention: Qiu et al., arXiv:2505.06708), in a new contiguous tensor. The
+    arguments, and what is raised, are those of silu_mul."""
+    if implementation == "auto":
+        made = triton.repeat(gate, features, "sigmoid_mul", False)
+        if made is not None:
+            return made
+    _check_alike("sigmoid", gate, features)
+    if has_shape_alone(gate):
+        return torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if runs_in_triton(implementation, triton.refusal(gate, features)):
+        return triton.gated(gate, features, "sigmoid_mul", False)
+    return torch.sigmoid(gate).mul_(features)
 
 
 def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
@@ -42,3 +56,8 @@ def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
         return triton.gelu_(x)
     result: torch.Tensor = torch.ops.aten.gelu_(x, approximate="tanh")
     return result
+
+
+def _check_alike(name: str, gate: torch.Tensor, features: torch.Tensor) -> None:
+    if gate.shape != features.shape:
+        raise ConfigError(f"{name}: expected gate and features alike, got {tuple(gate.shape)}, {tuple(features.shape)}")

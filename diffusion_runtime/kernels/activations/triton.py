@@ -23,10 +23,10 @@ def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
     return reason
 
 
-def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """Implement api.silu_mul in one launch."""
+def gated(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place: bool) -> torch.Tensor:
+    """Implement api.silu_mul and api.sigmoid_mul, by that name, in one launch."""
     out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _launch(gate, features, out, "silu_mul")
+    _launch(gate, features, out, activation)
     return out
 
 

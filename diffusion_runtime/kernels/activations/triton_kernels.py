@@ -20,8 +20,8 @@ def activate(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [rows, dim]: silu(gate) * features, or gelu(gate) in its tanh form. Grid: (rows, runs of BLOCK columns). out
-    may be gate."""
+    """out [rows, dim]: silu(gate) * features, sigmoid(gate) * features, or gelu(gate) in its tanh form. Grid: (rows,
+    runs of BLOCK columns). out may be gate."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < dim
@@ -31,6 +31,9 @@ def activate(
         inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
         value *= tl.sigmoid(inner)
     else:
-        value *= tl.sigmoid(value)
+        if ACTIVATION == "silu_mul":
+            value *= tl.sigmoid(value)
+        else:
+            value = tl.sigmoid(value)
         value *= tl.load(features + row * features_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=inside)

@@ -70,7 +70,7 @@ def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., dim]. A float32 `x` is overwritten and returned; another dtype, or torch.compile, gives a new tensor."""
     if x.dtype != torch.float32 or torch.compiler.is_dynamo_compiling():
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return _torch_rms_norm(x, weight, eps)
     # In place and without a temporary of x's size: most of the cost of torch's own on a CPU is page faults.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -95,8 +95,16 @@ def _layer_norm(x: torch.Tensor, norm: Norm, shift: torch.Tensor | None, scale: 
 def _rms_norm(x: torch.Tensor, norm: Norm, shift: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
     """Norm and modulation are computed in float32, and each is rounded once: two passes over x in its own dtype take a
     third of the memory traffic of float32 in between."""
-    normalized = F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    normalized = _torch_rms_norm(x, norm.weight, norm.eps)
     if shift is not None:
         scale = torch.ones_like(shift) if scale is None else scale + 1.0
         return torch.addcmul(shift[:, None], normalized, scale[:, None], out=normalized)
     return normalized if scale is None else normalized.mul_((scale + 1)[:, None])
+
+
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return a new tensor of x's dtype; weights of another dtype multiply in float32."""
+    size = x.shape[-1:]
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, size, weight, eps)
+    return F.rms_norm(x.float(), size, weight.float(), eps).to(x.dtype)
