@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
 
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError, shown
 
+# One noise level, or several.
+Levels = TypeVar("Levels", float, torch.Tensor)
 
-def shifted(sigma: float, flow_shift: float) -> float:
+
+def shifted(sigma: Levels, flow_shift: float) -> Levels:
     """Return a noise level in [0, 1] after the flow shift of Esser et al., arXiv:2403.03206. A shift of e^mu is
     diffusers' exponential dynamic shift with that mu."""
     return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)

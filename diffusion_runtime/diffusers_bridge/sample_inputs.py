@@ -482,7 +482,7 @@ def _packed_sequence(sample: StepSample) -> StepInputs:
         sound_positions(length, *grid[1:]),
         grid_positions(frame_times(grid[0]), *grid[1:]),
     )
-    rows = torch.arange(sum(counts)).split(counts)
+    rows = torch.split(torch.arange(sum(counts)), counts)
     kinds, sigma = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)), _TIMESTEP / 1000
     theirs = {
         "hidden_states": patchify(video, sample.geometry.patch),
@@ -500,7 +500,7 @@ def _packed_sequence(sample: StepSample) -> StepInputs:
 
     def velocity(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         pictures, sound = out
-        moments = sound.unflatten(1, (sides, length)).permute(0, 3, 2, 1)
+        moments = torch.unflatten(sound, 1, (sides, length)).permute(0, 3, 2, 1)
         return -sample.geometry.join(unpatchify(pictures, grid, sample.geometry.patch, channels_first=True), moments)
 
     return StepInputs((latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)), theirs, velocity)

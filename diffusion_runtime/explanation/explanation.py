@@ -221,7 +221,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
 
 
 class _PassCosts:
-    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once: a prefix, or
+    """The cost of each kind of pass, counted once. prefill: what the first pass of a request computes once, a prefix or
     what is made of the text or of tokens that no step changes; None for a model without."""
 
     def __init__(self, prepared: InspectableModel, request: GenerationRequest) -> None:

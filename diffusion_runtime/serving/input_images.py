@@ -4,8 +4,8 @@ them."""
 from __future__ import annotations
 
 import io
-import struct
 import os
+import struct
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

@@ -270,7 +270,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         of_sound = slice(own.shape[1] + num_given, own.shape[1] + num_before)
         sound = self._finished(x[:, of_sound], end[2:], self.audio_out)
         video = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
-        sides = sound.unflatten(1, (parts.audio.shape[3], -1)).permute(0, 3, 2, 1)
+        sides = torch.unflatten(sound, 1, (parts.audio.shape[3], -1)).permute(0, 3, 2, 1)
         # The model's own time runs from noise to data.
         return self.geometry.join(video, sides).neg_().to(latents.dtype)
 
@@ -293,7 +293,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def _patches(self, video: torch.Tensor) -> torch.Tensor:
         """Map latents [B, channels, frames, height, width] to tokens [B, tokens, D]."""
         patches = patchify(video.to(self.patch_embedding.weight.dtype), self.geometry.patch)
-        return self.patch_embedding(patches).to(self.text_embedding.weight.dtype)
+        tokens: torch.Tensor = self.patch_embedding(patches)
+        return tokens.to(self.text_embedding.weight.dtype)
 
     def _given(self, image: ImageCondition, context: AttentionContext) -> list[torch.Tensor]:
         """Return the tokens of the images that the clip is made from, [B, tokens, D] each, kept for the request."""

@@ -90,7 +90,7 @@ def arrange(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
         assert isinstance(config, MiniMaxH3Config)
         turning = rows[: len(rows) // 3 * 2] if part == "qkv" else rows
         heads = turning.view(-1, config.head_dim, *rows.shape[1:])[:, : config.num_turned]
-        halves = heads.unflatten(1, (2, -1))
+        halves = torch.unflatten(heads, 1, (2, -1))
         heads.copy_(halves.transpose(1, 2).flatten(1, 2).clone())
 
 
