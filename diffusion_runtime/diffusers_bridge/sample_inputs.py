@@ -482,7 +482,7 @@ def _packed_sequence(sample: StepSample) -> StepInputs:
         sound_positions(length, *grid[1:]),
         grid_positions(frame_times(grid[0]), *grid[1:]),
     )
-    rows = torch.split(torch.arange(sum(counts)), counts)
+    rows = torch.split(torch.arange(sum(counts)), list(counts))
     kinds, sigma = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)), _TIMESTEP / 1000
     theirs = {
         "hidden_states": patchify(video, sample.geometry.patch),
