@@ -429,8 +429,8 @@ class RuntimeConfig:
         of the encoder of first images.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
-    upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made at half
-        its height and width, upsampled, and refined at full size. None or `none` for one stage.
+    upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made
+        at half its height and width, upsampled, and refined at full size. None or `none` for one stage.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together

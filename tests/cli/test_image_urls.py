@@ -133,7 +133,8 @@ def test_data_is_an_image_by_its_content() -> None:
             "data:image/png": f"{field}: a data: URL has a comma",
             "data:image/png;base64,!": f"{field}: the data: URL is not base64",
             "https://good.example/a.png": f"{field}: .*fetches an image from hosts of --allow-url",
-            f"data:,{'x' * (image_urls.MAX_URL_BYTES + 1)}": f"{field}: the image has more than",
+            f"data:,{'x' * (2**20 + 1)}": f"{field}: the data: URL has 1048577 characters, at most 1048576 are taken",
+            f"data:;base64,{'A' * (image_urls.MAX_URL_BYTES // 3 * 4 + 8)}": f"{field}: the data: URL has",
         }.items():
             with pytest.raises(RequestError, match=said):
                 GenerationRequest("a", **{field: text})

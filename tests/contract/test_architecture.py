@@ -243,6 +243,7 @@ OWN_WRITERS = {
     "benchmark/sample_images.py": "images in a temporary folder",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
     "cli/launching.py": "prompts for other processes, in a temporary folder",
+    "decoders/latent_upsampler.py": "settings in a temporary folder",
     "cli/terminal.py": "the standard streams",
     "startup/kept_kernels.py": "a lock, without content",
     "startup/remembered_imports.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",

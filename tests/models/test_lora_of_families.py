@@ -20,8 +20,8 @@ from diffusion_runtime import Pipeline, load_pipeline
 # What importing diffusers' pipelines says about packages that are not here, and peft about names of modules.
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANK, SCALE = 3, 0.7
-# diffusers' pipelines of the first two load none; for the others: the test_pipeline.py of their folders.
-OTHERS = ("hunyuan_video_15", "longcat_image", "flux3", "qwen_image_21")
+# diffusers' pipelines of these load none, or are modular; for the others: the test_pipeline.py of their folders.
+OTHERS = ("hunyuan_video_15", "longcat_image", "flux3", "minimax_h3", "qwen_image_21")
 FAMILIES = tuple(family for family in WRITERS if family not in OTHERS)
 
 

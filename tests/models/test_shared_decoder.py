@@ -13,7 +13,7 @@ from diffusion_runtime.parallel.world import World
 def test_a_request_reaches_the_decoder_of_every_process() -> None:
     world = mock.create_autospec(World, instance=True, size=2)
     world.from_first.side_effect = lambda compute: compute()
-    decoder = mock.MagicMock(spec=LatentDecoder, library="torch", implementation="own", splits_rows=False)
+    decoder = mock.MagicMock(spec=LatentDecoder, library="torch", implementation="own", chosen="", splits_rows=False)
     request = GenerationRequest("a", decode_timestep=0.05)
     shared = SharedDecoder(decoder, world)
     assert shared.for_request(request)._decoder is decoder.for_request.return_value  # type: ignore[attr-defined]

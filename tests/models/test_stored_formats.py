@@ -347,12 +347,12 @@ NESTED = torch.tensor(list(b"[" * 3000), dtype=torch.uint8)
         (
             "int8 ConvRot 16",
             put(f"model.diffusion_model.{LAYER}.weight", torch.ones(32, 32).bfloat16()),
-            rf"{LAYER}.comfy_quant is of two weights: .*{LAYER}.weight",
+            rf"{LAYER}.weight are one tensor of a transformer, given twice",
         ),
         (
             "int8 ConvRot 16",
             put(f"model.diffusion_model.{LAYER}.weight", torch.ones(32, 32, dtype=torch.int8)),
-            rf"stored as I8.*model.diffusion_model.{LAYER}.weight",
+            rf"{LAYER}.weight are one tensor of a transformer, given twice",
         ),
         (
             "int8 ConvRot 16",
