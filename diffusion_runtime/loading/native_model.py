@@ -199,7 +199,8 @@ class PreparedModel:
             config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
         )
         unread = opened.family.unread_components(config.vae_decoder)
-        check_component_files(opened.folder, (*elsewhere, *unread))
+        quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
+        check_component_files(opened.folder, (*elsewhere, *unread), quantised)
         if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"

@@ -17,7 +17,12 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.models.minimax_h3 import codec
-from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config, read_geometry, read_transformer_config
+from diffusion_runtime.models.minimax_h3.config import (
+    MiniMaxH3Config,
+    config_of_file,
+    read_geometry,
+    read_transformer_config,
+)
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
 from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
@@ -84,6 +89,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
     read_config=read_transformer_config,
+    config_of_file=config_of_file,
     read_geometry=read_geometry,
     transformer=MiniMaxH3Transformer,
     shared_heads=lambda config: config.num_heads,
