@@ -133,8 +133,8 @@ def minimax_h3_in_64ths(folder: Path) -> Path:
 
 
 def files_of_minimax_h3(folder: Path, root: Path) -> Path:
-    """The transformer by its authors' names; the video autoencoder in int8; of the text encoder what is read: 50 layers,
-    and no norm behind them."""
+    """The transformer by its authors' names, the video autoencoder in int8, and of the text encoder the 50 layers that
+    are read, without a norm behind them."""
     last = re.compile(r"(lm_head|.*layers\.50\.|model\.language_model\.norm\.)")
     text = {name: each for name, each in tensors_of(folder, "text_encoder").items() if not last.match(name)}
     names = {name: re.sub(r"^model\.(language_model\.)?(?=visual)?", "model.", name) for name in text}

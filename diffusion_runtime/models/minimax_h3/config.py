@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
-from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3Geometry
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
@@ -174,4 +175,5 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         num_audio_channels=audio_channels,
         num_audio_bins=_SIDES,
         audio_rate=float(_AUDIO_RATE),
+        frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
     )
