@@ -25,14 +25,16 @@ from tables import table
 from tiny_encoders import HIDDEN
 from tiny_minimax_h3 import CHANNELS, tiny_transformer
 
+from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.embeddings import unpatchify
 from diffusion_runtime.layers.modulation_rows import plan_steps
+from diffusion_runtime.models.found_files import with_found_files
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
 from diffusion_runtime.models.recognised_files import recognise_transformer
@@ -264,10 +266,13 @@ def test_pruned_weights_compute_their_formula(
 
 
 def test_a_pruned_file_of_the_published_size_is_recognised(tmp_path: Path) -> None:
-    file = write_transformer_file(tmp_path / "minimax_h3.safetensors", "minimax-h3", rank=8)
+    """One for requests with references has the same tensors, and is told by its name."""
+    file = write_transformer_file(tmp_path / "minimax_h3_ref2va_pruned_bf16.safetensors", "minimax-h3", rank=8)
     recognised = recognise_transformer(file)
     assert recognised is not None
     assert recognised.name == "minimax-h3"
+    with pytest.raises(ConfigError, match="by its name it is the transformer_ref of minimax-h3, whose requests"):
+        with_found_files(RuntimeConfig(str(file), like="minimax-h3"))
 
 
 def test_a_table_that_is_none_is_a_tensor_of_another_model(
