@@ -45,10 +45,10 @@ class MiniMaxH3Config:
     """Sizes of a MiniMax-H3 transformer.
 
     inner_dim is wider than dim, that of a token. num_waves, time_hidden_dim, time_dim: of the sinusoidal timestep, and
-    of its network's layers. num_paces: of the rotary positions along each axis; the other channels do not turn. shift,
-    audio_shift: flow shifts of the schedules of pictures and sound that the model was trained with. has_gate: whether
-    blocks have the gate of Video Sparse Attention. table_size: times of a table that stands for the timestep's network,
-    in pruned files; 0 for the network.
+    of its network's layers. num_paces: of the rotary positions along each axis; the other channels do not turn. shifts:
+    flow shifts of the schedules of pictures and of sound that the model was trained with. has_gate: whether blocks have
+    the gate of Video Sparse Attention. table_size: times of a table that stands for the timestep's network, in pruned
+    files; 0 for the network.
     """
 
     num_layers: int
@@ -68,8 +68,7 @@ class MiniMaxH3Config:
     eps: float
     qk_eps: float
     out_eps: float
-    shift: float = 12.0
-    audio_shift: float = 3.0
+    shifts: tuple[float, float] = (12.0, 3.0)
     has_gate: bool = False
     table_size: int = 0
 
@@ -124,8 +123,7 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
         eps=numbers["norm_eps"],
         qk_eps=numbers["qk_norm_eps"],
         out_eps=numbers["final_norm_eps"],
-        shift=_read_shift(folder, "scheduler"),
-        audio_shift=_read_shift(folder, "audio_scheduler"),
+        shifts=(_read_shift(folder, "scheduler"), _read_shift(folder, "audio_scheduler")),
     )
 
 

@@ -293,7 +293,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def _shift_of_sound(self, inputs: DenoiserInputs) -> float:
         """Return the flow shift from the video's noise levels to the sound's."""
         shift = inputs.request.flow_shift
-        return self.config.audio_shift / (self.config.shift if shift is None else shift)
+        of_video, of_sound = self.config.shifts
+        return of_sound / (of_video if shift is None else shift)
 
     def _patches(self, video: torch.Tensor) -> torch.Tensor:
         """Map latents [B, channels, frames, height, width] to tokens [B, tokens, D]."""
