@@ -394,3 +394,46 @@ def flux1_as_authors(tensors: Tensors) -> Tensors:
         scale, shift = tensors[f"norm_out.linear.{leaf}"].chunk(2)
         made[f"final_layer.adaLN_modulation.1.{leaf}"] = torch.cat([shift, scale])
     return made
+
+
+# Of MiniMax-H3: diffusers' names of modules, and the authors', which all published single files have.
+_MINIMAX_H3 = (
+    ("token_refiner.refiner_blocks.", "token_refiner.blocks."),
+    ("transformer_blocks.", "blocks."),
+    ("time_embedder.linear_1.", "time_embedder.proj_in."),
+    ("time_embedder.linear_2.", "time_embedder.proj_out."),
+    ("audio_proj_in.", "audio_patch_proj."),
+    ("audio_proj_out.", "final_layer.audio_out."),
+    ("context_embedder.", "condition_proj."),
+    ("norm_out.norm.", "final_layer.norm."),
+    ("norm_out.linear.", "final_layer.adaln_proj.linear."),
+    (".attn.norm_q.", ".attn.q_norm."),
+    (".attn.norm_k.", ".attn.k_norm."),
+    (".attn.to_out.0.", ".attn.out_proj."),
+    (".ff.net.0.proj.", ".mlp.fc1."),
+    (".ff.net.2.", ".mlp.fc2."),
+)
+
+
+def minimax_h3_as_authors(tensors: Tensors) -> Tensors:
+    """A transformer by diffusers' names, as its authors' file holds it: q, k and v one after the other, and the gate
+    before the value."""
+    made: Tensors = {"rope.inv_freq": torch.ones(2)}
+    for name, tensor in tensors.items():
+        if ".attn.to_q." in name:
+            parts = [tensors[name.replace("to_q", f"to_{each}")] for each in "qkv"]
+            made[_of_minimax_h3(name).replace("to_q", "qkv_proj")] = torch.cat(parts)
+        elif ".ff.net.0.proj." in name:
+            made[_of_minimax_h3(name)] = torch.cat(tensor.chunk(2)[::-1])
+        elif not any(part in name for part in (".attn.to_k.", ".attn.to_v.")):
+            made[_of_minimax_h3(name)] = tensor
+    return made
+
+
+def _of_minimax_h3(name: str) -> str:
+    for theirs, authors in (("proj_in.", "video_patch_proj."), ("proj_out.", "final_layer.video_out.")):
+        if name.startswith(theirs):
+            return name.replace(theirs, authors)
+    for theirs, authors in _MINIMAX_H3:
+        name = name.replace(theirs, authors)
+    return name

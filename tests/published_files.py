@@ -17,12 +17,22 @@ from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 
 
-def write_transformer_file(path: Path, name: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Path:
-    """A safetensors file of zeros with the tensors of a published model's transformer; returns `path`."""
+def write_transformer_file(
+    path: Path, name: str, metadata: Mapping[str, str] = MappingProxyType({}), *, rank: int | None = None
+) -> Path:
+    """A safetensors file of zeros with the tensors of a published model's transformer; returns `path`. rank: of the
+    modulations of MiniMax-H3, in pruned files."""
     folder = _folder(name)
     model = family_for_folder(folder).describe(folder)
     model.build_transformer(AttentionPolicy())
-    return _write(path, model.weights.expected("transformer").shapes, metadata)
+    shapes = dict(model.weights.expected("transformer").shapes)
+    if rank is not None:
+        shapes = {each: shape for each, shape in shapes.items() if "time_embedder" not in each}
+        modulations = [
+            each for each in shapes if each.endswith((".adaln_proj.linear.weight", "norm_out.linear.weight"))
+        ]
+        shapes |= {each: (shapes[each][0], rank) for each in modulations} | {"adaln_t_table": (1025, rank)}
+    return _write(path, shapes, metadata)
 
 
 def write_part_file(path: Path, name: str, component: str, **further: bytes) -> Path:

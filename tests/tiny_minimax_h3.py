@@ -46,12 +46,14 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
     names["processor"] = ["transformers", "Qwen3VLProcessor"]
     index = {"_class_name": "MiniMaxH3Pipeline", **names}
     if is_modular:
+        # The other transformer is not here.
         entries = {
             name: [*pair, {"pretrained_model_name_or_path": "ORG/NAME", "subfolder": name, "type_hint": pair}]
-            for name, pair in names.items()
+            for name, pair in {**names, "transformer_ref": names["transformer"]}.items()
         }
         index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks", **entries}
     (folder / f"{'modular_' * is_modular}model_index.json").write_text(json.dumps(index))
+    (folder / "generation.json").write_text(json.dumps({"num_frames": [22, 345]}))
     return folder
 
 

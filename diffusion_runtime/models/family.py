@@ -149,7 +149,22 @@ class Model(Generic[C, G]):
         self, files: Sequence[TransformerFile], known: Callable[[], Sequence[LoraNames]]
     ) -> Model[C, G]:
         """Return the model with weights from elsewhere. See TransformerWeights.with_files."""
-        return dataclasses.replace(self, weights=self.weights.with_files(files, known))
+        model = self
+        for file in files if self.family.config_of_file is not None else ():
+            model = model._of_file(file)
+        return dataclasses.replace(model, weights=model.weights.with_files(files, known))
+
+    def _of_file(self, file: TransformerFile) -> Model[C, G]:
+        """Return the model with the config that a file's tensors show. Raises what with_transformer_files raises."""
+        family, geometry = self.family, self.geometry
+        assert family.config_of_file is not None
+        config = family.config_of_file(self.config, file.shapes())
+        return dataclasses.replace(
+            self,
+            config=config,
+            weights=dataclasses.replace(self.weights, pieces=lambda _: family.weights.pieces(config)),
+            make_transformer=lambda policy: family.transformer(config, geometry, policy),
+        )
 
     def keep_text_in_files(
         self, encoder: TextEncoder, device: torch.device, dtype: torch.dtype
@@ -180,7 +195,8 @@ class ModelFamily(Generic[C, G]):
 
     name: for messages. roles: (role, category) of its attention layers. transformer: made of config, geometry and
     attention choices. shared_heads: see Model.num_shared_heads. adapt: applies the folder's settings to the model that
-    follows from the declaration.
+    follows from the declaration. config_of_file: (config, shapes of a single file's tensors) -> the config of the
+    transformer in it, in families with one transformer whose files differ in more than the folder's json says.
     """
 
     name: str
@@ -196,6 +212,7 @@ class ModelFamily(Generic[C, G]):
     shared_heads: Callable[[C], int | None]
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
+    config_of_file: Callable[[C, Mapping[str, tuple[int, ...]]], C] | None = None
 
     def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
         """Return the components that a folder may have and that are not read. vae_decoder: of RuntimeConfig."""

@@ -245,6 +245,7 @@ class _Search:
 
     def paths(self) -> dict[str, str]:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
+        self._refuse_unread()
         found = {"transformer_path": str(self.path)}
         missing: list[str] = []
         # Connectors last: a part of them may lie in the text encoder's file.
@@ -271,6 +272,16 @@ class _Search:
             raise ModelLoadError("\n".join([f"{self.path}: parts of {self.like} are missing:", *missing, self._ways()]))
         self._check_tokenizers(found)
         return found
+
+    def _refuse_unread(self) -> None:
+        """Raises ConfigError for a file whose name says that it is of a component that the model here does not read."""
+        for component in self.family.files.unread:
+            if any(self.path.name in known.names for known in self._known(component)):
+                raise ConfigError(
+                    f"model_path: {self.path}: by its name it is the {component} of {self.like}, whose requests this "
+                    f"version does not take; use the file of the transformer. To run it as that all the same: "
+                    f"--model-path {self.like} --transformer-path FILE"
+                )
 
     def _chosen(self, component: str, key: str) -> Path | None:
         """Return the one file that holds a component; None without one. Raises ConfigError for several."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, ModelFolder, read_json_in
@@ -12,17 +13,19 @@ from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, show
 from diffusion_runtime.request.generation_request import GenerationRequest, request_field_types
 
 FILE_NAME = "generation.json"
-_KEYS = ("defaults", "presets", "max_text_tokens")
+_KEYS = ("defaults", "presets", "max_text_tokens", "num_frames")
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
     """Request values by field name. defaults: where a request sets none; presets: by preset name. max_text_tokens:
-    length that prompts are padded to where the transformer reads padding; None for as many as published models have."""
+    length that prompts are padded to where the transformer reads padding; num_frames: the fewest and the most frames of
+    a clip, in families with such limits; each is None for that of published models."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_text_tokens: int | None = None
+    num_frames: tuple[int, int] | None = None
 
 
 def generation_settings(folder: AnyFolder) -> GenerationSettings:
@@ -48,7 +51,18 @@ def generation_settings(folder: AnyFolder) -> GenerationSettings:
         {**own, **_request_values(values.get("defaults", {}), f"{path}: key 'defaults'")},
         {name: _request_values(preset, f"{path}: key 'presets.{name}'") for name, preset in presets.items()},
         max_text_tokens,
+        _limits(path, values),
     )
+
+
+def _limits(path: Path, values: Mapping[str, Any]) -> tuple[int, int] | None:
+    found = values.get("num_frames")
+    if found is None:
+        return None
+    is_pair = isinstance(found, list) and len(found) == 2 and all(type(each) is int for each in found)
+    if not is_pair or not 1 <= found[0] <= found[1]:
+        raise ModelLoadError(f"{path}: key 'num_frames': expected [fewest, most], got {shown(found)}")
+    return found[0], found[1]
 
 
 def _request_values(values: object, where: str) -> dict[str, Any]:

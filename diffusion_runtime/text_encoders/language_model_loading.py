@@ -147,14 +147,14 @@ def load_qwen3_vl(
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
     tokenizer = load_tokenizer(folder / tokenizer_in, Qwen2Tokenizer)
-    # Vision and output layers stay on the CPU.
+    # Vision and output layers stay on the CPU. Callers drop the last norm, which ComfyUI's files of fewer layers lack.
     model = load_encoder(
         folder / "text_encoder",
         Qwen3VLForConditionalGeneration,
         device,
         dtype,
         num_layers=num_layers,
-        unread=("lm_head.",),
+        unread=("lm_head.", "model.language_model.norm."),
         part=lambda whole: whole.model if sees else whole.model.language_model,
     )
     check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.get_text_config().vocab_size)

@@ -93,6 +93,13 @@ class TransformerFile:
 
         return open_files
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors as they are stored, by their names without a prefix. Raises what `source`
+        raises for files that cannot be read."""
+        with contextlib.ExitStack() as stack:
+            files = [open_tensor_file(path, self.key, stack) for path in self.files()]
+            return {without_prefix(name): head.shape for file in files for name, head in file.heads.items()}
+
     def files(self) -> Sequence[Path]:
         """Return the files that are opened. Raises what `source` raises for a path without any."""
         place = check_place(self.place, self.key)

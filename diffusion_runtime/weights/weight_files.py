@@ -477,11 +477,14 @@ def find_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> 
     }
 
 
-def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
-    """Check the heads of what find_component_files finds. Raises its errors, and ModelLoadError for weights that are
-    quantised in a way that is not read, damaged or cut off."""
+def check_component_files(
+    folder: AnyFolder, elsewhere: Collection[str] = (), may_be_quantised: Collection[str] = ()
+) -> None:
+    """Check the heads of what find_component_files finds. may_be_quantised: autoencoders that are read in 8 bits, too.
+    Raises its errors, and ModelLoadError for weights that are quantised in a way that is not read, damaged or cut
+    off."""
     for component, files in find_component_files(folder, elsewhere).items():
-        reads_quantized = component in TRANSFORMERS or component.startswith("text_encoder")
+        reads_quantized = component in (*TRANSFORMERS, *may_be_quantised) or component.startswith("text_encoder")
         refuse = refuse_unmarked if reads_quantized else refuse_quantised
         prefix = part_prefix(folder / component)
         for path in files:

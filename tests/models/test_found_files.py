@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from original_names import flux1_as_authors
+from comfy_files import mark_of
+from original_names import flux1_as_authors, minimax_h3_as_authors
 from PIL import Image
 from published_files import write_transformer_file
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
 from tiny_ltx2 import write_tiny_ltx2
+from tiny_minimax_h3 import write_tiny_minimax_h3
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
@@ -118,10 +120,43 @@ def gemma_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: each for name, each in tensors_of(folder, "text_encoder").items() if "language_model" in name}
 
 
+def is_linear(name: str) -> bool:
+    return re.fullmatch(r"decoder\.transformer_blocks\.\d+\.(attn|ff)\..*\.weight", name) is not None
+
+
+def minimax_h3_in_64ths(folder: Path) -> Path:
+    """The linear layers of its video autoencoder have weights that 8 bits hold exactly."""
+    tensors = tensors_of(write_tiny_minimax_h3(folder), "vae")
+    tensors |= {name: (each * 64).round().clamp(-127, 127) / 64 for name, each in tensors.items() if is_linear(name)}
+    write(folder / "vae" / "diffusion_pytorch_model.safetensors", tensors)
+    return folder
+
+
+def files_of_minimax_h3(folder: Path, root: Path) -> Path:
+    """The transformer by its authors' names, the video autoencoder in int8, and of the text encoder the 50 layers that
+    are read, without a norm behind them."""
+    last = re.compile(r"(lm_head|.*layers\.50\.|model\.language_model\.norm\.)")
+    text = {name: each for name, each in tensors_of(folder, "text_encoder").items() if not last.match(name)}
+    names = {name: re.sub(r"^model\.(language_model\.)?(?=visual)?", "model.", name) for name in text}
+    names = {name: each.replace("model.visual.", "visual.") for name, each in names.items()}
+    write(root / "text_encoders" / "any.safetensors", {names[name]: each for name, each in text.items()})
+    write(root / "vae" / "audio.safetensors", tensors_of(folder, "audio_vae"))
+    video = tensors_of(folder, "vae")
+    for name in filter(is_linear, list(video)):
+        video[name] = (video[name] * 64).to(torch.int8)
+        video[f"{name}_scale"] = torch.tensor(1 / 64)
+        video[name.replace(".weight", ".comfy_quant")] = mark_of({"format": "int8_tensorwise"})
+    write(root / "vae" / "video.safetensors", video)
+    transformer = minimax_h3_as_authors(tensors_of(folder, "transformer"))
+    return write(root / "diffusion_models" / "any.safetensors", transformer)
+
+
+OTHERS = ("flux1", "flux2", "ltx2", "minimax_h3")
 # The folder, as a family or its writer; its files; what a request needs.
 Layout = Callable[[Path, Path], Path]
 CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = {
-    **{family: (family, in_comfyui, {}) for family in WRITERS if family not in ("flux1", "flux2", "ltx2")},
+    **{family: (family, in_comfyui, {}) for family in WRITERS if family not in OTHERS},
+    "minimax_h3 by its authors' names": (minimax_h3_in_64ths, files_of_minimax_h3, {}),
     "flux1 in one file": ("flux1", all_of_flux1, {}),
     "flux2": ("flux2", partial(in_comfyui, prefix="net."), {}),
     "ltx2 in two files": ("ltx2", most_of_ltx2, {}),

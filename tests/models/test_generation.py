@@ -41,6 +41,8 @@ def test_the_length_of_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        ({"num_frames": [345, 22]}, r"key 'num_frames': expected \[fewest, most\], got \[345, 22\]"),
+        ({"num_frames": 22}, r"key 'num_frames': expected \[fewest, most\], got 22"),
         ({"default": {}}, r"unknown key 'default'. Did you mean 'defaults'"),
         ({"defaults": []}, r"key 'defaults': expected an object"),
         ({"presets": {"draft": 3}}, r"key 'presets.draft': expected an object"),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
-from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3Geometry
 
+# A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
+TIME_TABLE = "adaln_t_table"
+GATE = "attn.to_gate_compress"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
@@ -39,9 +45,10 @@ class MiniMaxH3Config:
     """Sizes of a MiniMax-H3 transformer.
 
     inner_dim is wider than dim, that of a token. num_waves, time_hidden_dim, time_dim: of the sinusoidal timestep, and
-    of its network's layers. num_paces: of the rotary positions along each axis; the other channels do not turn. shift,
-    audio_shift: flow shifts of the schedules of pictures and sound that the model was trained with. has_gate: whether
-    blocks have the gate of Video Sparse Attention.
+    of its network's layers. num_paces: of the rotary positions along each axis; the other channels do not turn. shifts:
+    flow shifts of the schedules of pictures and of sound that the model was trained with. has_gate: whether blocks have
+    the gate of Video Sparse Attention. table_size: times of a table that stands for the timestep's network, in pruned
+    files; 0 for the network.
     """
 
     num_layers: int
@@ -61,9 +68,9 @@ class MiniMaxH3Config:
     eps: float
     qk_eps: float
     out_eps: float
-    shift: float = 12.0
-    audio_shift: float = 3.0
+    shifts: tuple[float, float] = (12.0, 3.0)
     has_gate: bool = False
+    table_size: int = 0
 
     @property
     def inner_dim(self) -> int:
@@ -116,9 +123,19 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
         eps=numbers["norm_eps"],
         qk_eps=numbers["qk_norm_eps"],
         out_eps=numbers["final_norm_eps"],
-        shift=_read_shift(folder, "scheduler"),
-        audio_shift=_read_shift(folder, "audio_scheduler"),
+        shifts=(_read_shift(folder, "scheduler"), _read_shift(folder, "audio_scheduler")),
     )
+
+
+def config_of_file(config: MiniMaxH3Config, shapes: Mapping[str, tuple[int, ...]]) -> MiniMaxH3Config:
+    """Return the config of a transformer in one file. shapes: of its tensors by their names there. Weights that were
+    trained with Video Sparse Attention have gates; pruned ones a table of a few numbers by time, which the modulations
+    are projections of."""
+    config = dataclasses.replace(config, has_gate=any(f".{GATE}." in name for name in shapes))
+    table = shapes.get(TIME_TABLE, ())
+    if len(table) != 2 or table[0] < 2 or table[1] < 1:
+        return config
+    return dataclasses.replace(config, table_size=table[0], time_dim=table[1])
 
 
 def _read_shift(folder: AnyFolder, component: str) -> float:
@@ -156,4 +173,5 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         num_audio_channels=audio_channels,
         num_audio_bins=_SIDES,
         audio_rate=float(_AUDIO_RATE),
+        frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
     )

@@ -17,7 +17,12 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.models.minimax_h3 import codec
-from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config, read_geometry, read_transformer_config
+from diffusion_runtime.models.minimax_h3.config import (
+    MiniMaxH3Config,
+    config_of_file,
+    read_geometry,
+    read_transformer_config,
+)
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
 from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
@@ -73,6 +78,8 @@ FAMILY = ModelFamily(
         pipeline_classes=("MiniMaxH3Pipeline",),
         index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
+        # As large as the transformer, for requests with references.
+        unread=("transformer_ref",),
         check_parts=_check_parts,
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
@@ -84,6 +91,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
     read_config=read_transformer_config,
+    config_of_file=config_of_file,
     read_geometry=read_geometry,
     transformer=MiniMaxH3Transformer,
     shared_heads=lambda config: config.num_heads,

@@ -14,23 +14,29 @@ FPS = 24
 _CHUNK_FRAMES, _CHUNK_LATENTS = 17, 5
 # A clip ends with a part of a chunk, behind one chunk or more.
 _LAST_FRAMES, _LAST_LATENTS = 5, 2
-_FEWEST_FRAMES = _CHUNK_FRAMES + _LAST_FRAMES
+# Of the published model, 5 to 15 seconds: its authors' pipeline refuses others.
+FRAME_LIMITS = 124, 345
 
 
 @dataclass(frozen=True)
 class MiniMaxH3Geometry(SoundGeometry):
-    """Geometry of a clip. temporal_factor: of most latents; the first of five is a frame alone."""
+    """Geometry of a clip. temporal_factor: of most latents; the first of five is a frame alone. frame_limits: fewest
+    and most frames that the model was made for."""
 
     appends_last_image: ClassVar[bool] = True
+    frame_limits: tuple[int, int] = FRAME_LIMITS
 
     @property
     def frame_rule(self) -> tuple[int, int]:
         return _CHUNK_FRAMES, _LAST_FRAMES
 
     def check(self, height: int, width: int, num_frames: int) -> None:
-        """Check a size. Raises RequestError for a clip of less than a chunk, too."""
-        if num_frames < _FEWEST_FRAMES:
-            raise RequestError(f"num_frames: expected {_FEWEST_FRAMES} or more, got {num_frames}; use {_FEWEST_FRAMES}")
+        """Check a size. Raises RequestError for a shorter or longer clip than the model was made for, too."""
+        fewest, most = self.frame_limits
+        if not fewest <= num_frames <= most:
+            seconds = f"{num_frames / FPS:.1f} s; the model makes {fewest / FPS:.1f} to {most / FPS:.1f} s"
+            nearest = fewest if num_frames < fewest else most
+            raise RequestError(f"num_frames: expected {fewest} to {most}, got {num_frames}, {seconds}: use {nearest}")
         super().check(height, width, num_frames)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from diffusion_runtime.layers.modulation import BlockModulation, Modulation
 from diffusion_runtime.layers.token_runs import Gates, ShiftsAndScales
@@ -18,6 +19,23 @@ VIDEO, TEXT, AUDIO = range(3)
 _NUM_MODALITIES = 3
 # Shift, scale and gate of the attention, then of the feed-forward.
 _NUM_ROWS = 6
+
+
+class TimeTable(nn.Module):
+    """The conditioning of pruned weights: a few numbers at evenly spaced times from 0 to 1, and lines between them, in
+    place of the timestep's network and its activation."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(size, rank))
+
+    def forward(self, time: torch.Tensor) -> torch.Tensor:
+        """Map times [N] to [N, rank], of the table's dtype."""
+        place = time.float().clamp(0, 1) * (len(self.table) - 1)
+        before = place.floor().clamp(max=len(self.table) - 2)
+        share = (place - before).to(self.table.dtype)
+        first = before.long()
+        return torch.lerp(self.table[first], self.table[first + 1], share[:, None])
 
 
 class ModalityModulation(BlockModulation):

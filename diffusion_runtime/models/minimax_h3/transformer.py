@@ -57,6 +57,7 @@ from diffusion_runtime.models.minimax_h3.modulation import (
     ModalityModulation,
     OutModulation,
     Span,
+    TimeTable,
     rows_of_spans,
 )
 from diffusion_runtime.models.minimax_h3.positions import (
@@ -201,7 +202,11 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         self.patch_embedding = Linear(config.patch_channels, config.dim)
         self.audio_embedding = Linear(config.num_audio_channels, config.dim)
         self.text_embedding = Linear(config.text_dim, config.dim)
-        self.time_embedding = TimestepEmbedding(config.num_waves, config.time_dim, config.time_hidden_dim)
+        self.time_embedding = (
+            TimeTable(config.table_size, config.time_dim)
+            if config.table_size
+            else TimestepEmbedding(config.num_waves, config.time_dim, config.time_hidden_dim)
+        )
         self.text_refiner = MiniMaxH3TextRefiner(config, policy)
         self.blocks = nn.ModuleList(MiniMaxH3Block(config, index, policy) for index in range(config.num_layers))
         self.out_norm = RMSNorm(config.dim, config.out_eps)
@@ -288,7 +293,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def _shift_of_sound(self, inputs: DenoiserInputs) -> float:
         """Return the flow shift from the video's noise levels to the sound's."""
         shift = inputs.request.flow_shift
-        return self.config.audio_shift / (self.config.shift if shift is None else shift)
+        of_video, of_sound = self.config.shifts
+        return of_sound / (of_video if shift is None else shift)
 
     def _patches(self, video: torch.Tensor) -> torch.Tensor:
         """Map latents [B, channels, frames, height, width] to tokens [B, tokens, D]."""
@@ -332,7 +338,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def _conditioning(self, video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
         """Return [B, 2 * time_dim] after its activation. video, audio: noise levels, [B]."""
         embedded = self.time_embedding(1 - torch.stack([video, audio], dim=1).flatten())
-        return F.silu(embedded).to(self.text_embedding.weight.dtype).view(len(video), -1)
+        activated = embedded if self.config.table_size else F.silu(embedded)
+        return activated.to(self.text_embedding.weight.dtype).view(len(video), -1)
 
     def _finished(self, x: torch.Tensor, rows: torch.Tensor, out: Linear) -> torch.Tensor:
         """Map x [B, tokens, D] to [B, tokens, channels]. rows: shift and scale, [2, B, D]."""

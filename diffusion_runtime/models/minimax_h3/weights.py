@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
+from diffusion_runtime.models.minimax_h3.config import GATE, TIME_TABLE, MiniMaxH3Config
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, Rows, block_names
 from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
@@ -42,8 +42,11 @@ def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
     yield from linear_pieces("audio_embedding", [("audio_proj_in", dim)], config.num_audio_channels)
     yield from linear_pieces("text_embedding", [("context_embedder", dim)], config.text_dim)
     hidden_dim, time_dim = config.time_hidden_dim, config.time_dim
-    yield from linear_pieces("time_embedding.up", [("time_embedder.linear_1", hidden_dim)], config.num_waves)
-    yield from linear_pieces("time_embedding.down", [("time_embedder.linear_2", time_dim)], hidden_dim)
+    if config.table_size:
+        yield "time_embedding.table", (Piece(TIME_TABLE, (config.table_size, time_dim)),)
+    else:
+        yield from linear_pieces("time_embedding.up", [("time_embedder.linear_1", hidden_dim)], config.num_waves)
+        yield from linear_pieces("time_embedding.down", [("time_embedder.linear_2", time_dim)], hidden_dim)
     for index in range(config.num_refiner_layers):
         yield from _block(f"text_refiner.blocks.{index}", f"token_refiner.refiner_blocks.{index}", config)
     yield from _norm("text_refiner.norm", "token_refiner.final_norm", dim)
@@ -52,7 +55,7 @@ def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
         modulation = [(f"{theirs}.adaln_proj.linear", 18 * dim)]
         yield from linear_pieces(f"{ours}.modulation.projection", modulation, config.time_dim)
         yield from _block(ours, theirs, config)
-        gate = [(f"{theirs}.attn.to_gate_compress", config.inner_dim)]
+        gate = [(f"{theirs}.{GATE}", config.inner_dim)]
         yield from linear_pieces(f"{ours}.self_attention.gate", gate, dim, bias=False)
     yield from _norm("out_norm", "norm_out.norm", dim)
     yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], config.time_dim)
@@ -109,7 +112,7 @@ def _originals(theirs: str, ours: str, *, is_refiner: bool = False) -> Originals
         "norm2": "norm2",
     }
     if not is_refiner:
-        names |= {"adaln_proj.linear": "adaln_proj.linear", "attn.to_gate_compress": "attn.to_gate_compress"}
+        names |= {"adaln_proj.linear": "adaln_proj.linear", GATE: GATE}
     return block_names(theirs, ours, names)
 
 

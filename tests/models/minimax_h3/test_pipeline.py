@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,14 @@ import torch
 from family_parity import record_latents
 from PIL import Image
 from tables import table
-from tiny_minimax_h3 import TINY_SIZES
+from tiny_minimax_h3 import TINY_SIZES, write_tiny_minimax_h3
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 
 # What importing diffusers' modular pipelines says about packages that are not here; of torch, about its weight norm.
@@ -117,6 +121,29 @@ def test_a_clip_equals_that_of_diffusers(
     assert numpy.abs(media.audio.samples - numpy.asarray(state.get("audio")[0])).max() <= 1e-3
 
 
+def test_the_modular_repository_is_read_without_the_other_transformer(
+    hub: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_minimax_h3(hub.root / "ORG" / "NAME", is_modular=True)
+    shutil.copytree(folder / "transformer", folder / "transformer_ref")
+    assert run(["models", "download", "ORG/NAME", "--dry-run", "--json"]) == 0
+    listed = {each["name"] for each in json.loads(capsys.readouterr().out)["files"]}
+    name = "diffusion_pytorch_model.safetensors"
+    assert (f"transformer/{name}" in listed, f"transformer_ref/{name}" in listed) == (True, False)
+    pipeline = load_pipeline("ORG/NAME", device="cpu")
+    assert type(pipeline) is Pipeline
+    assert isinstance(pipeline.rules.sampling.geometry, MiniMaxH3Geometry)
+    asked = " ".join(map(str, hub.requests))
+    assert (f"transformer/{name}" in asked, f"transformer_ref/{name}" in asked) == (True, False)
+
+
+def test_the_published_model_makes_5_to_15_seconds() -> None:
+    rules = inspect_pipeline(RuntimeConfig("minimax-h3", device="cpu", offline=True)).rules
+    for num_frames, nearest in ((107, 124), (362, 345)):
+        with pytest.raises(RequestError, match=f"got {num_frames}, .* 5.2 to 14.4 s: use {nearest}"):
+            rules.resolve(GenerationRequest("a star", num_frames=num_frames))
+
+
 def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
     path = picture(tmp_path / "last.png", 0)
     request = ours.resolve(GenerationRequest("a star", last_image_path=path, num_frames=22))
@@ -133,7 +160,8 @@ def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
     ("values", "told"),
     [
         ({"num_frames": 30}, "num_frames: expected a multiple of 17 plus 5, got 30; use 22 or 39"),
-        ({"num_frames": 5}, "num_frames: expected 22 or more, got 5; use 22"),
+        ({"num_frames": 5}, "num_frames: expected 22 to 345, got 5, 0.2 s; the model makes 0.9 to 14.4 s: use 22"),
+        ({"num_frames": 362}, "num_frames: expected 22 to 345, got 362, 15.1 s; .*: use 345"),
         ({"height": 80}, "height: expected a multiple of 32, got 80; use 64 or 96"),
         ({"fps": 30}, "fps: this model makes 24 frames a second with their sound, got 30; leave it out"),
         ({"sampler": "unipc"}, "sampler: expected flow_match_euler, got unipc"),

@@ -1,4 +1,5 @@
-"""The MiniMax-H3 transformer against diffusers' own on tiny weights, float32: within 1e-5 of the largest value."""
+"""The MiniMax-H3 transformer against diffusers' own on tiny weights, float32: within 1e-5 of the largest value; in one
+file by its authors' names, and pruned."""
 
 from __future__ import annotations
 
@@ -8,27 +9,38 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.loaders.single_file_utils import convert_minimax_h3_transformer_checkpoint_to_diffusers
 from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3PrepareLayoutStep,
     MiniMaxH3SetTimestepsStep,
     patchify_video_latents,
 )
-from family_parity import load_transformer, relative
+from family_parity import CPU, load_transformer, relative
+from original_names import Tensors, minimax_h3_as_authors
+from published_files import write_transformer_file
+from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_encoders import HIDDEN
-from tiny_minimax_h3 import CHANNELS
+from tiny_minimax_h3 import CHANNELS, tiny_transformer
 
-from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
+from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.embeddings import unpatchify
 from diffusion_runtime.layers.modulation_rows import plan_steps
+from diffusion_runtime.models.found_files import with_found_files
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
-from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.recognised_files import recognise_transformer
+from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.weights.transformer_files import TransformerFile
 
 PATCH = (1, 2, 2)
 # A picture of the prompt, whose tokens are those of a video to the modulation.
@@ -177,3 +189,95 @@ def test_padding_is_lengths_and_what_is_no_grid_is_text(ours: MiniMaxH3Transform
     joint = TokenLayout((7, 2, 3), num_suffix_tokens=6 + 74 + 9, valid_lengths=(80 + 3, 80 + 9))
     assert seen["blocks.2.self_attention.attention"] == joint
     assert set(seen) <= {name for name, _ in ours.named_modules()}
+
+
+# Of the table of pruned weights.
+TABLE_SIZE, RANK = 9, 4
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_minimax_h3_folder: Path) -> Tensors:
+    return load_file(tiny_minimax_h3_folder / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def pruned(whole: Tensors) -> Tensors:
+    """The same with a table of times, and modulations that are projections of it, as published files have them."""
+    generator = torch.Generator().manual_seed(3)
+    made = {name: each for name, each in minimax_h3_as_authors(whole).items() if "time_embedder" not in name}
+    for name in [each for each in made if each.endswith("adaln_proj.linear.weight")]:
+        made[name] = torch.randn(len(made[name]), RANK, generator=generator) / 4
+    return made | {"adaln_t_table": torch.randn(TABLE_SIZE, RANK, generator=generator)}
+
+
+def loaded(folder: Path, file: Path) -> Any:
+    model = family_for_folder(ModelFolder(folder)).describe(ModelFolder(folder))
+    model = model.with_transformer_files(
+        [TransformerFile(str(file), "transformer_path", "transformer")], lora_names_of_families
+    )
+    model.weights.check(model.modules(model.build_transformer(AttentionPolicy())))
+    return model.load_transformer(model.build_transformer(AttentionPolicy(dtype=torch.float32)), CPU, torch.float32)
+
+
+class OfTable(torch.nn.Module):
+    """The published formula: lines between the rows of a table at evenly spaced times."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(table)
+
+    def forward(self, time: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for each in time.double().tolist():
+            place = min(max(each, 0.0), 1.0) * (TABLE_SIZE - 1)
+            first = min(int(place), TABLE_SIZE - 2)
+            rows.append(self.weight[first] + (place - first) * (self.weight[first + 1] - self.weight[first]))
+        return torch.stack(rows)
+
+
+def test_names_are_those_that_diffusers_converts(whole: Tensors) -> None:
+    converted = convert_minimax_h3_transformer_checkpoint_to_diffusers(minimax_h3_as_authors(whole), {})
+    assert converted.keys() == whole.keys()
+    assert all(torch.equal(converted[name], each) for name, each in whole.items())
+
+
+def test_pruned_weights_compute_their_formula(
+    tiny_minimax_h3_folder: Path, pruned: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At other times than those of the table, with an image at its own; with a prefix and without."""
+    theirs = tiny_transformer(time_embed_dim=RANK)
+    own = {name: each for name, each in pruned.items() if name != "adaln_t_table"}
+    theirs.load_state_dict(convert_minimax_h3_transformer_checkpoint_to_diffusers(own, {}), strict=False)
+    theirs.time_embedder, theirs.time_proj = OfTable(pruned["adaln_t_table"]), torch.nn.Identity()
+    for number, prefix in enumerate(("", "model.diffusion_model.")):
+        file = tmp_path / f"{number}.safetensors"
+        save_file({f"{prefix}{name}": each.contiguous() for name, each in pruned.items()}, file)
+        ours = loaded(tiny_minimax_h3_folder, file)
+        arguments = inputs(ours, (3, 9), SHORT, ("first",))
+        found = ours(*arguments, AttentionContext())
+        with monkeypatch.context() as patch:
+            # There is no activation between the table and its projections.
+            patch.setattr(
+                "torch.nn.functional.silu",
+                lambda each, inplace=False, _silu=F.silu: each if each.shape[-1] == RANK else _silu(each, inplace),
+            )
+            expected = run_theirs(theirs, ours, *arguments)
+        assert relative(found, expected) < 1e-5
+
+
+def test_a_pruned_file_of_the_published_size_is_recognised(tmp_path: Path) -> None:
+    """One for requests with references has the same tensors, and is told by its name."""
+    file = write_transformer_file(tmp_path / "minimax_h3_ref2va_pruned_bf16.safetensors", "minimax-h3", rank=8)
+    recognised = recognise_transformer(file)
+    assert recognised is not None
+    assert recognised.name == "minimax-h3"
+    with pytest.raises(ConfigError, match="by its name it is the transformer_ref of minimax-h3, whose requests"):
+        with_found_files(RuntimeConfig(str(file), like="minimax-h3"))
+
+
+def test_a_table_that_is_none_is_a_tensor_of_another_model(
+    tiny_minimax_h3_folder: Path, pruned: Tensors, tmp_path: Path
+) -> None:
+    save_file({**pruned, "adaln_t_table": torch.zeros(1, RANK)}, tmp_path / "one.safetensors")
+    with pytest.raises(ModelLoadError, match="adaln_t_table"):
+        loaded(tiny_minimax_h3_folder, tmp_path / "one.safetensors")
