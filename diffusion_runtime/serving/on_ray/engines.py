@@ -49,6 +49,9 @@ _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationSta
 class RayEngines:
     """One application of Serve. given: the config of the engines, in which `storage` is that of `settings`."""
 
+    # 2.5 minutes at least: of a node that died, Serve offers the replicas for half a minute.
+    max_starts = 10
+
     def __init__(self, settings: ServerSettings, given: Mapping[str, Any]) -> None:
         if os.environ.get(_AUTHENTICATION) not in ("token", "disabled"):
             raise ConfigError(
