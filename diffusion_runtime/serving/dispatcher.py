@@ -193,6 +193,7 @@ class Dispatcher:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
             # Here, before the next look at who waits and who is free.
             self.jobs.begin(batch.ids)
+            self._running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
             free[0].batch = asyncio.get_running_loop().create_future()
             found = [self.jobs.get(job_id) for job_id in batch.ids]
             task = asyncio.ensure_future(self._run(free[0], [job for job in found if job is not None]))
@@ -209,6 +210,8 @@ class Dispatcher:
             for job in jobs:
                 self._fail(job.id, "internal_error", "the server failed; its log says how", kind="server_error")
         finally:
+            for job in jobs:
+                self._running.pop(job.id, None)
             replica.batch = None
             replica.idle_since = time.monotonic()
             self._wake.set()
@@ -216,7 +219,6 @@ class Dispatcher:
     async def _hand_over(self, replica: KeptEngine, jobs: list[Job]) -> None:
         assert replica.batch is not None
         began = time.monotonic()
-        self._running |= {job.id: (replica, began) for job in jobs}
         works = []
         for job in jobs:
             self._overtaken.pop(job.id, None)
@@ -336,6 +338,10 @@ class Dispatcher:
                 # The clock of the wall may be set meanwhile.
                 if time.monotonic() - self.live(job.id).since > limits.queue_timeout:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
+            for job in self.jobs.in_status(IN_PROGRESS):
+                # Its end could not be written down, as the disk was full.
+                if job.id not in self._running:
+                    self._note_loss(job.id)
             for job_id, (replica, began) in tuple(self._running.items()):
                 seconds = time.monotonic() - began
                 if seconds > limits.request_timeout:

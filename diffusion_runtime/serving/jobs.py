@@ -273,7 +273,7 @@ class _Transaction:
             if kind is None:
                 self._database.execute("COMMIT")
         finally:
-            # Of a full disk, on which SQLite may leave it open: the next one could not begin.
+            # After a full disk SQLite has done so itself.
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -288,6 +290,40 @@ def test_a_replica_whose_engines_all_end_at_once_has_failed_and_the_server_with_
             with pytest.raises(Unavailable, match="3 engines in a row"):
                 server.dispatcher.refuse_new("")
             assert server.job(waiting).status == "queued", "the next server makes it"
+
+    asyncio.run(run())
+
+
+def test_jobs_are_made_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with Running(tmp_path, (1, 1)) as server:
+            failed: list[str] = []
+
+            def fill_disk(*names: str) -> None:
+                def fail(*_: Any, name: str, **__: Any) -> Any:
+                    failed.append(name)
+                    raise sqlite3.OperationalError("database or disk is full")
+
+                for name in names:
+                    monkeypatch.setattr(server.jobs, name, functools.partial(fail, name=name))
+
+            await until(lambda: server.engines.started)
+            fill_disk("begin")
+            server.engine(0).be_ready()
+            job = await server.add()
+            await until(lambda: failed)
+            monkeypatch.undo()
+            await until(lambda: server.handed(0) == [job])
+            # Neither what came of it nor that it was lost can be written.
+            fill_disk("complete", "requeue", "fail")
+            server.engine(0).end.set_exception(sqlite3.OperationalError("as on_message raises it"))
+            await until(lambda: "fail" in failed)
+            monkeypatch.undo()
+            await until(lambda: len(server.engines.started[0]) == 2)
+            server.engine(0).be_ready()
+            await until(lambda: server.handed(0) == [job])
+            server.engine(0).finish()
+            assert server.job(job).status == COMPLETED
 
     asyncio.run(run())
 
