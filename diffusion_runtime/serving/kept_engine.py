@@ -58,7 +58,7 @@ class KeptEngine:
         self._is_connected = False
         self._heard = self._moved = self.idle_since = time.monotonic()
         self.card: Mapping[str, Any] | None = None
-        self.loading = "not wanted"
+        self.loading = "starting"
         self.failure: Mapping[str, Any] | None = None
         self.is_crashing = False
         self._useless = 0
