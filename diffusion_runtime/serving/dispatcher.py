@@ -81,18 +81,8 @@ class Dispatcher:
         for job in self.jobs.in_status(IN_PROGRESS):
             self.jobs.requeue(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
-        tasks = (self.engines.run(), self._again(self._dispatch), self._again(self._look_after))
+        tasks = (self.engines.run(), _again(self._dispatch), _again(self._look_after))
         self._tasks = [asyncio.create_task(task) for task in tasks]
-
-    async def _again(self, loop: Callable[[], Awaitable[None]]) -> None:
-        """Run a loop, and again where it fails, such as of a full disk: without it the server would take jobs and make
-        none."""
-        while True:
-            try:
-                await loop()
-            except Exception:
-                _logger.exception("the queue is held up")
-            await asyncio.sleep(_LOOK_SECONDS)
 
     async def drain(self) -> None:
         """Begin nothing more, and wait for what runs, at most `Limits.drain` seconds."""
@@ -356,3 +346,14 @@ class Dispatcher:
                     if (known := self.jobs.get(job_id)) is None or known.is_over:
                         self._live.pop(job_id).note()
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _again(loop: Callable[[], Awaitable[None]]) -> None:
+    """Run a loop, and again where it fails, such as of a full disk: without it the server would take jobs and make
+    none."""
+    while True:
+        try:
+            await loop()
+        except Exception:
+            _logger.exception("the queue is held up")
+        await asyncio.sleep(_LOOK_SECONDS)
