@@ -14,6 +14,7 @@ from diffusion_runtime.batches.ray_data import run_on_ray
 from diffusion_runtime.batches.result_folder import ResultFolder
 from diffusion_runtime.batches.rows import Row
 from diffusion_runtime.errors import ConfigError, DiskFullError, RequestError, UsageError
+from diffusion_runtime.serving.on_ray.authentication import check_cluster
 from diffusion_runtime.session.failures import Interrupted
 
 # Settings that are checked before the weights; rows of further ones are checked when their turn comes.
@@ -46,6 +47,8 @@ def check_job(job: BatchJob) -> Tally:
     folder.begin(tally.num_rows, resumes=job.resumes, writes=False)
     if job.ray is None:
         asyncio.run(_check_here(job, folder, tally))
+    else:
+        job.say("with --ray the settings are checked by the engines of the cluster, and not now")
     return tally
 
 
@@ -66,6 +69,10 @@ def rows_to_make(job: BatchJob, folder: ResultFolder, on_done: Callable[[], None
 def _first_pass(job: BatchJob, *, reads_stream: bool = False) -> Tally:
     """Read every row of a file: a wrong one is known before the first is made."""
     tally = Tally()
+    if job.ray is not None:
+        check_cluster(job.ray)
+        if job.rows.is_stream:
+            raise ConfigError("ROWS: standard input cannot be read again, which Ray may need; write the rows to a file")
     if job.rows.is_stream and not reads_stream:
         return tally
     state = None if job.rows.is_stream else job.rows.state

@@ -42,8 +42,6 @@ def run_on_ray(job: BatchJob, folder: ResultFolder, tally: Tally) -> Iterator[Ou
     """Yield the outcome of every row that is not made yet. Raises ConfigError where there is no such cluster,
     MissingPackageError without Ray, and what loading a model raises on its nodes."""
     ray, data = _ray()
-    if job.rows.is_stream:
-        raise ConfigError("ROWS: standard input cannot be read again, which Ray may need; write the rows to a file")
     source = _RowSource(job, folder)
     if folder.has_any:
         tally.was_there = (tally.num_rows or 0) - sum(1 for _ in source.rows())
@@ -53,8 +51,7 @@ def run_on_ray(job: BatchJob, folder: ResultFolder, tally: Tally) -> Iterator[Ou
     began = not ray.is_initialized()
     try:
         if began:
-            address = None if job.ray == "local" else job.ray
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+            ray.init(address=job.ray, logging_level=logging.ERROR, log_to_driver=False)
         publish_text(probe, probe.name)
         for each in _made(job, data, source, {**_values(job, folder), "probe": str(probe)}):
             yield from outcomes_of(folder, each)

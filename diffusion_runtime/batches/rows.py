@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffusion_runtime.errors import RequestError, shown
+from diffusion_runtime.errors import RequestError, first_line, shown
 from diffusion_runtime.media.clips import MAX_CLIP_BYTES
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
@@ -25,8 +25,8 @@ from diffusion_runtime.untrusted.files import open_file, read_file
 from diffusion_runtime.untrusted.image_urls import data_of_url
 from diffusion_runtime.untrusted.json_text import parse_json
 
-# A name that every file system takes, as it is and with an extension behind it.
-_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+# A name that every file system takes, as it is and with an extension behind it; Windows keeps some for devices.
+_ID = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 # Other names of fields that hold a file.
 _INPUT_NAMES = {"image": "image_path", "input_reference": "image_path", "mask": "mask_path"}
 # Whoever has the rows has the machine: no bounds but those of a request itself.
@@ -117,9 +117,15 @@ def read_row(values: Mapping[str, Any], number: int, model: str, folder: Path) -
         draft = read_draft(VIDEO, Body(given), model, _LIMITS)
     except ApiError as error:
         raise RequestError(str(error)) from error
-    return Row(
+    row = Row(
         number, row_id, draft.requests[0], draft.preset, draft.attention, draft.loras or (), sources or None, frames
     )
+    try:
+        json.dumps(row.attention, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        # Columns of a table hold times and bytes too.
+        raise RequestError(f"attention: expected values as JSON has them: {first_line(error)}") from error
+    return row
 
 
 def _id(value: Any, number: int) -> str:
@@ -128,7 +134,8 @@ def _id(value: Any, number: int) -> str:
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _ID.fullmatch(text) or text.endswith("."):
         raise RequestError(
-            f"id: expected 1 to 100 letters, digits, '-', '_' and '.', as it names a file, got {shown(value)}"
+            "id: expected 1 to 100 letters, digits, '-', '_' and '.', as it names a file, and no device of Windows, "
+            f"got {shown(value)}"
         )
     return text
 

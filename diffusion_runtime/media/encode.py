@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, comment_arguments, file_argument
+from diffusion_runtime.media.ffmpeg import H264, VideoEncoder, comment_arguments, file_argument
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.media.sidecar import RECIPE_KEY
 
@@ -98,8 +98,7 @@ def _run_ffmpeg(
 ) -> None:
     """sound, sound_track: of _sound_arguments."""
     output = [
-        *sound_track,
-        "-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p",
+        *sound_track, *H264,
         "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4", file_argument(path),
     ]  # fmt: skip
     with VideoEncoder(frames.height, frames.width, fps, output, inputs=sound) as encoder:

@@ -18,6 +18,12 @@ from diffusion_runtime.errors import MissingPackageError, first_line
 
 # x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
 MP4_RATE_FACTOR = 16
+# As many threads on every machine: by default as many as it has cores, and their number is seen in the file's bytes.
+_THREADS = 8
+H264 = (
+    *("-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p"),
+    *("-threads", str(_THREADS)),
+)
 # Conversion and tags name the same colours; without tags players guess them by the picture's size. ffmpeg 9 takes the
 # tags from the filter's frames and not from the encoder's options: `scale` writes its matrix and its range there alone.
 _COLOUR = ("-vf", "scale=out_color_matrix=bt709:out_range=tv,setparams=color_primaries=bt709:color_trc=bt709")

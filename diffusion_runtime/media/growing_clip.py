@@ -18,7 +18,7 @@ import numpy
 
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media.ffmpeg import (
-    MP4_RATE_FACTOR,
+    H264,
     VideoEncoder,
     copy_with_index_first,
     file_argument,
@@ -62,8 +62,7 @@ class GrowingClip:
         self._is_finished = False
         # A group of pictures is a fragment; without look-ahead every frame is encoded when it comes.
         output = [
-            "-an", "-c:v", "libx264", "-preset", "medium", "-tune", "zerolatency", "-crf", str(MP4_RATE_FACTOR),
-            "-pix_fmt", "yuv420p", "-g", str(fragment_frames), "-flush_packets", "1",
+            "-an", *H264, "-tune", "zerolatency", "-g", str(fragment_frames), "-flush_packets", "1",
             "-movflags", "+frag_keyframe+empty_moov+default_base_moof", "-f", "mp4",
         ]  # fmt: skip
         if str(target) == STANDARD_OUTPUT:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
@@ -81,7 +81,7 @@ class Dispatcher:
         for job in self.jobs.in_status(IN_PROGRESS):
             self.jobs.requeue(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
-        tasks = (self.engines.run(), self._dispatch(), self._look_after())
+        tasks = (self.engines.run(), _again(self._dispatch), _again(self._look_after))
         self._tasks = [asyncio.create_task(task) for task in tasks]
 
     async def drain(self) -> None:
@@ -183,6 +183,7 @@ class Dispatcher:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
             # Here, before the next look at who waits and who is free.
             self.jobs.begin(batch.ids)
+            self._running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
             free[0].batch = asyncio.get_running_loop().create_future()
             found = [self.jobs.get(job_id) for job_id in batch.ids]
             task = asyncio.ensure_future(self._run(free[0], [job for job in found if job is not None]))
@@ -199,6 +200,8 @@ class Dispatcher:
             for job in jobs:
                 self._fail(job.id, "internal_error", "the server failed; its log says how", kind="server_error")
         finally:
+            for job in jobs:
+                self._running.pop(job.id, None)
             replica.batch = None
             replica.idle_since = time.monotonic()
             self._wake.set()
@@ -206,7 +209,6 @@ class Dispatcher:
     async def _hand_over(self, replica: KeptEngine, jobs: list[Job]) -> None:
         assert replica.batch is not None
         began = time.monotonic()
-        self._running |= {job.id: (replica, began) for job in jobs}
         works = []
         for job in jobs:
             self._overtaken.pop(job.id, None)
@@ -326,6 +328,10 @@ class Dispatcher:
                 # The clock of the wall may be set meanwhile.
                 if time.monotonic() - self.live(job.id).since > limits.queue_timeout:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
+            for job in self.jobs.in_status(IN_PROGRESS):
+                # Its end could not be written down, as the disk was full.
+                if job.id not in self._running:
+                    self._note_loss(job.id)
             for job_id, (replica, began) in tuple(self._running.items()):
                 seconds = time.monotonic() - began
                 if seconds > limits.request_timeout:
@@ -340,3 +346,14 @@ class Dispatcher:
                     if (known := self.jobs.get(job_id)) is None or known.is_over:
                         self._live.pop(job_id).note()
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _again(loop: Callable[[], Awaitable[None]]) -> None:
+    """Run a loop, and again where it fails, such as of a full disk: without it the server would take jobs and make
+    none."""
+    while True:
+        try:
+            await loop()
+        except Exception:
+            _logger.exception("the queue is held up")
+        await asyncio.sleep(_LOOK_SECONDS)

@@ -26,6 +26,8 @@ ENGINE = "diffusion_runtime.serving.engine"
 class LocalEngines:
     """Engines as processes of this machine, among which `engine.take_share` divides it."""
 
+    max_starts = 5
+
     async def connect(self) -> None:
         """Do nothing: a process needs nothing before it."""
 

@@ -52,7 +52,10 @@ class Engine(Protocol):
 
 
 class Engines(Protocol):
-    """The place where the engines of a server run."""
+    """The place where the engines of a server run. max_starts: engines in a row of one replica that may end before they
+    are of use; after those it has failed."""
+
+    max_starts: int
 
     async def connect(self) -> None:
         """Find or make what the engines run on. Raises ConfigError."""

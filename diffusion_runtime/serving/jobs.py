@@ -269,7 +269,13 @@ class _Transaction:
         self._database.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None:
+                self._database.execute("COMMIT")
+        finally:
+            # After a full disk SQLite has done so itself.
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
 
 
 def _job(row: tuple[Any, ...]) -> Job:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from diffusion_runtime.serving.metrics import Metrics
 
 _logger = logging.getLogger("diffusion_runtime.serving")
-_LONGEST_PAUSE = 30.0
-# An engine that ran for so long is started again at once, though it never was ready.
+# Seconds before the third engine in a row that was of no use, doubled before each further one; the second one is
+# started at once.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 30.0
+# An engine that was ready and ran for so long was of use, though nobody gave it a job.
 _LONG = 60.0
 # What it may take from its start to its first message: importing torch from a cold disk, meeting other ranks.
 _START_SECONDS = 600.0
@@ -31,8 +33,9 @@ class KeptEngine:
     without progress of a batch after which it is replaced.
 
     card: what its model is, None until that is loaded; loading: how far that is. failure: why the model cannot be
-    loaded, None for no reason. batch: of the dispatcher, while one runs; it has its result when the engine is done, and
-    raises EngineLost where that ends before. idle_since: of time.monotonic, when it last became free.
+    loaded, None for no reason; is_crashing: that is because its engines end by themselves, and the next one is started
+    all the same. batch: of the dispatcher, while one runs; it has its result when the engine is done, and raises
+    EngineLost where that ends before. idle_since: of time.monotonic, when it last became free.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class KeptEngine:
         self._is_connected = False
         self._heard = self._moved = self.idle_since = time.monotonic()
         self.card: Mapping[str, Any] | None = None
-        self.loading = "not wanted"
+        self.loading = "starting"
         self.failure: Mapping[str, Any] | None = None
+        self.is_crashing = False
+        self._useless = 0
         self.batch: asyncio.Future[None] | None = None
         self.restarts = 0
 
@@ -90,32 +95,50 @@ class KeptEngine:
 
     async def run(self) -> None:
         """Run an engine while one is wanted, and another when it ends."""
-        pause, given = 1.0, self._given
+        given = self._given
         while True:
             if not self.is_wanted:
                 self.loading = "not wanted"
                 await self._wanted.wait()
             began = self._heard = time.monotonic()
             self.loading, self._is_connected = "starting", False
-            self._engine = self._engines.engine(self.index, given, self._take)
-            watch = asyncio.ensure_future(self._watch())
-            try:
-                code = await self._engine.run()
-            finally:
-                watch.cancel()
-            was_ready, self.card = self.card is not None, None
+            ended = await self._run_one(given)
+            # A job may end every engine that takes it; that fails the job, and no other one's server.
+            is_of_use = self.batch is not None or (self.card is not None and time.monotonic() - began > _LONG)
+            self.card = None
             self._lose_batch()
             if not self.is_wanted:
                 continue
             self.restarts += 1
-            self.loading = f"the engine ended with code {code}, and is started again"
-            _logger.error("the engine ended", extra={"exit_code": code, "replica": self.index})
+            self._useless = 0 if is_of_use else self._useless + 1
+            self.loading = f"the engine {ended}, and is started again"
+            _logger.error("the engine %s", ended, extra={"replica": self.index})
             self._metrics.restarts.inc()
-            is_sound = was_ready or time.monotonic() - began > _LONG
-            pause = 0.0 if is_sound else min(_LONGEST_PAUSE, max(1.0, pause * 2))
-            await asyncio.sleep(pause)
+            if self._useless >= self._engines.max_starts and self.failure is None:
+                self._give_up(ended)
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (min(self._useless, 8) - 2))
+            await asyncio.sleep(pause if self._useless > 1 else 0)
             # What it was making is the warm-up of the next one.
             given = {**self._given, "warm_up": False}
+
+    async def _run_one(self, given: Mapping[str, Any]) -> str:
+        """Run one engine, and return how it ended."""
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            self._engine = self._engines.engine(self.index, given, self._take)
+            return f"ended with code {await self._engine.run()}"
+        except Exception as error:
+            # The end of this replica's task would be that of all replicas, without a word.
+            _logger.exception("an engine could not be run", extra={"replica": self.index})
+            return f"could not be run ({(isinstance(error, OSError) and error.strerror) or type(error).__name__})"
+        finally:
+            watch.cancel()
+
+    def _give_up(self, ended: str) -> None:
+        message = f"replica {self.index}: {self._useless} engines in a row did not stay, the last one {ended}"
+        self.failure, self.is_crashing = {"message": message, "exit_code": 1}, True
+        self.loading = message
+        _logger.error("%s", message, extra={"replica": self.index})
 
     async def ask(self, kind: str, work: Mapping[str, Any]) -> Any:
         """Return the engine's answer to `check` or `explain`. Raises Refused and Unavailable."""
@@ -170,7 +193,7 @@ class KeptEngine:
                 self.kill()
             return
         if kind == "ready":
-            self.card, self.failure = message["card"], None
+            self.card, self.failure, self.is_crashing = message["card"], None, False
             self.idle_since = self._heard
             _logger.info("ready: %s, %s on %s", self.card["family"], self.card["dtype"], self.card["device"])
         elif kind == "loading":
@@ -180,7 +203,8 @@ class KeptEngine:
         elif kind == "warmed":
             _logger.warning("no warm-up: %s", message["error"])
         elif kind == "load_failed":
-            self.failure, self.loading = message, message["message"]
+            self.failure, self.is_crashing, self.loading = message, False, message["message"]
         elif kind == "done" and self.batch is not None and not self.batch.done():
+            self._useless = 0
             self.batch.set_result(None)
         self._on_message(self, message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # States of a replica, of which each has a figure in the metrics.
 STATES = ("off", "loading", "ready", "busy", "failed")
 _LOOK_SECONDS = 0.05
+_logger = logging.getLogger("diffusion_runtime.serving")
 
 
 class Replicas:
@@ -44,6 +46,8 @@ class Replicas:
             if message["type"] == "ready":
                 self.card = message["card"]
                 self._was_whole = self._was_whole or all(each.card for each in self.all if each.is_wanted)
+            elif message["type"] == "load_failed" and self.failure is None:
+                _logger.error("replica %d: no model: %s", replica.index, message["message"])
             on_message(replica, message)
 
         def engine(index: int) -> KeptEngine:
@@ -59,13 +63,14 @@ class Replicas:
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
-        """Return why the model cannot be loaded, None where it can: of any replica until all of them were ready once,
-        and later where no replica has it."""
+        """Return why the model cannot be loaded, None where it can: of any replica that refuses it until all of them
+        were ready once; else, and where engines end by themselves, once it is so of every replica that is wanted."""
         if self._failure is not None:
             return self._failure
-        found = [each.failure for each in self.all if each.failure is not None]
-        is_over = found and (not self._was_whole or all(each.card is None for each in self.all))
-        return found[0] if is_over else None
+        found = [each for each in self.all if each.failure is not None]
+        is_refused = not self._was_whole and any(not each.is_crashing for each in found)
+        is_over = is_refused or all(each in found for each in self.all if each.is_wanted)
+        return found[0].failure if found and is_over else None
 
     @property
     def num_ready(self) -> int:
@@ -96,7 +101,7 @@ class Replicas:
         fewest that nothing was asked of for `Limits.idle` seconds."""
         now = time.monotonic()
         wanted = [each for each in self.all if each.is_wanted]
-        num_missing = num_waiting - sum(each.batch is None for each in wanted)
+        num_missing = num_waiting - sum(each.batch is None and each.failure is None for each in wanted)
         for replica in [each for each in self.all if not each.is_wanted][: max(0, num_missing)]:
             replica.want()
         idle = [each for each in wanted if each.is_free and now - each.idle_since > self._idle_seconds]
@@ -130,4 +135,10 @@ class Replicas:
 
     def states(self) -> list[dict[str, Any]]:
         """Return what is to be known of each replica, without a path or a name of a machine."""
-        return [{"replica": each.index, "state": each.state, "restarts": each.restarts} for each in self.all]
+
+        def known(each: KeptEngine) -> dict[str, Any]:
+            reason = each.loading if each.is_crashing else "the model cannot be loaded; the server's log says why"
+            why = {"reason": reason} if each.state == "failed" else {}
+            return {"replica": each.index, "state": each.state, "restarts": each.restarts, **why}
+
+        return [known(each) for each in self.all]

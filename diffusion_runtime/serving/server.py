@@ -34,6 +34,7 @@ from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import Jobs
 from diffusion_runtime.serving.log_records import log_to_stderr
 from diffusion_runtime.serving.metrics import Metrics
+from diffusion_runtime.serving.on_ray.authentication import check_cluster
 from diffusion_runtime.serving.settings import Access, Limits, ServerSettings
 from diffusion_runtime.untrusted.json_text import read_json_file
 
@@ -90,9 +91,10 @@ def serve(settings: ServerSettings, config: Mapping[str, Any], log_format: str |
 
 
 def _engines(settings: ServerSettings, given: Mapping[str, Any]) -> Engines:
-    """Return the place where the engines run. Raises MissingPackageError."""
+    """Return the place where the engines run. Raises ConfigError and MissingPackageError."""
     if settings.ray is None:
         return LocalEngines()
+    check_cluster(settings.ray)
     try:
         from diffusion_runtime.serving.on_ray.engines import RayEngines
     except ImportError as error:

@@ -35,7 +35,9 @@ async def until_over(request: Request, dispatcher: Dispatcher, job: Job) -> Job:
     if found is None and not dispatcher.is_draining:
         raise ApiError(409, "cancelled", "the job was deleted while it was being made")
     if found is None:
-        raise Unavailable("draining", "the server ends; the job is made when it is started again")
+        failure = dispatcher.engines.failure
+        why = "" if failure is None else f", as {dispatcher.files.scrub(str(failure['message']))}"
+        raise Unavailable("draining", f"the server ends{why}; the job is made when it is started again")
     if found.status == FAILED:
         raise job_error(found)
     return found

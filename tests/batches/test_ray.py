@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cli_support import process_environment
+from ray_cluster import ENVIRONMENT, ray_cluster
 from sample_media import make_media
 
 from diffusion_runtime.batches.ray_data import RowEngine, outcomes_of
@@ -20,14 +21,6 @@ from diffusion_runtime.batches.rows import Row, row_to_json
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 SECONDS = 240.0
-MEMORY = 80 * 2**20
-# A dead node is noticed in 1 s in place of 15.
-QUICK = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 2,
-}
 SMALL = {"prompt": "a red circle", "size": "64x64", "num_frames": 1, "num_inference_steps": 8}
 
 
@@ -40,37 +33,26 @@ def manifest(folder: Path) -> dict[str, str]:
 
 
 def batch(folder: Path, *words: str) -> subprocess.Popen[str]:
-    environment = process_environment(RAY_USAGE_STATS_ENABLED="0")
+    environment = process_environment(**ENVIRONMENT)
     arguments = (sys.executable, "-m", "diffusion_runtime", "batch", "rows.jsonl", "--max-batch-size", "2", *words)
     return subprocess.Popen(arguments, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_batch_outlives_a_node_and_has_the_bytes_of_one_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray.cluster_utils import Cluster
-
-    for name, value in process_environment(RAY_USAGE_STATS_ENABLED="0").items():
-        monkeypatch.setenv(name, value)
+def test_a_batch_outlives_a_node_and_has_the_bytes_of_one_machine(tmp_path: Path) -> None:
     rows = [{"id": f"r{at}", **SMALL} for at in range(20)]
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "x", "height": 1}])
     )
-    head = {"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False, "_system_config": QUICK}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+    with ray_cluster(2) as cluster:
         process = batch(tmp_path, "-o", "cluster", "--ray", cluster.address, "--replicas", "2")
         deadline = time.monotonic() + SECONDS
         while len(manifest(tmp_path / "cluster")) < 2 and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.say("kill 0")
         _, said = process.communicate(timeout=SECONDS)
         assert process.returncode == 5, said
         assert "1 rows failed, the first: rows.jsonl:21: height: expected" in " ".join(said.split())
-    finally:
-        cluster.shutdown()
     here = batch(tmp_path, "-o", "here")
     _, said = here.communicate(timeout=SECONDS)
     assert here.returncode == 5, said

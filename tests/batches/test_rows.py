@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import datetime
 import json
 import subprocess
 import sys
@@ -81,6 +82,8 @@ def test_a_digest_is_of_everything_that_decides_the_result(tmp_path: Path) -> No
         ({"id": "x."}, "id: expected 1 to 100 letters"),
         ({"id": "x" * 101}, "id: expected 1 to 100 letters"),
         ({"id": True}, "id: expected 1 to 100 letters"),
+        ({"id": "con"}, "and no device of Windows, got 'con'"),
+        ({"id": "Com1.png"}, "and no device of Windows, got 'Com1.png'"),
         ({"image": "../cat.png"}, "expected a path below the folder of the rows, got '../cat.png'"),
         ({"image": "/etc/passwd"}, "expected a path below the folder of the rows"),
         ({"image": "link.png"}, "expected a path below the folder of the rows"),
@@ -121,6 +124,10 @@ def test_a_table_holds_the_same_rows_as_lines(tmp_path: Path, monkeypatch: pytes
     (row,) = RowFile(str(tmp_path / "images.parquet"), "shapes").rows()
     assert row.inputs is not None
     assert row.inputs["image_path"][0].content == content
+    times = pyarrow.Table.from_pylist([{**STAR, "attention": {"default": datetime.datetime(2026, 1, 1)}}])
+    pyarrow.parquet.write_table(times, tmp_path / "times.parquet")
+    with pytest.raises(RequestError, match=r"times.parquet:1: attention: expected values as JSON has them: .*datetime"):
+        list(RowFile(str(tmp_path / "times.parquet"), "shapes").rows())
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ConfigError, match=r"broken.parquet is no Parquet file"):
         list(RowFile(str(tmp_path / "broken.parquet"), "shapes").rows())

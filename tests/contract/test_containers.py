@@ -152,12 +152,22 @@ def test_the_manifest_for_kuberay_fits_its_schema_this_package_and_itself() -> N
     (serving,) = served["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     ports = {each["name"]: each["containerPort"] for each in serving["ports"]}
     assert ports[service["spec"]["ports"][0]["targetPort"]] == 8000, "the default of --port"
+    serve_words = serving["args"][0].partition("exec ")[2]
+    given = parsed(serve_words)
+    assert (given["ray"], given["model"], given["port"]) == ("auto", "flux.1-dev", ports["http"])
+    assert given["replicas"] == f"0..{served['spec']['workerGroupSpecs'][0]['maxReplicas']}"
     # Clients call the server by the name of the service.
-    assert f"--allowed-host {service['metadata']['name']}" in serving["args"][0]
-    words = rewrite_dotted_flags(shlex.split(job["spec"]["entrypoint"])[1:])
-    command = typer.main.get_command(program(words[0]))
-    given = command.commands[words[0]].make_context(words[0], words[1:]).params  # type: ignore[attr-defined]
-    assert (given["ray"], given["replicas"]) == (
-        "auto",
-        f"1..{job['spec']['rayClusterSpec']['workerGroupSpecs'][0]['maxReplicas']}",
-    )
+    assert given["allowed_host"] == [service["metadata"]["name"]]
+    (key_file,) = [each["mountPath"] for each in serving["volumeMounts"] if each["name"] == "keys"]
+    assert given["api_key_file"] in [f"{key_file}/{name}" for name in secret["stringData"]]
+    given = parsed(job["spec"]["entrypoint"])
+    largest = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]
+    assert (given["ray"], given["replicas"], given["resume"]) == ("auto", f"1..{largest}", True)
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """Return what a command line gives to its verb."""
+    program_name, verb, *words = rewrite_dotted_flags(shlex.split(line))
+    assert program_name == "diffusion-runtime"
+    command = typer.main.get_command(program(verb))
+    return dict(command.commands[verb].make_context(verb, words).params)  # type: ignore[attr-defined]

@@ -17,9 +17,14 @@ import pytest
 from PIL import Image
 from ray_cluster import ENVIRONMENT, ray_cluster
 from running_server import SMALL, finished, running_server, wait_for
+from tables import table
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.batches.batch_job import BatchJob
+from diffusion_runtime.batches.batch_run import run_job
+from diffusion_runtime.batches.row_files import RowFile
+from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.serving.server import _engines as serving_engines
 from diffusion_runtime.serving.settings import ServerSettings
 
 pytest.importorskip("ray", reason="pip install 'diffusion-runtime[ray]'")
@@ -149,12 +154,36 @@ def png(folder: Path) -> bytes:
     return (folder / "a.png").read_bytes()
 
 
+@table(
+    "mode, address, message",
+    [
+        (None, "auto", "RAY_AUTH_MODE is not set, and whoever reaches a Ray cluster runs code on it; export RAY_AUTH"),
+        ("", "10.0.0.1:6379", "RAY_AUTH_MODE is ''"),
+        ("on", "auto", "RAY_AUTH_MODE is 'on'"),
+        ("token", "ray://10.0.0.1:10001", "expected auto, local or HOST:PORT"),
+        ("token", "", "expected auto, local or HOST:PORT"),
+        ("token", "auto", None),
+        ("disabled", "10.0.0.1:6379", None),
+        (None, "local", None),
+    ],
+)
 def test_a_cluster_is_used_with_authentication_that_somebody_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str | None, address: str, message: str | None, tmp_path: Path
 ) -> None:
-    from diffusion_runtime.serving.on_ray.engines import RayEngines
-
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match="export RAY_AUTH_MODE=token"):
-        RayEngines(ServerSettings(storage=tmp_path, name="x", ray="auto"), {})
-    assert "RAY_AUTH_MODE" not in os.environ
+    (tmp_path / "rows.jsonl").write_text("{}")
+    rows = RowFile(str(tmp_path / "rows.jsonl"), "shapes")
+    job = BatchJob(rows=rows, folder=tmp_path / "out", config={}, loras={}, ray=address)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_AUTH_MODE", raising=False)
+        if mode is not None:
+            patch.setenv("RAY_AUTH_MODE", mode)
+        for use in (
+            lambda: serving_engines(ServerSettings(storage=tmp_path, name="x", ray=address), {}),
+            lambda: run_job(job),
+        ):
+            # The rows, which are wrong, are read after that.
+            with pytest.raises(RequestError) if message is None else pytest.raises(ConfigError) as raised:
+                use()
+                raise RequestError("nothing was refused")
+            assert message is None or message in str(raised.value)
+            assert os.environ.get("RAY_AUTH_MODE") == mode

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,8 +26,10 @@ from diffusion_runtime.serving.jobs import COMPLETED, FAILED, VIDEO, Job, Jobs, 
 from diffusion_runtime.serving.machine_share import take_share
 from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.settings import Limits, ServerSettings
+from diffusion_runtime.serving.unavailable import Unavailable
 
 ENOUGH = 20.0
+CARD = {"family": "scripted", "dtype": "bfloat16", "device": "cpu"}
 
 
 class ScriptedEngine:
@@ -59,7 +64,7 @@ class ScriptedEngine:
 
     def be_ready(self) -> None:
         self.say("hello", versions=versions())
-        self.say("ready", card={"family": "scripted"})
+        self.say("ready", card=CARD)
 
     def finish(self) -> None:
         """Complete what it was handed last."""
@@ -73,10 +78,15 @@ class ScriptedEngine:
 
 
 class ScriptedEngines:
-    """started: every engine so far, by replica."""
+    """started: every engine so far, by replica. end_at_once: replicas whose engines do, as their programs fail;
+    cannot_start: those for which the system has no process."""
+
+    max_starts = 3
 
     def __init__(self) -> None:
         self.started: dict[int, list[ScriptedEngine]] = {}
+        self.end_at_once: set[int] = set()
+        self.cannot_start: set[int] = set()
 
     async def connect(self) -> None: ...
 
@@ -87,6 +97,10 @@ class ScriptedEngines:
     ) -> ScriptedEngine:
         engine = ScriptedEngine(given, on_message)
         self.started.setdefault(index, []).append(engine)
+        if index in self.cannot_start:
+            raise BlockingIOError(11, "Resource temporarily unavailable", "/secret")
+        if index in self.end_at_once:
+            engine.end.set_result(1)
         return engine
 
 
@@ -224,6 +238,92 @@ def test_an_engine_that_hangs_or_is_of_another_version_is_refused(tmp_path: Path
             assert failure is not None
             assert "version skew: it runs torch 1.0 instead of" in failure["message"]
             assert server.engine(0).end.done()
+
+    asyncio.run(run())
+
+
+def test_a_replica_whose_engines_all_end_at_once_has_failed_and_the_server_with_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusion_runtime.serving.kept_engine._FIRST_PAUSE", 0.02)
+
+    async def run() -> None:
+        async with Running(tmp_path, (2, 2)) as server:
+            replicas = server.dispatcher.engines
+            server.engines.end_at_once.add(1)
+            await until(lambda: 0 in server.engines.started)
+            await until(lambda: server.states() == ["loading", "failed"])
+            # The other one may still load; it serves, and who asks for the server's health is told of the first one.
+            assert replicas.failure is None
+            server.engine(0).be_ready()
+            job = await server.add()
+            await until(lambda: server.handed(0) == [job])
+            failed = replicas.states()[1]
+            assert failed["reason"] == "replica 1: 3 engines in a row did not stay, the last one ended with code 1"
+            server.engine(0).finish()
+            await until(lambda: server.job(job).status == COMPLETED)
+            # One that jobs end is none of these, however often.
+            for losses in (1, 2, 1, 2):
+                job = job if losses == 2 else await server.add()
+                await until(lambda job=job: server.handed(0) == [job])
+                number = len(server.engines.started[0])
+                server.engine(0).kill()
+                await until(lambda number=number: len(server.engines.started[0]) > number)
+                assert replicas.failure is None
+                server.engine(0).be_ready()
+            assert (server.job(job).error or {})["code"] == "engine_lost"
+            # It is started again all the same, and may be mended.
+            server.engines.end_at_once.clear()
+            number = len(server.engines.started[1])
+            await until(lambda: len(server.engines.started[1]) > number)
+            server.engine(1).be_ready()
+            await until(lambda: "failed" not in server.states())
+            server.engines.cannot_start |= {0, 1}
+            waiting = await server.add()
+            server.engine(0).kill()
+            server.engine(1).kill()
+            await until(lambda: replicas.failure is not None)
+            failure = replicas.failure
+            assert failure is not None
+            assert "could not be run (Resource temporarily unavailable)" in failure["message"]
+            assert "/secret" not in json.dumps([failure, replicas.states()])
+            with pytest.raises(Unavailable, match="3 engines in a row"):
+                server.dispatcher.refuse_new("")
+            assert server.job(waiting).status == "queued", "the next server makes it"
+
+    asyncio.run(run())
+
+
+def test_jobs_are_made_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with Running(tmp_path, (1, 1)) as server:
+            failed: list[str] = []
+
+            def fill_disk(*names: str) -> None:
+                def fail(*_: Any, name: str, **__: Any) -> Any:
+                    failed.append(name)
+                    raise sqlite3.OperationalError("database or disk is full")
+
+                for name in names:
+                    monkeypatch.setattr(server.jobs, name, functools.partial(fail, name=name))
+
+            await until(lambda: server.engines.started)
+            fill_disk("begin")
+            server.engine(0).be_ready()
+            job = await server.add()
+            await until(lambda: failed)
+            monkeypatch.undo()
+            await until(lambda: server.handed(0) == [job])
+            # Neither what came of it nor that it was lost can be written.
+            fill_disk("complete", "requeue", "fail")
+            server.engine(0).end.set_exception(sqlite3.OperationalError("as on_message raises it"))
+            await until(lambda: "fail" in failed)
+            monkeypatch.undo()
+            await until(lambda: len(server.engines.started[0]) == 2)
+            server.engine(0).be_ready()
+            await until(lambda: server.handed(0) == [job])
+            server.engine(0).finish()
+            assert server.job(job).status == COMPLETED
 
     asyncio.run(run())
 

