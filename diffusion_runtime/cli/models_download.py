@@ -66,13 +66,16 @@ def download(
             raise ModelLoadError(f"{hub_id}: expected a name of `diffusion-runtime models` or a hub id, OWNER/NAME")
         commit, files = hub.list_files(hub_id, asked.revision)
         elsewhere: dict[str, HubPart] = {}
-        if any(file.name == MODULAR_INDEX_FILE for file in files):
-            # Of which other repositories its components are, these files say: a few kB, in a dry run too.
-            indexes = [file.name for file in files if file.name in (INDEX_FILE, MODULAR_INDEX_FILE)]
+        left_out: tuple[str, ...] = ()
+        # What is not read, and of which other repositories components are, these files say: a few kB, in a dry run too.
+        indexes = [file.name for file in files if file.name in (INDEX_FILE, MODULAR_INDEX_FILE)]
+        if indexes:
             places = [hub.download_file(hub_id, name, commit) for name in indexes]
             elsewhere = parts_elsewhere(places[0].parent)
+            family = hub.native_family(places[0].parent)
+            left_out = (*elsewhere, *(() if family is None else family.files.unread))
         names = [file.name for file in files]
-        wanted = set(hub.needed_files(names, elsewhere=tuple(elsewhere), variant=asked.variant))
+        wanted = set(hub.needed_files(names, elsewhere=left_out, variant=asked.variant))
         needed = [file for file in files if file.name in wanted]
         if not needed:
             raise ModelLoadError(f"{hub_id} has no file that a load reads: it is no diffusers folder in safetensors")
@@ -87,7 +90,7 @@ def download(
         path = None
         if not dry_run:
             _fetch([each for each in sources if not each[2].is_here], terminal)
-            path = hub.download(hub_id, revision=asked.revision, variant=asked.variant, elsewhere=tuple(elsewhere))
+            path = hub.download(hub_id, revision=asked.revision, variant=asked.variant, elsewhere=left_out)
             if commit_of(path) != commit:
                 terminal.warn(f"{hub_id} moved on while it was downloaded: this is {path.name}")
     if as_json:

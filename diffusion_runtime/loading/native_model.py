@@ -159,6 +159,7 @@ class PreparedModel:
         """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
         elsewhere = [file.component for file in opened.weights.files]
+        elsewhere += opened.family.unread_components(config.vae_decoder)
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -195,10 +196,9 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.weights.files]
         read_began = time.perf_counter()
-        fetch_weights(
-            config.model_path, opened.folder, named_components(config), offline=config.offline, variant=config.variant
-        )
         unread = opened.family.unread_components(config.vae_decoder)
+        named = [*named_components(config), *unread]
+        fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         check_component_files(opened.folder, (*elsewhere, *unread))
         if opened.weights.check(opened.modules(checked.transformer)):
             refuse_compiling_quantised(config)

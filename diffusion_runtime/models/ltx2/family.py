@@ -91,8 +91,8 @@ FAMILY = ModelFamily(
         pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
-        # Length of the video, and a longer prompt, from the text.
-        unread=("duration_head", "prompt_enhancer"),
+        # Length of the video, and a longer prompt, from the text; the transformer of LTX-2.5 before distillation.
+        unread={"duration_head": "num_frames", "prompt_enhancer": "", "transformer_full": ""},
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
     # it.
