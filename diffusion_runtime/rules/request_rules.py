@@ -87,7 +87,7 @@ class RequestRules:
         # An image says more of the size than the model does.
         self._images.fill(draft)
         draft.fill(self.defaults)
-        draft.settle_length(self.sampling.geometry.temporal_factor)
+        draft.settle_length(self.sampling.geometry.frame_rule)
         self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()

@@ -31,6 +31,7 @@ from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.layers import layered
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -164,7 +165,7 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
     for preset in ({}, *content.get("presets", {}).values()):
         # Of two blocks.
         tiny = {"stg_blocks": (0,)} if "stg_blocks" in rules.defaults else {}
-        request = GenerationRequest(prompt="a star", **{**settings(name), **preset, **tiny})
+        request = GenerationRequest(prompt="a star", **layered(settings(name), preset, tiny))
         of_references = rules.inputs.references is not None and rules.inputs.references.sized_by is not None
         follows = of_references or rules.inputs.size_of_image is not None
         assert (request.height is None) == (request.width is None)
