@@ -62,9 +62,12 @@ def _adapt(model: _Model) -> _Model:
     model = dataclasses.replace(model, inputs=ImageInputs(images=images))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
+        tiny_decoders = {128: "taeltx2_3"}
         if not model.config.video.has_ffn_bias:
             defaults |= _LTX25_DEFAULTS
-        model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
+            # None is published for LTX-2.5.
+            tiny_decoders = {}
+        model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS, tiny_decoders=tiny_decoders)
     weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
     if model.config.turns_halves:
         weights = dataclasses.replace(weights, arrange=pair_channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,13 @@ from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
-from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading.native_preparation import _read_tiny_decoder
 from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.part_files import part_files, with_parts
+from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -55,6 +58,18 @@ def test_a_length_that_the_duration_head_would_choose_is_said(tiny_folder: Path,
     (remark,) = said.pop(0)
     assert "num_frames is 121, the model's default; --num-frames sets it" in remark
     assert said == [[], [], []]
+
+
+def test_a_preview_needs_the_decoder_of_its_release() -> None:
+    for hub_id, told in (
+        ("Lightricks/LTX-2", "taeltx_2.safetensors is missing"),
+        ("diffusers/LTX-2.3-Diffusers", "taeltx2_3.safetensors is missing"),
+        ("Lightricks/LTX-2.5-Diffusers", "no tiny decoder is published"),
+    ):
+        folder = packaged_folder(hub_id)
+        assert folder is not None
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            _read_tiny_decoder(RuntimeConfig(hub_id, vae_decoder="tiny"), FAMILY.describe(ModelFolder(folder)))
 
 
 def test_latents_of_the_benchmark_are_a_sample(tmp_path: Path) -> None:
