@@ -87,6 +87,7 @@ OTHER = {
     "wan2.1-i2v-14b-720p": {"height", "width"},
     "wan2.1-flf2v-14b-720p": {"height", "width"},
     "ltx-video-0.9.0": {"height", "width"},
+    "qwen-image-2.1-turbo": {"sigmas", "num_inference_steps"},
     # Its folder says nothing that FLUX.1 Canny's does not.
     "flux.1-depth-dev": {"num_inference_steps", "guidance_scale"},
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
@@ -127,7 +128,9 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
-            assert name.startswith(("wan", "ltx", "flux.1")) or value == family.requests.defaults[key]
+            assert (
+                name.startswith(("wan", "ltx", "flux.1", "qwen-image-2.1-")) or value == family.requests.defaults[key]
+            )
             continue
         assert value == defaults[key], key
 
