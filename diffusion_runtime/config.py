@@ -429,7 +429,7 @@ class RuntimeConfig:
         of the encoder of first images.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
-    upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
+    upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made at half
         its height and width, upsampled, and refined at full size. None or `none` for one stage.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
@@ -521,8 +521,8 @@ class RuntimeConfig:
     upsampler_path: str | None = option(
         OUTPUT,
         None,
-        Text("the path of a folder", is_optional=True, none_word=True),
-        Flag("Folder of a latent upsampler: half the size first, then refined at full size.", "PATH"),
+        Text("the path of a folder or file", is_optional=True, none_word=True),
+        Flag("Folder or file of a latent upsampler: half the size first, then refined at full size.", "PATH"),
         Refusal(
             "{name}: diffusers' own pipelines have no second stage in one call; leave out {flag}, or --backend "
             "diffusers"

@@ -3,7 +3,13 @@ of denoising then refines at full size."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +17,14 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
+from diffusion_runtime.core.model_folder import LINKS, AnyFolder, ConfigFile, read_config
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.checkpoint import Checkpoint
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import listed
 
 _FOLDER = "latent_upsampler"
 
@@ -103,21 +111,24 @@ def tone_mapped(latents: torch.Tensor, compression: float) -> torch.Tensor:
 
 
 def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num_channels: int) -> UpsamplerFolder:
-    """Open the folder that RuntimeConfig.upsampler_path names: of the network itself, or one that has it in
-    `latent_upsampler`. num_channels: of the model's latents.
+    """Open what RuntimeConfig.upsampler_path names: the folder of the network, one that has it in `latent_upsampler`,
+    or its file, whose tensors say its settings. num_channels: of the model's latents.
 
     Raises ConfigError for a model without a second stage and a folder that is none, and ModelLoadError for one of
-    another network; reads json alone.
+    another network; reads json and the heads of files alone.
     """
     if second_stage is None:
         raise ConfigError(f"upsampler_path: {family} models have no second stage; leave out --upsampler-path")
-    place = upsampler_place(user_path(path, "upsampler_path"))
+    named = upsampler_place(user_path(path, "upsampler_path"))
+    place = _folder_of(named, second_stage.upsampler.class_name) if named.is_file() else named
     if not (place / "config.json").is_file():
         raise ConfigError(
             f"upsampler_path: {place} has no config.json; expected the folder of a "
-            f"{second_stage.upsampler.class_name}, or one with it in {_FOLDER}"
+            f"{second_stage.upsampler.class_name}, one with it in {_FOLDER}, or its file"
         )
     file = read_config(place.parent, place.name)
+    if place != named:
+        file = ConfigFile(named, file.values)
     _check(file, second_stage.upsampler.class_name, num_channels)
     opened = UpsamplerFolder(place.parent, dataclasses.replace(second_stage.upsampler, name=place.name))
     opened.component.tensors(opened.parent)
@@ -127,6 +138,46 @@ def open_upsampler(path: str, second_stage: SecondStage | None, family: str, num
 def upsampler_place(path: Path) -> Path:
     """Return the folder of the network: `path`, or the subfolder in which a model's folder has it."""
     return path / _FOLDER if (path / _FOLDER).is_dir() else path
+
+
+def _folder_of(path: Path, class_name: str) -> Path:
+    """Make the folder of an upsampler's file, with its settings and a link; it is deleted when the process ends. Raises
+    ModelLoadError for a file of another network."""
+    with contextlib.closing(SafetensorsFile(path)) as file:
+        shapes = {name: head.shape for name, head in file.heads.items()}
+    first = shapes.get("initial_conv.weight", ())
+    larger = shapes.get("upsampler.conv.weight", shapes.get("upsampler.0.weight", ()))
+    if len(first) < 4 or not larger:
+        raise ModelLoadError(
+            f"{path}: expected the tensors of a latent upsampler (initial_conv.weight, upsampler.0.weight or "
+            f"upsampler.conv.weight), got {listed(shapes)}"
+        )
+    # Channels that become places: height and width twice, the frames twice, or all three.
+    more = larger[0] // first[0]
+    settings = {
+        "_class_name": class_name,
+        "in_channels": first[1],
+        "mid_channels": first[0],
+        "num_blocks_per_stage": len({name.split(".")[1] for name in shapes if name.startswith("res_blocks.")}),
+        "dims": len(first) - 2,
+        "spatial_upsample": more != 2,
+        "temporal_upsample": more in (2, 8),
+    }
+    if "upsampler.conv.weight" in shapes:
+        # Any other factor than 2 is refused, whatever it is divided by afterwards.
+        settings |= {"temporal_upsample": False, "rational_spatial_scale": float(math.isqrt(more))}
+    elif class_name.startswith("LTX2"):
+        settings["use_rational_resampler"] = False
+    place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / _FOLDER
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (place / "diffusion_pytorch_model.safetensors").symlink_to(path.absolute())
+    return place
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="diffusion_runtime_upsampler_")
 
 
 def _check(file: ConfigFile, class_name: str, num_channels: int) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.transformer_files import SUFFIXES
+from diffusion_runtime.weights.weight_files import listed
+
+_logger = logging.getLogger("diffusion_runtime.loading")
 
 # Of transformers, of one part each, of whole checkpoints.
 TRANSFORMERS = ("diffusion_models", "unet")
 PARTS = ("vae", "text_encoders", "clip", "clip_vision")
 CHECKPOINTS = ("checkpoints",)
 LORAS = "loras"
-_KNOWN = (*TRANSFORMERS, *PARTS, *CHECKPOINTS, LORAS, "latent_upscale_models")
+UPSAMPLERS = "latent_upscale_models"
+_KNOWN = (*TRANSFORMERS, *PARTS, *CHECKPOINTS, LORAS, UPSAMPLERS)
 # Folders of models, as many as PATH has of programs.
 VARIABLE = "DIFFUSION_RUNTIME_MODELS"
 # Levels of folders below one of these, and files that are looked at.
@@ -40,6 +46,35 @@ def model_roots(file: Path | None, models_dir: Sequence[str]) -> list[Path]:
             raise ConfigError(f"models_dir: {folder}: expected a folder of models, such as ComfyUI's `models`")
         roots.append(folder / "models" if (folder / "models").is_dir() else folder)
     return roots
+
+
+def named_file(text: str, key: str, roots: Sequence[Path], folder: str, *, is_sure: bool = True) -> Path | None:
+    """Return the file that is named as ComfyUI names it, by its place in one of its folders or by name alone; None for
+    the path of a file, and without roots. key: of the config, for messages. roots: of folders that hold ComfyUI's;
+    is_sure: whether it can be nothing else. Raises ConfigError where several files have the name, ModelLoadError where
+    none has."""
+    name = Path(text)
+    is_path = not text.endswith(SUFFIXES) or text.startswith(("~", "/", ".")) or ".." in name.parts
+    if not roots or is_path or os.path.lexists(user_path(name, key)):
+        return None
+    places = [root / folder for root in roots]
+    files = files_in(places, MAX_DEPTH)
+    found = {path.resolve(): path for path in files if path.parts[-len(name.parts) :] == name.parts}
+    if len(found) == 1:
+        (path,) = found.values()
+        _logger.info("%s: %s, %s (found in %s)", key, path, size_text(path.stat().st_size), folder)
+        return path
+    if found:
+        raise ConfigError(
+            f"{key}: {len(found)} files are named {shown(text)}: {listed(found.values())}; give the path of one"
+        )
+    if not is_sure:
+        return None
+    there = nearest(text, [path.name for path in files[:50]]) if files else f" {places[0]} has none"
+    raise ModelLoadError(
+        f"{key}: there is no {shown(text)} here, and none in {listed(places)}; put it into {places[0]}, or give its "
+        f"path.{there}"
+    )
 
 
 def files_in(folders: Sequence[Path], depth: int) -> list[Path]:

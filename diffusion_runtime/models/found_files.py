@@ -25,10 +25,12 @@ from diffusion_runtime.models.comfyui_folders import (
     CHECKPOINTS,
     MAX_DEPTH,
     PARTS,
+    UPSAMPLERS,
     VARIABLE,
     files_in,
     known_root,
     model_roots,
+    named_file,
 )
 from diffusion_runtime.models.lora_sources import with_loras_in
 from diffusion_runtime.models.misplaced_files import advice_for_file
@@ -74,20 +76,27 @@ def names_one_file(config: RuntimeConfig) -> bool:
     return path.suffix in SUFFIXES and path.is_file()
 
 
+def _upsampler_in(roots: Sequence[Path], text: str | None) -> str | None:
+    path = None if text is None else named_file(text, "upsampler_path", roots, UPSAMPLERS)
+    return text if path is None else str(path)
+
+
 def with_found_files(config: RuntimeConfig) -> RuntimeConfig:
     """Return a config whose model is one file as one that names the published model that the file is of, or `like`, and
-    the file of each part; any other config as it is. LoRA files that are named without their folder are those of
-    ComfyUI's folder `loras`, for any model.
+    the file of each part; any other config as it is. LoRA files and an upsampler that are named without their folder
+    are those of ComfyUI's folders, for any model.
 
     Raises ModelLoadError for a file that is no transformer of a known size, and for parts that are not found, which say
     which file is missing; ConfigError where several fit, and for options of this search without such a file.
     """
     is_file = names_one_file(config)
-    if config.lora:
+    if config.lora or config.upsampler_path is not None:
         roots = model_roots(user_path(config.model_path, "model_path") if is_file else None, config.models_dir)
-        loras = with_loras_in(roots, config.lora)
-        is_used = is_file or loras == config.lora
-        config = dataclasses.replace(config, lora=loras, models_dir=config.models_dir if is_used else ())
+        named = dataclasses.replace(
+            config, lora=with_loras_in(roots, config.lora), upsampler_path=_upsampler_in(roots, config.upsampler_path)
+        )
+        is_used = not is_file and named != config
+        config = dataclasses.replace(named, models_dir=()) if is_used else named
     if not is_file:
         unused = [name for name in ("like", "models_dir", "download") if getattr(config, name)]
         if unused:

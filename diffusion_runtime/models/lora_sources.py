@@ -18,13 +18,12 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
-from diffusion_runtime.models.comfyui_folders import LORAS, MAX_DEPTH, files_in
+from diffusion_runtime.models.comfyui_folders import LORAS, named_file
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.cached_folder import SNAPSHOTS, commit_of, hub_id_of
 from diffusion_runtime.weights.lora.reading import FILES_IN_FOLDERS
 from diffusion_runtime.weights.lora.settings import CONFIG_FILE
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS
-from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, SAFETENSORS, listed
 
 _logger = logging.getLogger("diffusion_runtime.loading")
@@ -45,42 +44,17 @@ def located(loras: Iterable[LoraConfig], *, offline: bool = False, is_dry_run: b
 
 
 def with_loras_in(roots: Sequence[Path], loras: Sequence[LoraConfig]) -> tuple[LoraConfig, ...]:
-    """Return LoRA configs with the paths of files that are named as ComfyUI names them, by their place in its folder
-    `loras` or by name alone, and are not here. roots: of folders that hold ComfyUI's. Raises ConfigError where several
-    files have the name, ModelLoadError where none has."""
-    return tuple(_in_folders(lora, roots) if roots else lora for lora in loras)
+    """Return LoRA configs with the paths of files that are named as ComfyUI names them and are not here. roots: of
+    folders that hold ComfyUI's. Raises what `named_file` raises."""
+    return tuple(_in_folders(lora, roots) for lora in loras)
 
 
 def _in_folders(lora: LoraConfig, roots: Sequence[Path]) -> LoraConfig:
-    name = Path(lora.path)
-    is_name = lora.revision is None and lora.path.endswith(SUFFIXES)
-    if (
-        not is_name
-        or lora.path.startswith((_HUB, "~", "/", "."))
-        or ".." in name.parts
-        or os.path.lexists(user_path(name, "lora.path"))
-    ):
+    if lora.revision is not None or lora.path.startswith(_HUB):
         return lora
-    places = [root / LORAS for root in roots]
-    files = files_in(places, MAX_DEPTH)
-    found = {path.resolve(): path for path in files if path.parts[-len(name.parts) :] == name.parts}
-    if len(found) == 1:
-        (path,) = found.values()
-        _logger.info("lora: %s, %s (found in loras)", path, size_text(path.stat().st_size))
-        return dataclasses.replace(lora, path=str(path))
-    if found:
-        raise ConfigError(
-            f"lora.path: {len(found)} files are named {shown(lora.path)}: {listed(found.values())}; give the path of "
-            "one"
-        )
-    if len(name.parts) > 2:
-        # A file of the hub's, perhaps.
-        return lora
-    there = nearest(lora.path, [path.name for path in files[:50]]) if files else f" {places[0]} has none"
-    raise ModelLoadError(
-        f"lora.path: there is no {shown(lora.path)} here, and none in {listed(places)}; put it into {places[0]}, or "
-        f"give its path.{there}"
-    )
+    # Of more parts, perhaps a file of the hub's.
+    path = named_file(lora.path, "lora.path", roots, LORAS, is_sure=len(Path(lora.path).parts) <= 2)
+    return lora if path is None else dataclasses.replace(lora, path=str(path))
 
 
 def waits_on_hub(lora: LoraConfig) -> bool:

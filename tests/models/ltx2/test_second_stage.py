@@ -16,17 +16,21 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from family_cases import change
 from family_parity import kept_after_steps, load_theirs
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_ltx2 import ONE_SCALE, VIDEO_CHANNELS
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention.layer_decisions import LayerDecisions
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.decoders.latent_upsampler import open_upsampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.generation.denoising_stages import stages_of
 from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.models.found_files import with_found_files
+from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
@@ -143,6 +147,34 @@ def test_attention_and_costs_are_those_of_both_stages(
     assert asked == {2 + len(LEVELS)} == {found.num_steps}
     stages = stages_of(BatchSettings.of([resolved], prepared.rules.sampling))
     assert [(each.size, len(each.steps(torch.device("cpu")))) for each in stages] == [(HALF, 2), (SIZE, len(LEVELS))]
+
+
+def test_a_file_is_the_folders_network(tiny_folder: Path, upsampler: Path, tmp_path: Path) -> None:
+    """By its name in ComfyUI's folder; its settings are those of its tensors. Another network is refused."""
+    place = tmp_path / "models" / "latent_upscale_models" / "larger.safetensors"
+    place.parent.mkdir(parents=True)
+    shutil.copy(next(upsampler.rglob("*.safetensors")), place)
+    config = RuntimeConfig(
+        str(tiny_folder), upsampler_path="larger.safetensors", models_dir=(str(tmp_path / "models"),)
+    )
+    found = with_found_files(config)
+    assert (found.upsampler_path, found.models_dir) == (str(place), ())
+    latents, cpu = torch.randn(1, VIDEO_CHANNELS, 2, 4, 6), torch.device("cpu")
+    made = []
+    for path in (str(upsampler), str(place)):
+        stage = open_upsampler(path, FAMILY.requests.second_stage, "ltx2", VIDEO_CHANNELS)
+        made.append(stage.load(tiny_folder, cpu, torch.float32)(latents))
+    assert torch.equal(*made)
+    tensors = load_file(place)
+    save_file(
+        {"initial_conv.weight": tensors["initial_conv.weight"], "upsampler.0.weight": torch.zeros(64, 32, 3, 3, 3)},
+        place,
+    )
+    with pytest.raises(ModelLoadError, match=r"larger\.safetensors: key 'spatial_upsample': expected True"):
+        open_upsampler(str(place), FAMILY.requests.second_stage, "ltx2", VIDEO_CHANNELS)
+    save_file({"weight": torch.zeros(1)}, place)
+    with pytest.raises(ModelLoadError, match=r"larger\.safetensors: expected the tensors of a latent upsampler"):
+        open_upsampler(str(place), FAMILY.requests.second_stage, "ltx2", VIDEO_CHANNELS)
 
 
 def test_the_memory_plan_counts_the_upsampler(tiny_folder: Path, upsampler: Path) -> None:
