@@ -53,7 +53,7 @@ def download(
         from diffusion_runtime.core.model_folder import INDEX_FILE, MODULAR_INDEX_FILE
         from diffusion_runtime.models import hub
         from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
-        from diffusion_runtime.models.modular_folder import parts_elsewhere, unread_components
+        from diffusion_runtime.models.modular_folder import parts_elsewhere
         from diffusion_runtime.models.published import model_of_name
         from diffusion_runtime.weights.cached_folder import commit_of
 
@@ -66,13 +66,15 @@ def download(
             raise ModelLoadError(f"{hub_id}: expected a name of `diffusion-runtime models` or a hub id, OWNER/NAME")
         commit, files = hub.list_files(hub_id, asked.revision)
         elsewhere: dict[str, HubPart] = {}
-        unread: tuple[str, ...] = ()
-        # Which components are read, and of which repositories, these files say: a few kB, in a dry run too.
+        left_out: tuple[str, ...] = ()
+        # What is not read, and of which other repositories components are, these files say: a few kB, in a dry run too.
         indexes = [file.name for file in files if file.name in (INDEX_FILE, MODULAR_INDEX_FILE)]
-        places = [hub.download_file(hub_id, name, commit) for name in indexes]
-        if places:
-            elsewhere, unread = parts_elsewhere(places[0].parent), unread_components(places[0].parent)
-        names, left_out = [file.name for file in files], (*elsewhere, *unread)
+        if indexes:
+            places = [hub.download_file(hub_id, name, commit) for name in indexes]
+            elsewhere = parts_elsewhere(places[0].parent)
+            family = hub.native_family(places[0].parent)
+            left_out = (*elsewhere, *(() if family is None else family.files.unread))
+        names = [file.name for file in files]
         wanted = set(hub.needed_files(names, elsewhere=left_out, variant=asked.variant))
         needed = [file for file in files if file.name in wanted]
         if not needed:

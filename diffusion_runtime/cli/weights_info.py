@@ -68,6 +68,8 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 def _named(model: Recognised) -> str:
     if not model.told_by:
         return f"{' or '.join((model.name, *model.others))}, which have the same tensors; --like NAME chooses"
+    if model.lacks:
+        return f"{model.name} if it is {model.lacks}, which its name does not say; --like {model.name} takes it so"
     others = f"; {' or '.join(model.others)} by its tensors alone" if model.others else ""
     return f"{model.name}, by its {model.told_by}{others}"
 

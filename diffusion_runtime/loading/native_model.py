@@ -159,8 +159,8 @@ class PreparedModel:
         """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
         elsewhere = [file.component for file in opened.weights.files]
-        unread = opened.family.unread_components(config.vae_decoder)
-        check_weights_are_there(config.model_path, opened.folder, (*elsewhere, *unread), offline=config.offline)
+        elsewhere += opened.family.unread_components(config.vae_decoder)
+        check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
         self,
@@ -195,15 +195,10 @@ class PreparedModel:
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.weights.files]
-        unread = opened.family.unread_components(config.vae_decoder)
         read_began = time.perf_counter()
-        fetch_weights(
-            config.model_path,
-            opened.folder,
-            (*named_components(config), *unread),
-            offline=config.offline,
-            variant=config.variant,
-        )
+        unread = opened.family.unread_components(config.vae_decoder)
+        named = [*named_components(config), *unread]
+        fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
         if opened.weights.check(opened.modules(checked.transformer)):

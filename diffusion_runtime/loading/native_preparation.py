@@ -320,9 +320,8 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
             f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded ones have latents of "
             "their own, and no tiny decoder; leave out --vae-decoder"
         )
-    return read_tiny_decoder(
-        config.vae_decoder, model.folder, family.name, model.geometry, family.decoding.tiny_decoders
-    )
+    published = family.decoding.tiny_decoders if model.tiny_decoders is None else model.tiny_decoders
+    return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, published)
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:

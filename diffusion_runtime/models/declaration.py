@@ -43,8 +43,9 @@ class FolderFormat:
     transformer_classes: the class names in model_index.json that it loads. pipeline_classes: the pipelines that it
     replaces; index_keys: keys that model_index.json may have in addition to components. diffusers_components: those
     that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
-    diffusers, whose ControlNets its models take; None where they take none. unread: further components that a folder
-    may have, and that change nothing here.
+    diffusers, whose ControlNets its models take; None where they take none. unread: further components and folders that
+    a repository may have and that are neither read nor downloaded -> the request field that one would set, empty for
+    none.
     """
 
     transformer_classes: tuple[str, ...]
@@ -52,7 +53,7 @@ class FolderFormat:
     diffusers_components: tuple[DiffusersComponent, ...]
     index_keys: tuple[str, ...] = ()
     controlnet_class: str | None = None
-    unread: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
     check_parts: Callable[[AnyFolder], object] = _nothing
 
     def check(self, folder: AnyFolder) -> None:

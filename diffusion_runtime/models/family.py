@@ -59,6 +59,7 @@ class Model(Generic[C, G]):
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's. make_transformer: see
     build_transformer. named_decoder: the one that RuntimeConfig.vae_decoder names in place of the family's.
+    tiny_decoders: as of Decoding, where this folder's are not the family's.
     """
 
     family: ModelFamily[C, G]
@@ -75,6 +76,7 @@ class Model(Generic[C, G]):
     inputs: ImageInputs = dataclasses.field(default_factory=ImageInputs)
     request_fields: tuple[str, ...] = ()
     named_decoder: NamedDecoder | None = None
+    tiny_decoders: Mapping[int, str] | None = None
     modules: Callable[[DiffusionTransformer], Mapping[str, nn.Module]] = lambda whole: {"transformer": whole}
 
     @property

@@ -152,6 +152,12 @@ def _published_name(path: Path) -> str:
     recognised = recognise_transformer(path)
     if recognised is None:
         raise ModelLoadError(f"{path}: {advice_for_file(path)}")
+    if recognised.lacks:
+        raise ModelLoadError(
+            f"{path}: has the tensors of {recognised.name} and of a model with other settings; expected "
+            f"{shown(recognised.lacks)} in its name or metadata. Say which it is: --like {recognised.name}, or --like "
+            f"{recognised.name} --preset dev"
+        )
     if not recognised.others:
         _logger.info("%s: recognised as %s by its tensors", path, recognised.name)
     elif recognised.told_by:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
@@ -27,13 +27,15 @@ from diffusion_runtime.core.model_folder import (
     read_json,
 )
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
-from diffusion_runtime.models.registry import is_supported
+from diffusion_runtime.models.registry import family_of_class, is_supported
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.weights.cached_folder import COMMIT, SNAPSHOTS, commit_of, commits_in, read_ref
 from diffusion_runtime.weights.weight_files import VARIANTS, check_component_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRevisionInfo
+
+    from diffusion_runtime.models.family import ModelFamily
 
 # Only files of components: many repositories hold a second, single-file copy of the weights at the top.
 _JSON_FILES = (
@@ -48,8 +50,8 @@ _JSON_FILES = (
 )
 _WEIGHT_FILES = ("*/*.safetensors",)
 # A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
-# components, which nothing reads; LTX-2.5's has its transformer before distillation as well.
-_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors", "transformer_full/*.safetensors")
+# components, which nothing reads.
+_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 # COMPONENT/STEM[.VARIANT][-00001-of-00002].safetensors, and indexes of shards.
 _WEIGHTS = re.compile(r"([^/]+)/(?:model|diffusion_pytorch_model)(?:\.([a-zA-Z0-9_]+))?(?:-\d+-of-\d+)?\.safetensors")
 
@@ -342,15 +344,24 @@ def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
         try:
             index = read_json(place)
             pipeline = str(index.get("_class_name"))
-            entry = index.get("transformer")
-            is_native = isinstance(entry, list) and len(entry) in (2, 3) and is_supported(str(entry[1]))
+            family = native_family(folder)
+            is_native = family is not None
             if place.name == INDEX_FILE:
-                check_component_files(folder)
+                check_component_files(folder, () if family is None else family.unread_components(None))
         except (ModelLoadError, DocumentError) as error:
             # The folder is known.
             lacks = str(error).removeprefix(f"{folder}/")
     refs = tuple(sorted(revision.refs))
     return CachedModel(hub_id, revision.commit_hash, refs, revision.size_on_disk, folder, pipeline, is_native, lacks)
+
+
+def native_family(folder: Path) -> ModelFamily[Any, Any] | None:
+    """Return the family that loads a repository, by its index in `folder`; None where none does. Raises ModelLoadError
+    and DocumentError."""
+    place = next((folder / name for name in (INDEX_FILE, MODULAR_INDEX_FILE) if (folder / name).is_file()), None)
+    entry: Any = None if place is None else read_json(place).get("transformer")
+    is_native = isinstance(entry, list) and len(entry) in (2, 3) and is_supported(str(entry[1]))
+    return family_of_class(entry[1]) if is_native else None
 
 
 def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, offline: bool = False) -> ModelLoadError:

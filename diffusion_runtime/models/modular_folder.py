@@ -129,14 +129,6 @@ def _left_out(specifications: Mapping[str, tuple[list[str], Mapping[str, Any]]])
     return [component for component in specifications if component in unused]
 
 
-def unread_components(folder: Path) -> tuple[str, ...]:
-    """Return the components of a folder that the family of its transformer has no use for, by its index alone; none
-    where no family loads it. Raises ModelLoadError."""
-    entry = read_json(folder / (MODULAR_INDEX_FILE if is_modular(folder) else INDEX_FILE)).get("transformer")
-    name = entry[1] if isinstance(entry, list) and len(entry) > 1 else None
-    return family_of_class(name).files.unread if isinstance(name, str) and is_supported(name) else ()
-
-
 def read_places(folder: Path) -> tuple[str, dict[str, tuple[str, Path | HubPart]]]:
     """Return the class of a modular folder, and of every component its class and its place, by the index alone. Raises
     ModelLoadError."""

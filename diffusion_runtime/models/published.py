@@ -26,7 +26,8 @@ class PublishedModel:
     name: short, that of its file in configs/. model_path: a hub id, or an embedded name. makes: in words, such as
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
-    size of the download. parts: the keys of RuntimeConfig that name further folders of it, such as
+    size of the download. told_by: a word that names of its files have, where another model has the same tensors; empty
+    for none. parts: the keys of RuntimeConfig that name further folders of it, such as
     `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
     document them.
     """
@@ -37,6 +38,7 @@ class PublishedModel:
     makes: str
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
+    told_by: str = ""
     images: Mapping[str, bool] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +103,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         makes=published["makes"],
         parameters=tuple(published["parameters"].items()),
         stored_bytes=published.get("stored_bytes", 2),
+        told_by=published.get("told_by", ""),
         images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
         parts=published.get("parts", {}),
         request={key: value for key, value in entry["request"].items() if value is not None},

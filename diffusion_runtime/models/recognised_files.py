@@ -31,22 +31,28 @@ _MAX_HINT_CHARACTERS = 300
 @dataclass(frozen=True)
 class Recognised:
     """name: of the published model. others: names of those that a file fits as well. told_by: what chose between
-    them: its `tensors`, its `metadata`, its `name`; empty where nothing did, and the first one is assumed."""
+    them: its `tensors`, its `metadata`, its `name`; empty where nothing did, and the first one is assumed. lacks: the
+    word that tells it from a model without an entry, where neither metadata nor name has it."""
 
     name: str
     others: tuple[str, ...]
     told_by: str
+    lacks: str = ""
 
 
 def recognise_transformer(path: Path) -> Recognised | None:
     """Return the published model of a transformer's file; None where it is of no published size. Raises ModelLoadError
     for a file that cannot be read."""
     names = models_that_fit(path)
-    if len(names) < 2:
-        return Recognised(names[0], (), "tensors") if names else None
+    if not names:
+        return None
     with ExitStack() as stack:
         metadata = open_tensor_file(path, "model_path", stack).metadata
     hints = " ".join(str(metadata.get(key, ""))[:_MAX_HINT_CHARACTERS] for key in _NAMING_KEYS)
+    if len(names) == 1:
+        published = published_of(names[0])
+        word = "" if published is None else published.told_by
+        return Recognised(names[0], (), "tensors", "" if word in _plain(f"{hints} {path.stem}") else word)
     for told_by, hint in (("metadata", hints), ("name", path.stem)):
         if (name := _named_in(hint, names)) is not None:
             return Recognised(name, tuple(other for other in names if other != name), told_by)

@@ -94,6 +94,22 @@ class ReferenceImages:
             return {}
         return dict(zip(("height", "width"), sizes[self.sized_by], strict=True))
 
+    def remarks(self, paths: Sequence[str], height: int, width: int) -> list[str]:
+        """Return what an output of this size has in addition to an image, as sentences. Raises what `check` raises."""
+        rules, remarks = self.among(len(paths)), []
+        for path in paths:
+            rows, columns = rules.scaled(rules.check(path))
+            if (
+                (rows, columns) != (height, width) == rules.cropped((rows, columns))
+                and rows <= height
+                and columns <= width
+            ):
+                remarks.append(
+                    f"{_FIELD}: {path}, {columns} x {rows} (width x height), is the middle of the output's {width} x "
+                    f"{height}, whose edges are made of its reflection; crop the output for the image's own size"
+                )
+        return remarks
+
     def pixels(self, path: str) -> torch.Tensor:
         """Return an image's pixels to encode, [1, 3, height, width] in [-1, 1]. Raises what `check` raises."""
         scaled = self.scaled(self.check(path))

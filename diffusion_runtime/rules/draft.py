@@ -31,16 +31,17 @@ class Draft:
         filled = layered(defaults, self.values)
         self.values |= {name: value for name, value in filled.items() if value is not None and name not in self.values}
 
-    def settle_length(self, temporal_factor: int) -> None:
-        """Replace seconds by num_frames, the nearest number that the model makes. temporal_factor: frames of every
-        latent frame but the first. Raises RequestError for images."""
+    def settle_length(self, frame_rule: tuple[int, int]) -> None:
+        """Replace seconds by num_frames, the nearest number that the model makes. frame_rule: of its geometry. Raises
+        RequestError for images."""
         seconds = self.values.pop("seconds", None)
         if seconds is None:
             return
-        if temporal_factor == 1:
+        step, remainder = frame_rule
+        if step == 1:
             raise RequestError("seconds: this model makes images; leave it out")
-        num_latent_frames = max(0, round((seconds * self.values["fps"] - 1) / temporal_factor))
-        self.values["num_frames"] = 1 + temporal_factor * num_latent_frames
+        num_steps = max(0, round((seconds * self.values["fps"] - remainder) / step))
+        self.values["num_frames"] = remainder + step * num_steps
 
     def request(self) -> GenerationRequest:
         """Make the request. Raises RequestError for a value that its field cannot have."""

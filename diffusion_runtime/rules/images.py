@@ -111,6 +111,9 @@ class ImageRules:
         """Return what of the images of a resolved request is not used as it is, as sentences."""
         control = self.sampling.control
         remarks = image_remarks(settings.shared, but=() if control is None else VIDEO_FIELDS)
+        if self.inputs.references is not None:
+            paths = image_paths(settings.shared, "image_path")
+            remarks += self.inputs.references.remarks(paths, settings.size.height, settings.size.width)
         return remarks if control is None else [*remarks, *control.remarks(settings.shared, settings.size)]
 
 

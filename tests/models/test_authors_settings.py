@@ -211,7 +211,7 @@ AUTHORS: dict[str, Authors] = {
 # Nothing of these is in a program of their authors that could be read.
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
-    *("qwen-image-2.1", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
+    *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {

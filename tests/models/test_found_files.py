@@ -28,8 +28,9 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
+from diffusion_runtime.models import recognised_files
 from diffusion_runtime.models.found_files import VARIABLE, with_found_files
-from diffusion_runtime.models.recognised_files import recognise_transformer
+from diffusion_runtime.models.recognised_files import Recognised, recognise_transformer
 
 Tensors = Mapping[str, torch.Tensor]
 FOLDERS = {
@@ -387,3 +388,17 @@ def test_a_published_model_is_recognised(
     assert recognised is not None
     assert (recognised.name, recognised.told_by) == (expected, told_by)
     assert expected not in recognised.others
+
+
+def test_a_file_that_may_be_of_a_model_without_an_entry_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LTX-2.5's dev transformer, which has the tensors of the distilled one; building that takes a while."""
+    monkeypatch.setattr(recognised_files, "models_that_fit", lambda _: ["ltx-2.5"])
+    named, dev = (
+        write(tmp_path / f"ltx-2.5-22b-{kind}.safetensors", {"a": torch.ones(1)}) for kind in ("Distilled", "dev")
+    )
+    assert recognise_transformer(named) == Recognised("ltx-2.5", (), "tensors")
+    assert recognise_transformer(dev) == Recognised("ltx-2.5", (), "tensors", "distilled")
+    with pytest.raises(ModelLoadError, match=r"--like ltx-2\.5, or --like ltx-2\.5 --preset dev"):
+        with_found_files(RuntimeConfig(str(dev)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.hub import needed_files
+from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.models.hub import cached_models, needed_files
 from diffusion_runtime.models.model_sources import resolve_model_folder
 from diffusion_runtime.weights.lora.reading import lora_file
 
@@ -190,6 +191,27 @@ def test_a_load_downloads_what_is_not_given(hub: SimpleNamespace, tiny_wan_folde
         load_pipeline("owner/tiny", device="cpu", transformer_path=str(transformer), variant=variant)
         assert any("vae/" in name for name in map(str, hub.requests))
         assert not any("transformer/diffusion_pytorch_model" in name for name in map(str, hub.requests)), variant
+
+
+def test_what_a_family_does_not_read_stays_on_the_hub(
+    hub: SimpleNamespace, tiny_folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second transformer beside the one that runs, and all of it again in another layout: twice 66 GB and more."""
+    repository = hub.root / "owner" / "h3"
+    shutil.copytree(tiny_folder_of("minimax_h3"), repository)
+    for unread in ("transformer_ref", "FL2VA/transformer"):
+        shutil.copytree(repository / "transformer", repository / unread)
+    index = json.loads((repository / "model_index.json").read_text())
+    (repository / "model_index.json").write_text(json.dumps({**index, "transformer_ref": index["transformer"]}))
+    assert run(["models", "download", "owner/h3", "--dry-run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    weights = {file["name"].split("/")[0] for file in answer["files"] if file["name"].endswith(".safetensors")}
+    assert weights == {"transformer", "text_encoder", "vae", "audio_vae"}
+    load_pipeline("owner/h3", device="cpu")
+    (cached,) = cached_models()[0]
+    read = {path.relative_to(cached.folder).parts[0] for path in cached.folder.rglob("*.safetensors")}
+    assert (read, cached.lacks) == (weights, None)
+    prepare(RuntimeConfig("owner/h3", device="cpu", offline=True)).check_files()
 
 
 def test_one_variant_of_each_component_is_read() -> None:

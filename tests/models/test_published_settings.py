@@ -31,6 +31,7 @@ from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.layers import layered
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,6 +87,7 @@ OTHER = {
     "wan2.1-i2v-14b-720p": {"height", "width"},
     "wan2.1-flf2v-14b-720p": {"height", "width"},
     "ltx-video-0.9.0": {"height", "width"},
+    "qwen-image-2.1-turbo": {"sigmas", "num_inference_steps"},
     # Its folder says nothing that FLUX.1 Canny's does not.
     "flux.1-depth-dev": {"num_inference_steps", "guidance_scale"},
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
@@ -126,7 +128,9 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
-            assert name.startswith(("wan", "ltx", "flux.1")) or value == family.requests.defaults[key]
+            assert (
+                name.startswith(("wan", "ltx", "flux.1", "qwen-image-2.1-")) or value == family.requests.defaults[key]
+            )
             continue
         assert value == defaults[key], key
 
@@ -164,7 +168,7 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
     for preset in ({}, *content.get("presets", {}).values()):
         # Of two blocks.
         tiny = {"stg_blocks": (0,)} if "stg_blocks" in rules.defaults else {}
-        request = GenerationRequest(prompt="a star", **{**settings(name), **preset, **tiny})
+        request = GenerationRequest(prompt="a star", **layered(settings(name), preset, tiny))
         of_references = rules.inputs.references is not None and rules.inputs.references.sized_by is not None
         follows = of_references or rules.inputs.size_of_image is not None
         assert (request.height is None) == (request.width is None)

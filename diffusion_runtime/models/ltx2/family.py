@@ -62,9 +62,12 @@ def _adapt(model: _Model) -> _Model:
     model = dataclasses.replace(model, inputs=ImageInputs(images=images))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
+        tiny_decoders = {128: "taeltx2_3"}
         if not model.config.video.has_ffn_bias:
             defaults |= _LTX25_DEFAULTS
-        model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
+            # None is published for LTX-2.5.
+            tiny_decoders = {}
+        model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS, tiny_decoders=tiny_decoders)
     weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
     if model.config.turns_halves:
         weights = dataclasses.replace(weights, arrange=pair_channels)
@@ -91,8 +94,8 @@ FAMILY = ModelFamily(
         pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
-        # Length of the video, and a longer prompt, from the text.
-        unread=("duration_head", "prompt_enhancer"),
+        # Length of the video, and a longer prompt, from the text; the transformer of LTX-2.5 before distillation.
+        unread={"duration_head": "num_frames", "prompt_enhancer": "", "transformer_full": ""},
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
     # it.

@@ -78,8 +78,8 @@ FAMILY = ModelFamily(
         pipeline_classes=("MiniMaxH3Pipeline",),
         index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
-        # As large as the transformer, for requests with references.
-        unread=("transformer_ref",),
+        # The transformer for references, and both again under the authors' names.
+        unread={"transformer_ref": "", "FL2VA": "", "Ref2VA": ""},
         check_parts=_check_parts,
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.

@@ -144,6 +144,11 @@ def test_the_published_model_makes_5_to_15_seconds() -> None:
             rules.resolve(GenerationRequest("a star", num_frames=num_frames))
 
 
+def test_seconds_are_a_length_that_the_model_makes(ours: Pipeline) -> None:
+    lengths = [ours.rules.resolve(GenerationRequest("rain", seconds=seconds)).num_frames for seconds in (5, 6)]
+    assert lengths == [124, 141]
+
+
 def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
     path = picture(tmp_path / "last.png", 0)
     request = ours.resolve(GenerationRequest("a star", last_image_path=path, num_frames=22))
