@@ -30,7 +30,11 @@ EFFORT = StepEffort(num_samples=2, matmul_size=64)
 
 def small(opened: StepModel, batch: int = 2) -> StepModel:
     """At 64 x 64 pixels, two latent frames of a video."""
-    return with_size(opened, height=64, width=64, num_frames=sum(opened.model.geometry.frame_rule), batch=batch)
+    geometry = opened.model.geometry
+    # A model may make no clip as short as its rule allows.
+    fewest, _ = getattr(geometry, "frame_limits", (1, None))
+    num_frames = max(fewest, sum(geometry.frame_rule))
+    return with_size(opened, height=64, width=64, num_frames=num_frames, batch=batch)
 
 
 def tiny(batch: int = 2, num_layers: int | None = None) -> StepModel:

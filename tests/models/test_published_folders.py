@@ -52,6 +52,7 @@ NUM_PARAMETERS = {
     "Qwen-Image-Edit-2509": 20_430_401_088,
     "Qwen-Image-Edit-2511": 20_430_401_088,
     "Qwen-Image-2.1": 7_115_124_736,
+    "Qwen-Image-2.1-Turbo": 7_115_124_736,
     "FLUX.1-dev": 11_901_408_320,
     "FLUX.1-Canny-dev": 11_901_604_928,
     "FLUX.1-Depth-dev": 11_901_604_928,
