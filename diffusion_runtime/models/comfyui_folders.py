@@ -10,8 +10,7 @@ from pathlib import Path
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown
 from diffusion_runtime.untrusted.files import user_path
-from diffusion_runtime.weights.transformer_files import SUFFIXES
-from diffusion_runtime.weights.weight_files import listed
+from diffusion_runtime.weights.weight_files import SUFFIXES, listed
 
 _logger = logging.getLogger("diffusion_runtime.loading")
 

@@ -52,9 +52,9 @@ from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.file_kinds import kind_of
 from diffusion_runtime.weights.file_parts import parts_of
-from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import (
     GGUF,
+    SUFFIXES,
     listed,
     stored_dtypes,
 )

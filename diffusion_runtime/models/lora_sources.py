@@ -21,8 +21,7 @@ from diffusion_runtime.models import hub
 from diffusion_runtime.models.comfyui_folders import LORAS, named_file
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.cached_folder import SNAPSHOTS, commit_of, hub_id_of
-from diffusion_runtime.weights.lora.reading import FILES_IN_FOLDERS
-from diffusion_runtime.weights.lora.settings import CONFIG_FILE
+from diffusion_runtime.weights.lora.settings import CONFIG_FILE, FILES_IN_FOLDERS
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS
 from diffusion_runtime.weights.weight_files import CONVERT, PICKLES, SAFETENSORS, listed
 

@@ -9,8 +9,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.comfyui_folders import CHECKPOINTS, PARTS, TRANSFORMERS
 from diffusion_runtime.models.recognised_files import models_that_fit
 from diffusion_runtime.models.weight_summary import holds_weights, summarise_weights
-from diffusion_runtime.weights.transformer_files import SUFFIXES
-from diffusion_runtime.weights.weight_files import listed
+from diffusion_runtime.weights.weight_files import SUFFIXES, listed
 
 # What takes a file of a component, by the component of its summary.
 _FLAGS = {"vae": "--vae-path", "text_encoder": "--text-encoder-path", "image_encoder": "--image-encoder-path"}

@@ -18,16 +18,15 @@ from diffusion_runtime.core.model_folder import (
 )
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
-from diffusion_runtime.models.misplaced_files import advice_for_comfyui, advice_for_file
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.untrusted.files import check_place, user_path
 from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
-from diffusion_runtime.weights.transformer_files import SUFFIXES
 from diffusion_runtime.weights.weight_files import (
     CONVERT,
     PICKLES,
     STEMS,
+    SUFFIXES,
     find_component_files,
     find_weight_files,
     listed,
@@ -76,6 +75,9 @@ def resolve_model_folder(
             if (snapshot := snapshot_in(path, revision)) is not None:
                 check_model_files(snapshot)
                 return snapshot
+            # Imported for this message alone: it reads weights, with torch.
+            from diffusion_runtime.models.misplaced_files import advice_for_comfyui
+
             if (advice := advice_for_comfyui(path)) is not None:
                 raise ModelLoadError(f"{path} is no diffusers folder: {advice}")
             for file in sorted(path.iterdir()):
@@ -283,6 +285,8 @@ def _beside(hub_id: str) -> str:
 def _refuse_single_file(path: Path) -> None:
     """Refuse a checkpoint in one file where the folder of a model should be. Raises ModelLoadError."""
     if path.suffix in SUFFIXES:
+        from diffusion_runtime.models.misplaced_files import advice_for_file
+
         raise ModelLoadError(f"{path} is one file, and a model is a folder: {advice_for_file(path)}")
     if path.suffix in PICKLES:
         raise ModelLoadError(

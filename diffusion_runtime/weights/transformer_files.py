@@ -23,15 +23,13 @@ from diffusion_runtime.weights.weight_files import (
     COMPONENT_STEM,
     CONVERT,
     GGUF,
-    SAFETENSORS,
+    SUFFIXES,
     check_quantization_config,
     find_weight_files,
     listed,
     refuse_unmarked,
     without_prefix,
 )
-
-SUFFIXES = (*SAFETENSORS, GGUF)
 
 
 @dataclass(frozen=True)

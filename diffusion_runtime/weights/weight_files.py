@@ -45,6 +45,8 @@ GGUF = ".gguf"
 GGUF_LINK, PICTURES_LINK = "model.gguf", "mmproj.gguf"
 # `.sft` is another name of the same format.
 SAFETENSORS = (".safetensors", ".sft")
+# Of the files that a transformer, or a part of a model, may be.
+SUFFIXES = (*SAFETENSORS, GGUF)
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")

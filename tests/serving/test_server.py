@@ -70,6 +70,13 @@ def official(server: RunningServer) -> Iterator[Any]:
         yield client
 
 
+def test_its_http_process_has_neither_torch_nor_numpy(server: RunningServer) -> None:
+    """Weights, models and LoRA files are the engine's; the front only asks which commit of the hub they are."""
+    assert server.process is not None
+    mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert [name for name in ("/libtorch", "/numpy/") if name in mapped] == []
+
+
 def test_the_official_client_makes_videos_with_the_bytes_of_generate(official: Any, tmp_path: Path) -> None:
     video = official.videos.create_and_poll(
         prompt=PROMPT, size="64x64", extra_body={"num_frames": 5, "num_inference_steps": 2, "seed": 7}

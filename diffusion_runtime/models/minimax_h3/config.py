@@ -14,6 +14,7 @@ from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
+# Its name in Wan checkpoints of the same trainers; no file of this model that has one could be read.
 GATE = "attn.to_gate_compress"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.

@@ -29,13 +29,11 @@ from diffusion_runtime.weights.lora.adapters import (
 )
 from diffusion_runtime.weights.lora.few_step import FewStepHint, few_step_hint
 from diffusion_runtime.weights.lora.keys import LOHA, LOKR, LoraKey, Names, Role, other_method, parse_key
-from diffusion_runtime.weights.lora.settings import AdapterSettings, read_settings
+from diffusion_runtime.weights.lora.settings import FILES_IN_FOLDERS, AdapterSettings, read_settings
 from diffusion_runtime.weights.lora.shipped import SHIPPED_LORAS, lora_path
 from diffusion_runtime.weights.tensor_files import read_tensors
 from diffusion_runtime.weights.weight_files import DAMAGED, SAFETENSORS, listed
 
-# What peft, diffusers and trainers call the file inside a folder.
-FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 _HOW_TO_GIVE = (
     "Give a file or a folder on this machine, or the hub's ORG/NAME or ORG/NAME/FILE: --lora FILE, FILE@0.8, or "
     "transformer=FILE, transformer_2=FILE, both=FILE"

@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 
 METADATA_KEY = "lora_adapter_metadata"
 CONFIG_FILE = "adapter_config.json"
+# What peft, diffusers and trainers call the file inside a folder.
+FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 # The alpha of the whole file, as other trainers write it in the metadata.
 _ALPHA_KEYS = ("lora_alpha", "network_alpha")
 # Names of modules, of which a file may list any number.
