@@ -16,12 +16,13 @@ from cli_support import process_environment
 
 # Explicitly: what the cluster and whoever speaks to it agree on.
 ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-# A dead node is noticed after 1 s rather than 15.
+# A dead node refuses the connection, and is noticed after 3 s rather than 15. A node that lives may take 10 s to
+# answer: with 1 s, a busy machine of two cores lost a living node.
 _QUICK = {
     "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 2,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 10000,
+    "health_check_failure_threshold": 3,
 }
 
 

@@ -52,38 +52,47 @@ def states(http: httpx.Client) -> list[str]:
     return [each["state"] for each in http.get("/health").json().get("replicas", ())]
 
 
-@pytest.mark.ray
-def test_a_cluster_serves_outlives_nodes_and_servers_and_scales_to_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    quick, long = expected(tmp_path, 2), expected(tmp_path, 40)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("on_cluster")
+def test_a_cluster_gives_the_bytes_of_one_process_while_its_nodes_die(tmp_path: Path) -> None:
+    long = expected(tmp_path, 40)
     with ray_cluster(3) as cluster:
-        on_cluster = ("--device", "cpu", "--ray", cluster.address)
-        with running_server(tmp_path / "storage", "--replicas", "2", *on_cluster) as server:
+        words = ("--device", "cpu", "--ray", cluster.address, "--replicas", "2")
+        with running_server(tmp_path / "storage", *words) as server, server.client() as http:
+            wait_for(lambda: states(http) == ["ready", "ready"])
+            # One of the two nodes besides the head has a replica at least.
+            jobs = [http.post("/v1/videos", json={**BODY, "num_inference_steps": 40}).json()["id"] for _ in range(2)]
+            wait_for(lambda: all(http.get(f"/v1/videos/{each}").json()["step"] for each in jobs))
+            cluster.say("kill 0")
+            cluster.say("kill 1")
+            videos = [finished(http, each) for each in jobs]
+            assert {video["sha256"] for video in videos} == {hashlib.sha256(long).hexdigest()}
+            assert max(video["attempts"] for video in videos) == 2, videos
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cluster")
+def test_a_server_finds_its_replicas_again_and_a_gang_scales_to_zero(tmp_path: Path) -> None:
+    quick, long = expected(tmp_path, 2), expected(tmp_path, 40)
+    with ray_cluster(2) as cluster:
+        words = ("--device", "cpu", "--ray", cluster.address)
+        with running_server(tmp_path / "storage", "--replicas", "1", *words) as server:
             with server.client() as http:
-                wait_for(lambda: states(http) == ["ready", "ready"])
-                made = finished(http, http.post("/v1/videos", json=BODY).json()["id"])
-                assert made["sha256"] == hashlib.sha256(quick).hexdigest()
-                # One of the two nodes besides the head has a replica at least.
-                jobs = [
-                    http.post("/v1/videos", json={**BODY, "num_inference_steps": 40}).json()["id"] for _ in range(2)
-                ]
-                wait_for(lambda: all(http.get(f"/v1/videos/{each}").json()["step"] for each in jobs))
-                cluster.say("kill 0")
-                cluster.say("kill 1")
-                videos = [finished(http, each) for each in jobs]
-                assert {video["sha256"] for video in videos} == {hashlib.sha256(long).hexdigest()}
-                assert max(video["attempts"] for video in videos) == 2, videos
                 waiting = http.post("/v1/videos", json={**BODY, "num_inference_steps": 40}).json()["id"]
+                wait_for(lambda: http.get(f"/v1/videos/{waiting}").json()["step"])
             server.kill(signal.SIGKILL)
             server.start()
             with server.client() as http:
                 assert finished(http, waiting)["sha256"] == hashlib.sha256(long).hexdigest()
                 assert any("found the replicas of an earlier server" in str(each) for each in server.logs)
-        cluster.say("add")
-        gang = ("--replicas", "0..1", "--num-gpus", "2", "--idle", "1", *on_cluster)
+        gang = ("--replicas", "0..1", "--num-gpus", "2", "--idle", "1", *words)
         with running_server(tmp_path / "gang", *gang) as server, server.client() as http:
             wait_for(lambda: states(http) == ["off"])
             video = finished(http, http.post("/v1/videos", json=BODY).json()["id"])
