@@ -190,7 +190,8 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     Raises what `inspected` raises.
     """
     prepared = inspected(given)
-    reads_files = prepared.model.weights.make_room(prepared.model.modules(prepared.transformer))
+    modules = prepared.model.modules(prepared.transformer)
+    reads_files = prepared.model.weights.make_room(modules, prepared.loras)
     settings = BatchSettings.of([request], prepared.rules.sampling)
     planned, costs = planned_batch(prepared.rules, [request]), _PassCosts(prepared, request)
     groups = groups_of(prepared, planned, settings)

@@ -25,6 +25,7 @@ from diffusion_runtime.weights.lora.adapters import (
     Hadamard,
     Kronecker,
     LowRank,
+    Replacement,
     TuckerFactor,
 )
 from diffusion_runtime.weights.lora.few_step import FewStepHint, few_step_hint
@@ -43,15 +44,21 @@ _HOW_TO_GIVE = (
 @dataclass(frozen=True)
 class ModuleChange:
     """Change of one module by a file. name: the file's, without prefix; flattened: its dots are underscores. component:
-    as in LoraKey. weight, bias: added at strength 1, one after the other. rank: of its low rank, None without one."""
+    as in LoraKey. weight, bias: added at strength 1, one after the other, or one that replaces what is there. rank: of
+    its low rank, None without one."""
 
     name: str
     flattened: bool
     component: str
     keys: tuple[str, ...]
     weight: tuple[Adapter, ...]
-    bias: tuple[Difference, ...]
+    bias: tuple[Difference | Replacement, ...]
     rank: int | None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it replaces a weight or a bias."""
+        return any(isinstance(each, Replacement) for each in (*self.weight, *self.bias))
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,12 @@ class LoraFile:
     @property
     def num_keys(self) -> int:
         return sum(len(module.keys) for module in self.modules) + len(self.unknown)
+
+    @property
+    def num_replaced(self) -> int:
+        """Weights and biases that it replaces."""
+        adapters = (each for module in self.modules for each in (*module.weight, *module.bias))
+        return sum(isinstance(each, Replacement) for each in adapters)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -186,7 +199,8 @@ def _kinds(roles: set[Role]) -> tuple[str, ...]:
         "LoHa": bool(roles & LOHA),
         "DoRA": Role.MAGNITUDE in roles,
         "whole differences": Role.DIFF in roles,
-        "biases": bool(roles & {Role.DIFF_BIAS, Role.UP_BIAS}),
+        "biases": bool(roles & {Role.DIFF_BIAS, Role.UP_BIAS, Role.SET_BIAS}),
+        "replaced weights": Role.SET in roles,
     }
     return tuple(kind for kind, holds in kinds.items() if holds)
 
@@ -202,7 +216,7 @@ class _Reader:
 
     def change(self, flattened: bool, component: str, keys: Mapping[Role, LoraKey]) -> ModuleChange:
         weight: list[Adapter] = []
-        bias: list[Difference] = []
+        bias: list[Difference | Replacement] = []
         rank = None
         if {Role.DOWN, Role.UP} & self.tensors.keys():
             low_rank = self._low_rank()
@@ -222,6 +236,14 @@ class _Reader:
             weight.append(Difference(self._matrix(Role.DIFF)))
         if Role.DIFF_BIAS in self.tensors:
             bias.append(Difference(_column(self.tensors[Role.DIFF_BIAS])))
+        for role, changes in ((Role.SET, weight), (Role.SET_BIAS, bias)):
+            if role not in self.tensors:
+                continue
+            if changes:
+                others = ", ".join(each.value for each in self.tensors if each is not role)
+                raise self._error(f"{role.value}, which replaces what is there, beside {others}; leave one out")
+            values = self._matrix(role) if role is Role.SET else _column(self.tensors[role])
+            changes.append(Replacement(values))
         if not weight and not bias:
             raise self._error(f"only {', '.join(role.value for role in self.tensors)}, which changes nothing")
         of = tuple(parsed.key for parsed in keys.values())
@@ -324,7 +346,8 @@ class _Reader:
     def _matrix(self, role: Role) -> torch.Tensor:
         """[rows, columns]; the kernel of a convolution is columns."""
         tensor = self.tensors[role]
-        if tensor.dim() == 0 or (tensor.dim() == 1 and role is not Role.DIFF) or not tensor.numel():
+        has_vector = role in (Role.DIFF, Role.SET)
+        if tensor.dim() == 0 or (tensor.dim() == 1 and not has_vector) or not tensor.numel():
             raise self._error(f"{role.value}: expected a matrix, got {list(tensor.shape)}")
         return tensor.reshape(tensor.shape[0], -1)
 
