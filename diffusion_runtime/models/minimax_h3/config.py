@@ -14,7 +14,8 @@ from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
-# Its name in FastH3's files (fastvideo 0.2.1, models/dits/minimax_h3.py), whole or of a LoRA, where it is a `.set_weight` key.
+# Its name in FastH3's files, whole models and LoRA files (there with `.set_weight`): fastvideo 0.2.1,
+# models/dits/minimax_h3.py.
 GATE = "attn.to_gate_compress"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.

@@ -254,6 +254,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             num_suffix_tokens=num_before + text.shape[1],
             valid_lengths=tuple(num_before + length for length in inputs.text.lengths),
             tile=sharding.tile,
+            text_segments=(num_given, audio.shape[1], text.shape[1]),
         )
         joint = context.with_layout(layout)
         spans = _spans(own.shape[1], num_given, audio.shape[1], text.shape[1], inputs.text.picture_ranges)
