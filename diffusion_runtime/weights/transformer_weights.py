@@ -149,14 +149,16 @@ class TransformerWeights:
                 self._make_room_for(component, module, changes)
                 self.set_loaded_dtypes(module, dtype)
 
-    def check(self, modules: Modules, components: Collection[str] | None = None) -> bool:
-        """Return whether weights are quantised in their files. components: those to check, None for all. Reads the
-        heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
+    def check(
+        self, modules: Modules, components: Collection[str] | None = None, changes: Sequence[WeightChange] = ()
+    ) -> bool:
+        """Return whether weights are quantised in their files. components: those to check, None for all. changes: such
+        as LoRA files. Reads the heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
         found = False
         for component, module in modules.items():
             if components is not None and component not in components:
                 continue
-            with self._checkpoint(component) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 self._make_room(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)

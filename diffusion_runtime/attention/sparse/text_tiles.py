@@ -80,7 +80,7 @@ def _text_tiles(layout: TokenLayout, num_tokens: int, device: torch.device) -> T
     runs: list[torch.Tensor] = []
     start = 0
     for length in layout.text_segments:
-        runs += torch.arange(start, start + length, device="cpu").split(num_tokens) if length else ()
+        runs += torch.split(torch.arange(start, start + length, device="cpu"), num_tokens) if length else ()
         start += length
     sizes = torch.tensor([len(run) for run in runs], device="cpu")
     tokens = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=start)

@@ -40,6 +40,13 @@ _HOW_TO_GIVE = (
     "transformer=FILE, transformer_2=FILE, both=FILE"
 )
 
+# Numbers of tensors in the metadata of FastVideo's files (`fastvideo-lora-v2`), and the roles of those.
+_COUNTS = {
+    "low_rank_tensors": (Role.DOWN, Role.UP),
+    "diff_tensors": (Role.DIFF, Role.DIFF_BIAS),
+    "set_weight_tensors": (Role.SET,),
+}
+
 
 @dataclass(frozen=True)
 class ModuleChange:
@@ -128,6 +135,7 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     if settings.use_dora and not any(Role.MAGNITUDE in keys for keys in groups.values()):
         raise ModelLoadError(f"{place}: use_dora: expected magnitudes (dora_scale) among its keys, there are none")
     parsed_keys = [parsed for keys in groups.values() for parsed in keys.values()]
+    _check_counts(place, metadata, [parsed.role for parsed in parsed_keys])
     return LoraFile(
         place,
         tuple(modules),
@@ -170,6 +178,18 @@ def _refuse_other_methods(path: Path, unknown: Sequence[str]) -> None:
             f"{listed(keys)}. Merge the file into the transformer with the library that made it (peft: "
             "merge_and_unload(), then save_pretrained(FOLDER)), and give the result by --transformer-path"
         )
+
+
+def _check_counts(path: Path, metadata: Mapping[str, str], roles: Sequence[Role]) -> None:
+    """Raises ModelLoadError for a file that has another number of tensors than its metadata says, as FastVideo writes
+    it."""
+    for key, of in _COUNTS.items():
+        stated, found = metadata.get(key), sum(role in of for role in roles)
+        if stated is not None and stated != str(found):
+            raise ModelLoadError(
+                f"{path}: {key}: its metadata says {shown(stated)}, and it has {found}: the file is incomplete; copy "
+                "or download it again"
+            )
 
 
 def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
