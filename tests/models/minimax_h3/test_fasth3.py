@@ -22,11 +22,14 @@ from diffusion_runtime.attention import AttentionConfig, AttentionContext, Atten
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.denoising.part_schedules import with_schedule_of_sound
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.minimax_h3.transformer import MiniMaxH3Transformer
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.weights.lora.binding import bind_files
 from tests.models.minimax_h3.test_transformer import LONG, SHORT, inputs, run_theirs
 
@@ -208,6 +211,44 @@ def test_what_a_file_may_not_hold(
     save_file(made, tmp_path / "lora.safetensors", metadata=stated)
     with pytest.raises(ModelLoadError, match=told):
         opened(tiny_minimax_h3_folder, LoraConfig(str(tmp_path / "lora.safetensors"), scale=scale))
+
+
+@table(("preset", "shift"), [("fasth3-4", 12.0), ("fasth3-8", 10.0)])
+def test_both_schedules_equal_euler_steps_in_float64(tiny_minimax_h3_folder: Path, preset: str, shift: float) -> None:
+    """Of a velocity that depends on what is noised, on the other part, and on both noise levels."""
+    rules = prepare(RuntimeConfig(str(tiny_minimax_h3_folder), device="cpu")).rules
+    request = rules.resolve(GenerationRequest("rain", **TINY_SIZES), preset)
+    geometry, size = rules.sampling.geometry, ClipSize(64, 96, 22, 24)
+    noise = torch.randn(1, *geometry.sample_shape(size), generator=torch.Generator().manual_seed(0))
+    start = geometry.parts(noise, size)
+    assert start.audio is not None
+
+    def velocities(video: Any, audio: Any, level: float, of_sound: float) -> tuple[Any, Any]:
+        return level - video + audio.mean(), 2 * of_sound - audio + video.mean() * level
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        parts, level = geometry.parts(latents, size), float(step.sigma or 0)
+        of_sound = 3 * level / (shift + (3 - shift) * level)
+        return geometry.join(*velocities(parts.video, parts.audio, level, of_sound))
+
+    sampler = BatchSettings.of([request], rules.sampling).build_sampler()
+    found = sampler.sample(noise, with_schedule_of_sound(predict, geometry, size, 3 / shift))
+    # The published positions, one shift for each part, and steps to the next level.
+    positions = {4: (999, 749, 500, 250), 8: (999, 874, 749, 624, 500, 375, 250, 125)}[int(preset[-1])]
+    levels = [
+        [each * t / (1000 + (each - 1) * t) for t in (*positions, 0)]
+        for each in (shift, 3.0)  # s t / (1 + (s - 1) t) of t in thousandths
+    ]
+    video, audio = start.video.double(), start.audio.double()
+    for index in range(len(positions)):
+        of_video, of_audio = velocities(video, audio, levels[0][index], levels[1][index])
+        video = video + (levels[0][index + 1] - levels[0][index]) * of_video
+        audio = audio + (levels[1][index + 1] - levels[1][index]) * of_audio
+    ended = geometry.parts(found, size)
+    assert ended.audio is not None
+    assert relative(ended.video, video) < 1e-5
+    assert relative(ended.audio, audio) < 1e-5
+    assert relative(start.audio, audio) > 0.1
 
 
 def test_two_files_may_not_replace_one_weight(tiny_minimax_h3_folder: Path, lora_file: Path, tmp_path: Path) -> None:
