@@ -162,6 +162,7 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         assert (await until("ended"))["code"] != 0
         assert host.exit_code() is not None
         heard.cancel()
+        host._own.cleanup()
 
     asyncio.run(run())
 
