@@ -174,7 +174,8 @@ class Dispatcher:
             if not self.is_draining:
                 self.engines.scale(len(waiting))
             is_open = bool(free) and not self.is_draining
-            batch = next_batch(waiting, self.settings.limits, len(free)) if is_open else NextBatch()
+            sizes = self.engines.batch_size, self.settings.limits.max_overtakes
+            batch = next_batch(waiting, *sizes, len(free)) if is_open else NextBatch()
             if not batch.ids:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
