@@ -4,6 +4,7 @@ against diffusers' transformer with the merged weights and VSA-H3 by its formula
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,27 @@ def test_both_schedules_equal_euler_steps_in_float64(tiny_minimax_h3_folder: Pat
     assert relative(ended.video, video) < 1e-5
     assert relative(ended.audio, audio) < 1e-5
     assert relative(start.audio, audio) > 0.1
+
+
+def test_a_weight_of_another_family_is_replaced_to_the_bit(
+    tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By its authors' names, as rows of a joined layer; numbers that a sum with the model's would round. What another
+    file adds comes on top."""
+    weight, bias = torch.full((64, 64), 1e-9 / 3), torch.full((64,), 1e-9 / 7)
+    module = "diffusion_model.blocks.1.self_attn.v"
+    added = {f"{module}.diff": torch.ones(64, 64), f"{module}.diff_b": torch.ones(64)}
+    for name, tensors in (("set", {f"{module}.set_weight": weight, f"{module}.set_bias": bias}), ("more", added)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    folder = tiny_folder_of("wan")
+    for names, more in ((("set",), 0.0), (("more", "set"), 1.0)):
+        model = family_for_folder(ModelFolder(folder)).describe(ModelFolder(folder))
+        configs = [LoraConfig(str(tmp_path / f"{name}.safetensors")) for name in names]
+        loras = bind_files(configs, model.lora_target(lora_names_of_families))
+        built = model.build_transformer(AttentionPolicy(dtype=torch.float32, environment=None))
+        layer = model.load_transformer(built, CPU, torch.float32, loras).get_submodule("blocks.1.self_attention.qkv")
+        assert torch.equal(layer.weight[128:], weight + more)
+        assert torch.equal(layer.bias[128:], bias + more)
 
 
 def test_two_files_may_not_replace_one_weight(tiny_minimax_h3_folder: Path, lora_file: Path, tmp_path: Path) -> None:
