@@ -22,6 +22,7 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.guard import Guard
 from diffusion_runtime.serving.image_routes import image_routes
 from diffusion_runtime.serving.openapi import request_schemas
+from diffusion_runtime.serving.page_routes import page_routes
 from diffusion_runtime.serving.server_routes import server_routes
 from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -51,6 +52,7 @@ def build_api(dispatcher: Dispatcher) -> FastAPI:
 
     api = _Api(title="diffusion-runtime", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     submission = Submission(dispatcher)
+    api.include_router(page_routes())
     api.include_router(video_routes(dispatcher, submission))
     api.include_router(image_routes(dispatcher, submission))
     api.include_router(admin_routes(dispatcher))
