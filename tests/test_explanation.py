@@ -280,8 +280,17 @@ def test_the_page_draws_schedules_by_layer_and_step_and_fits_a_small_screen(tmp_
         shown = page.read("document.body.innerText")
         assert "cfg_gate 0.5" in shown
         assert "dense calls: torch_sdpa" in shown
-        causal = prepare(RuntimeConfig("shapes-causal", device="cpu", attention={"schedule": [{"steps": "4-11", "role": "self", "backend": "reference"}]}))
-        write_page(explain(causal, causal.rules.resolve(GenerationRequest("a red circle", num_frames=29))), tmp_path / "causal.html")
+        causal = prepare(
+            RuntimeConfig(
+                "shapes-causal",
+                device="cpu",
+                attention={"schedule": [{"steps": "4-11", "role": "self", "backend": "reference"}]},
+            )
+        )
+        write_page(
+            explain(causal, causal.rules.resolve(GenerationRequest("a red circle", num_frames=29))),
+            tmp_path / "causal.html",
+        )
         page.open(tmp_path / "causal.html", 1000, 800)
         texts = page.read("[...document.querySelectorAll('.map title')].map(each => each.textContent)")
         assert any(text.startswith("layer 0, steps 4-11 of the first chunk: reference") for text in texts)

@@ -35,7 +35,9 @@ class PageFiles:
 @functools.cache
 def page_files() -> PageFiles:
     """Return the files of the page that `serve` shows."""
-    files = {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in sorted(_FOLDER.iterdir()) if _is_sent(path)}
+    files = {
+        path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in sorted(_FOLDER.iterdir()) if _is_sent(path)
+    }
     index = (_FOLDER / "index.html").read_bytes()
     digest = hashlib.sha256(b"".join((index, *(content for content, _ in files.values())))).hexdigest()[:16]
     return PageFiles(index.replace(b"{digest}", digest.encode()), digest, files)

@@ -16,6 +16,9 @@ function fill(node, attributes, children) {
 export const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
+// Put children of any depth in place of those of a node.
+export const swap = (node, ...children) => { node.replaceChildren(); return fill(node, {}, children); };
+
 // A part that scrolls by itself, with the keyboard too.
 export const wide = (label, ...children) => el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": label }, children);
 
@@ -41,7 +44,7 @@ export const word = (value) => String(value).replaceAll("_", " ");
 
 export function duration(seconds) {
   if (seconds == null) return "-";
-  if (seconds < 90) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+  if (seconds < 90) return `${seconds < 10 ? +seconds.toPrecision(2) : Math.round(seconds)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 90 ? `${minutes} min` : `${(seconds / 3600).toFixed(1)} h`;
 }

@@ -111,33 +111,32 @@ export function reportView(report, timings, expected) {
 const STAGES = ["text", "denoise", "decode"];
 const ratio = (found) => found == null ? "-" : `${found.toFixed(2)}x`;
 
+// A row of fewer steps has the colour of the reference, whose setting it is.
+const colourOf = (row, at) => row.kind === "fewer_steps" ? 0 : at;
+
 // found: as `compare` writes it, with a `source` of each clip's picture and a `speed` of each row, as a text.
-export function comparisonView(found, scope) {
-  const { rows } = found, { num_frames: count, fps } = found.size, reference = rows[0];
-  // A row of fewer steps has the colour of the reference, whose setting it is.
-  const colour = (row, at) => row.kind === "fewer_steps" ? 0 : at;
-  const name = (row, at) => el("span", {}, mark(at, colour(row, at)), ` ${row.name}${row.kind === "fewer_steps" ? `, in the time of ${row.beside}` : ""}`);
-  const note = (clip) => clip.psnr_db == null ? (clip.note ?? "reference") : `${clip.psnr_db.toFixed(1)} dB`;
-  const shown = rows.map((row, at) => [row, at]).filter(([row]) => row.clips.length);
-  const groups = found.prompts.map(({ prompt, seed }, index) => {
-    const clips = shown.map(([row, at]) => ({ at, colour: colour(row, at), name: row.name, note: note(row.clips[index]), source: row.clips[index].source, label: `${row.name}: ${prompt}` }));
-    return { title: el("h3", {}, `${prompt}, seed ${seed}`), clips };
-  });
+export function comparisonPlayers(found, scope) {
+  const shown = found.rows.map((row, at) => [row, at]).filter(([row]) => row.clips.length);
+  const note = (clip) => clip.note ?? (clip.psnr_db == null ? "reference" : `${clip.psnr_db.toFixed(1)} dB`);
+  const groups = found.prompts.map(({ prompt, seed }, index) => ({ title: el("h3", {}, `${prompt}, seed ${seed}`),
+    clips: shown.map(([row, at]) => ({ at, colour: colourOf(row, at), name: row.name, note: note(row.clips[index]), source: row.clips[index].source, label: `${row.name}: ${prompt}` })) }));
   // All clips of the page have one clock.
-  const all = players(groups.flatMap((group) => group.clips), fps || 1, count, scope);
-  const pictures = groups.map((group, index) => [group.title, el("div", { class: "clips" }, all.figures.slice(index * shown.length, (index + 1) * shown.length))]);
-  const first = all.media.slice(0, shown.length);
+  const all = players(groups.flatMap((group) => group.clips), found.size.fps || 1, found.size.num_frames, scope), first = all.media.slice(0, shown.length);
+  return [all.clock, groups.map((group, index) => [group.title, el("div", { class: "clips" }, all.figures.slice(index * shown.length, (index + 1) * shown.length))]),
+    first.length > 1 ? el("details", {}, el("summary", {}, "Two on top of each other: slider, difference"), overlay(first, groups[0].clips)) : null];
+}
+
+export function comparisonFigures(found) {
+  const { rows } = found, reference = rows[0];
+  const name = (row, at) => el("span", {}, mark(at, colourOf(row, at)), ` ${row.name}${row.kind === "fewer_steps" ? `, in the time of ${row.beside}` : ""}`);
   const quality = rows.map((row, at) => [name(row, at), row.num_inference_steps ?? "-", figure(row.final_latent_l2, 3), firstOver(row, found.threshold), figure(row.psnr_db, 1),
     figure(row.ssim, 3), figure(row.lpips, 3), row.accuracy ? accuracy(row.accuracy) : "-", figure(row.clip_score, 1), row.speed ?? ratio(row.speedup)]);
   const cost = rows.map((row, at) => [name(row, at), ...STAGES.map((stage) => figure(row.seconds[stage], 2)), figure(row.seconds_per_step, 3), figure(row.total_seconds, 2),
     figure(row.attention_seconds, 2), figure(row.attention_density, 2), memoryText(row.peak_memory)]);
   const series = rows.map((row, at) => ({ at, name: row.name, row })).filter(({ row }) => row.kind === "setting")
     .map((each) => ({ ...each, points: each.row.latent_l2_per_step.map((value, step) => [step, value]).filter(([, value]) => value != null) })).filter((each) => each.points.length);
-  const points = rows.map((row, at) => ({ at, colour: colour(row, at), name: row.name, x: row.total_seconds, y: row.psnr_db, square: row.kind === "fewer_steps" }))
-    .filter((each) => each.x != null && each.y != null);
+  const points = rows.map((row, at) => ({ at, colour: colourOf(row, at), name: row.name, x: row.total_seconds, y: row.psnr_db, square: row.kind === "fewer_steps" })).filter((each) => each.x != null && each.y != null);
   return [
-    all.clock, pictures,
-    first.length > 1 ? el("details", {}, el("summary", {}, "Two on top of each other: slider, difference"), overlay(first, groups[0].clips)) : null,
     section("Quality", table("Quality", ["setting", "steps", "latent L2", `first step over ${found.threshold}`, "PSNR, dB", "SSIM", "LPIPS", "all right (95 %)", "CLIP", "speed"], quality)),
     section("Time and memory", table("Time and memory", ["setting", ...STAGES.map((stage) => `${stage}, s`), "per step, s", "total, s", "attention, s", "density", "memory"], cost)),
     series.length ? section("Distance from the reference, step by step", lines("Relative L2 distance of the latents by step", "divergence", series, ["step", "relative L2 of the latents"], found.threshold)) : null,

@@ -17,6 +17,7 @@ from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
 from diffusion_runtime.serving.replicas import Replicas
+from diffusion_runtime.serving.request_fields import RECORDED
 from diffusion_runtime.serving.retention import Retention
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -224,10 +225,11 @@ class Dispatcher:
                 )
         self.metrics.batch_size.observe(len(works))
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
+        recorded = {name: bool(jobs[0].work["options"].get(name)) for name in RECORDED[1:]}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
         try:
-            replica.send("run", works=works, previews=previews, profile=profile, **shared)
+            replica.send("run", works=works, previews=previews, profile=profile, **recorded, **shared)
             await replica.batch
         except EngineLost:
             if profile is not None:

@@ -156,12 +156,18 @@ def _make_batch(
 ) -> list[GeneratedMedia]:
     """Make the requests of a message on this rank. watch: of rank 0, which is told of previews and profiles."""
     from diffusion_runtime.request.generation_request import GenerationRequest
+    from diffusion_runtime.serving.recorded import recorded
     from diffusion_runtime.serving.served_model import Choice
 
     requests = [GenerationRequest.from_dict(work["request"]) for work in message["works"]]
     previews = int(message.get("previews") or 0)
     on_preview = None if watch is None else watch.preview
-    with _profiled(model, message, on_progress or (lambda _: None), watch) as on_progress:
+    # Files are rank 0's.
+    works = () if watch is None else message["works"]
+    with (
+        _profiled(model, message, on_progress or (lambda _: None), watch) as on_progress,
+        recorded(model.pipeline, message, works),
+    ):
         return model.generate(requests, Choice.of(message), on_progress, on_preview, previews)
 
 

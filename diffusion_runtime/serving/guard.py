@@ -17,7 +17,7 @@ from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.settings import ServerSettings
 
 _logger = logging.getLogger("diffusion_runtime.serving.access")
-# Answered without a key: whoever starts processes asks the first two, and the page, which asks for the key, holds nothing.
+# Answered without a key: whoever starts processes asks the first two; the page, which asks for the key, holds nothing.
 _OPEN, _PAGE = ("/liveness", "/health", "/"), "/page/"
 # Bytes per second of a body.
 _SLOWEST = 1024

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention.catalogue import list_backends
+from diffusion_runtime.attention.catalogue import list_backends, option_values
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.core.progress import OnProgress
@@ -155,7 +155,17 @@ class ServedModel:
             "loras": sorted(self._loras),
             "attention_roles": sorted({layer.layer.role for layer in prepared.layers}),
             "backends": [
-                {"name": each.name, "usable": each.usable, "reason": each.reason}
+                {
+                    "name": each.name,
+                    "usable": each.usable,
+                    "reason": each.reason,
+                    "fix": each.fix,
+                    "summary": each.summary,
+                    "categories": sorted(each.capability.categories),
+                    "options": [
+                        option for option in option_values(each.name) if not option["name"].endswith(_FILE_OPTIONS)
+                    ],
+                }
                 for each in list_backends(description.device)
             ],
         }

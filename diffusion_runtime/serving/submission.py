@@ -20,7 +20,7 @@ from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.guard import key_of
 from diffusion_runtime.serving.input_images import check_image
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
-from diffusion_runtime.serving.request_fields import Draft, check_limits, in_clients_words, read_draft
+from diffusion_runtime.serving.request_fields import RECORDED, Draft, check_limits, in_clients_words, read_draft
 from diffusion_runtime.serving.retention import bytes_of
 from diffusion_runtime.serving.settings import Access
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
@@ -124,7 +124,8 @@ class Submission:
         remarks = [in_clients_words(draft.kind, dispatcher.files.scrub(remark)) for remark in checked["remarks"]]
         return {
             "requests": checked["requests"],
-            "key": checked["key"],
+            # What is counted in one batch is counted of all its requests.
+            "key": checked["key"] + "".join(f" {name}" for name in RECORDED[1:] if draft.options[name]),
             "attention": draft.attention,
             "loras": draft.loras,
             "preset": draft.preset,
