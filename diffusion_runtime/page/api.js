@@ -126,7 +126,7 @@ export async function discard(job) {
 // Waiting jobs are asked for; of those that run, at most two are followed: a browser has six connections to one server.
 async function tick() {
   const open = [...jobs.values()].filter((job) => !isOver(job) && !followed.has(job.id));
-  for (const job of open.filter((each) => each.status === "in_progress").slice(0, 2 - followed.size)) followJob(job);
+  for (const job of open.filter((each) => each.status === "in_progress" && !each.is_stream).slice(0, 2 - followed.size)) followJob(job);
   for (const job of open.filter((each) => !followed.has(each.id)).slice(-8)) {
     try {
       put(await get(routeOf(job)));

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
+from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
-from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, VIDEO, Job, Jobs, new_id
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from diffusion_runtime.serving.metrics import Metrics
 
 _logger = logging.getLogger("diffusion_runtime.serving")
+# Streams of one job, forks included: each has a cache of keys.
+_MAX_STREAMS = 4
 # A job whose engine died is made again so often.
 _MAX_LOSSES = 1
 _LOOK_SECONDS = 0.5
@@ -69,6 +72,8 @@ class Dispatcher:
         self._overtaken: dict[str, int] = {}
         self._running: dict[str, tuple[KeptEngine, float]] = {}
         self._batches: set[asyncio.Task[None]] = set()
+        # Of a stream that runs: its jobs, to which forks are added.
+        self._streams: dict[str, list[Job]] = {}
         self._wake = asyncio.Event()
         self._step_began: dict[int, tuple[int, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,7 +85,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Queue again what an earlier process left, and start the engines."""
         for job in self.jobs.in_status(IN_PROGRESS):
-            self.jobs.requeue(job.id, is_loss=False)
+            self._note_loss(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
         tasks = (self.engines.run(), _again(self._dispatch), _again(self._look_after))
         self._tasks = [asyncio.create_task(task) for task in tasks]
@@ -138,6 +143,40 @@ class Dispatcher:
             with contextlib.suppress(EngineLost):
                 self._running[job_id][0].send("cancel", job=job_id)
         return True
+
+    def is_running(self, job_id: str) -> bool:
+        return job_id in self._running
+
+    def send_to(self, job_id: str, kind: str, /, **values: Any) -> None:
+        """Send a message about a running job to its engine. Raises Unavailable where it has just ended."""
+        try:
+            self._running[job_id][0].send(kind, job=job_id, **values)
+        except EngineLost as error:
+            raise Unavailable("engine_lost", "the engine ended, and is started again") from error
+
+    async def fork(self, job: Job, prompt: str | None, seed: int | None) -> Job:
+        """Add a job that continues a running stream in another way; it fails where the stream takes no fork. Raises
+        ApiError where there are too many already."""
+        jobs = self._streams[job.id]
+        if len(jobs) >= _MAX_STREAMS:
+            raise ApiError(409, "too_many_forks", f"expected at most {_MAX_STREAMS} streams at once, forks included")
+        changes = {name: value for name, value in (("prompt", prompt), ("seed", seed)) if value is not None}
+        work = {**job.work, "requests": [{**job.work["requests"][0], **changes}], "forked_from": job.id}
+        twin = self.jobs.add(Job(id=new_id(VIDEO), kind=VIDEO, owner=job.owner, created=time.time(), work=work))
+        self.jobs.begin([twin.id])
+        jobs.append(twin)
+        self._streams[twin.id] = jobs
+        self._running[twin.id] = (self._running[job.id][0], time.monotonic())
+        self.live(twin.id)
+        self.send_to(job.id, "fork", work=self._work(twin, 0, work["requests"][0]), prompt=prompt, seed=seed)
+        await self.jobs.log.kept()
+        return self.jobs.get(twin.id) or twin
+
+    def _work(self, job: Job, index: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the engine makes one file of."""
+        target = self.files.target(job.id, index if job.kind == IMAGE else None)
+        inputs = {str(self.files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
+        return {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
 
     async def delete(self, job_id: str) -> None:
         """Stop a job, wait for the engine to let go of it, and remove its row and files."""
@@ -215,21 +254,20 @@ class Dispatcher:
             self._overtaken.pop(job.id, None)
             self.live(job.id).parts.clear()
             self.live(job.id).previews.clear()
+            self.live(job.id).chunks.clear()
             self.live(job.id).note()
             self.metrics.queue_seconds.observe(max(0.0, time.time() - job.created))
-            for index, request in enumerate(job.work["requests"]):
-                target = self.files.target(job.id, index if job.kind == IMAGE else None)
-                inputs = {str(self.files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
-                works.append(
-                    {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
-                )
+            works += [self._work(job, index, request) for index, request in enumerate(job.work["requests"])]
         self.metrics.batch_size.observe(len(works))
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
         recorded = {name: bool(jobs[0].work["options"].get(name)) for name in RECORDED[1:]}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
+        is_stream = jobs[0].kind == VIDEO and bool(jobs[0].work["options"].get("stream"))
+        if is_stream:
+            self._streams[jobs[0].id] = jobs
         try:
-            replica.send("run", works=works, previews=previews, profile=profile, **recorded, **shared)
+            replica.send("run", works=works, previews=previews, profile=profile, stream=is_stream, **recorded, **shared)
             await replica.batch
         except EngineLost:
             if profile is not None:
@@ -243,6 +281,7 @@ class Dispatcher:
         finally:
             for job in jobs:
                 self._running.pop(job.id, None)
+                self._streams.pop(job.id, None)
             seconds = time.monotonic() - began
             self.mean_seconds += 0.2 * (seconds / len(jobs) - self.mean_seconds)
             for job in jobs:
@@ -251,11 +290,16 @@ class Dispatcher:
                     # Those that follow it have the object.
                     self._live.pop(job.id, Live()).note()
 
-    def _note_loss(self, job_id: str) -> None:
+    def _note_loss(self, job_id: str, *, is_loss: bool = True) -> None:
         job = self.jobs.get(job_id)
         if job is None or job.is_over:
             return
-        if job.losses >= _MAX_LOSSES:
+        if job.kind == VIDEO and job.work["options"].get("stream"):
+            # Prompts that came on the way, and what a fork continued, are lost with it.
+            self._fail(job_id, "engine_lost", "the stream ended with its engine; begin it again", kind="server_error")
+        elif not is_loss:
+            self.jobs.requeue(job_id, is_loss=False)
+        elif job.losses >= _MAX_LOSSES:
             self._fail(job_id, "engine_lost", "the engine ended twice while it made this job", kind="server_error")
         else:
             self.jobs.requeue(job_id, is_loss=True)
@@ -270,6 +314,9 @@ class Dispatcher:
             self._note_progress(replica, message)
         elif kind == "preview" and message["job"] in self._running:
             self.live(message["job"]).previews.append(message)
+            self.live(message["job"]).note()
+        elif kind == "frames" and message["job"] in self._running:
+            self.live(message["job"]).chunks.append(message)
             self.live(message["job"]).note()
         elif kind == "finished":
             self._note_result(replica, message)

@@ -63,14 +63,15 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "sha256": None if part is None else part["file"]["sha256"],
         "has_sound": None if part is None else part["has_sound"],
         "num_images": len(work["requests"]) if job.kind == IMAGE else None,
-        "settings": _settings(work),
+        "settings": _settings(work, request if part is None else part.get("request") or request),
+        "is_stream": bool(work["options"].get("stream")) and job.kind == VIDEO,
+        "forked_from_video_id": work.get("forked_from"),
     }
 
 
-def _settings(work: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(work: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request that makes the same job again, beside its prompt, size and seed. Images that came
     with it, whose names stand for them, are not kept."""
-    request = work["requests"][0]
     values = {name: request[name] for name in PLAIN_FIELDS if request.get(name) is not None}
     chosen = {name: work.get(of) for name, of in (("attention", "attention"), ("lora", "loras"), ("preset", "preset"))}
     return {"values": values, **chosen, "images": list(work.get("inputs") or ())}

@@ -91,15 +91,19 @@ def job_routes(kind: str, dispatcher: Dispatcher) -> APIRouter:
 
     @router.get("/{job_id}/events")
     async def job_events(job_id: str, request: Request) -> Response:
-        """Stream the job's state now and after every change, as server-sent events; previews with return_previews."""
+        """Stream the job's state now and after every change, as server-sent events; previews with return_previews, and
+        frames with stream: JPEG pictures in base64, of one chunk each."""
         job = found(job_id, request)
         last = request.headers.get("last-event-id", "")
 
         async def events() -> AsyncIterator[bytes]:
             # Kept here, as the last previews may come together with the end.
             live = None if job.is_over else dispatcher.live(job.id)
-            num_sent = 0
+            num_sent = num_chunks = 0
             async for each in dispatcher.follow(job.id):
+                for chunk in () if live is None else live.chunks[num_chunks:]:
+                    num_chunks += 1
+                    yield event("frames", {name: value for name, value in chunk.items() if name not in ("type", "job")})
                 for preview in () if live is None else live.previews[num_sent:]:
                     num_sent += 1
                     yield event("preview", await asyncio.to_thread(preview_object, job, preview))

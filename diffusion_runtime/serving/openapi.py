@@ -52,7 +52,12 @@ def _properties(kind: str) -> dict[str, Any]:
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
         previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
-        return {**properties, "input_reference": image, "return_previews": previews}
+        stream = {
+            "type": "boolean",
+            "default": False,
+            "description": "Frames as events while they are made (causal models).",
+        }
+        return {**properties, "input_reference": image, "return_previews": previews, "stream": stream}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},

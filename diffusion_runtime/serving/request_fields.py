@@ -66,7 +66,7 @@ _FORBIDDEN = re.compile(
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "n")
 # Of the answer: what of a generation is counted or kept beside its file.
 RECORDED = ("return_report", "return_density", "return_latents")
-_OF_VIDEOS = ("input_reference", "return_previews")
+_OF_VIDEOS = ("input_reference", "return_previews", "stream")
 _OF_IMAGES = (
     *("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images"),
     "wait",
@@ -145,6 +145,8 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
         draft.options[name] = name == "return_report" if recorded is None else recorded
     if kind == IMAGE:
         _read_image_options(draft, reader)
+    elif reader.take("stream", reader.boolean):
+        draft.options["stream"] = True
     elif reader.take("return_previews", reader.boolean):
         draft.num_previews = _VIDEO_PREVIEWS
     _take_images(draft, values, body.files)
@@ -160,6 +162,11 @@ def checked_prompt(value: Any) -> str:
         raise invalid("prompt", f"prompt: expected at most {MAX_PROMPT} characters, got {len(value)}")
     _check_text("prompt", value)
     return value
+
+
+def checked_seed(value: Any) -> int:
+    """Return a seed. Raises ApiError for what is no whole number."""
+    return _Reader({}, is_form=True).whole("seed", value)
 
 
 def _check_text(name: str, text: str) -> None:
