@@ -1,5 +1,5 @@
 // The server's API: requests with the key that the user gave, server-sent events, media that need the key, the job list.
-import { button, el } from "./dom.js";
+import { button, el, list, row, swap } from "./dom.js";
 
 const KEY = "diffusion-runtime key";
 let asking = null;
@@ -36,7 +36,7 @@ function askKey(wrong) {
     const input = el("input", { type: "password", id: "key", required: true, autocomplete: "off" });
     const form = el("form", { method: "dialog", onsubmit: () => sessionStorage.setItem(KEY, input.value.trim()) },
       el("label", { htmlFor: "key" }, wrong ? "That key is not one of this server's. Its key:" : "This server asks for a key:"), input,
-      el("div", { class: "row" }, el("button", { class: "main" }, "Use it")), el("small", {}, "It stays in this tab."));
+      row(el("button.main", "Use it")), el("small", "It stays in this tab."));
     const dialog = el("dialog", { "aria-label": "Key of the server", oncancel: (event) => event.preventDefault(), onclose: () => { dialog.remove(); done(); } }, form);
     document.body.append(dialog);
     dialog.showModal();
@@ -47,7 +47,6 @@ export const get = async (path) => (await send(path)).json();
 export const remove = async (path) => (await send(path, { method: "DELETE" })).json();
 export const bytes = async (path) => (await send(path)).arrayBuffer();
 export const blob = async (path) => (await send(path)).blob();
-export const text = async (path) => (await send(path)).text();
 
 // body: plain values, or a form.
 export async function post(path, body = {}, signal = undefined) {
@@ -151,16 +150,13 @@ async function followJob(job) {
   followed.delete(job.id);
 }
 
-// A place for what went wrong, with the reasons of backends.
+// A place for what went wrong, with the reasons of backends. attempt: runs, and shows what it throws; act: a button of that.
 export function problem() {
-  const node = el("div", { class: "problem", role: "alert", hidden: true });
-  return {
-    node,
-    clear() { node.hidden = true; node.replaceChildren(); },
-    show(error) {
-      node.replaceChildren(el("p", {}, error.message), ...(error.reasons?.length ? [el("ul", {}, error.reasons.map(([name, why]) => el("li", {}, `${name}: ${why}`)))] : []));
-      node.append(button("Dismiss", () => { node.hidden = true; }));
-      node.hidden = false;
-    },
+  const node = el("div.problem", { role: "alert", hidden: true });
+  const show = (error) => {
+    swap(node, el("p", error.message), list((error.reasons ?? []).map(([name, why]) => `${name}: ${why}`)), button("Dismiss", () => { node.hidden = true; }));
+    node.hidden = false;
   };
+  const attempt = async (run) => { node.hidden = true; try { return await run(); } catch (error) { if (error.name !== "AbortError") show(error); } };
+  return { node, show, attempt, act: (text, run, attributes) => button(text, () => attempt(run), attributes) };
 }

@@ -1,8 +1,9 @@
 // Attention: a backend for every role with its options, rules for some layers and steps, and what that would run.
 import { post, problem } from "./api.js";
-import { button, el, say, swap } from "./dom.js";
+import { button, el, link, row, say, swap } from "./dom.js";
 import { draft, explained, fields, model, save } from "./draft.js";
 import { choice, field, plain } from "./inputs.js";
+import { BY_SERVER } from "./make.js";
 import { explanationView } from "./views.js";
 
 const WAIT = 250;
@@ -33,7 +34,7 @@ function put({ roles, schedule }) {
 }
 
 export function attentionView() {
-  const state = parts(draft.attention), form = el("div", { class: "form" }), found = el("div", { class: "report", "aria-busy": "true" }), trouble = problem();
+  const state = parts(draft.attention), form = el("div.form"), found = el("div.report", { "aria-busy": "true" }), trouble = problem();
   let timer = null, asked = 0;
   const changed = () => { put(state); draw(); clearTimeout(timer); timer = setTimeout(ask, WAIT); };
   async function ask() {
@@ -42,7 +43,7 @@ export function attentionView() {
     try {
       const answer = await post("v1/explain", explained(fields()));
       if (mine !== asked) return;
-      trouble.clear();
+      trouble.node.hidden = true;
       swap(found, explanationView(answer, drawn));
       say("The table of what would run has changed.");
     } catch (error) {
@@ -55,32 +56,28 @@ export function attentionView() {
     changed();
   }
   function draw() {
-    // The field that has the focus keeps it, though the form is made anew.
-    const focused = document.activeElement?.name;
     swap(form, 
-      el("p", {}, "A choice runs, or is refused with its reason. What is not chosen here is as the server was started."),
       ["", ...model.card.attention_roles].map((role) => picker(role || "every role", role, state.roles[role], (spec) => { state.roles[role] = spec; changed(); })),
-      el("h2", {}, "Schedule"), el("p", {}, "Rules for some steps and layers, above the choices by role; the first that holds decides. Draw over a map to add one."),
-      state.schedule.map((rule, at) => el("fieldset", {}, el("legend", {}, `Rule ${at + 1}`),
+      el("h2", "Schedule"), el("p", "Rules above the choices by role; the first that holds decides. Draw over a map to add one."),
+      state.schedule.map((rule, at) => el("fieldset", el("legend", `Rule ${at + 1}`),
         field("Role", choice([["", "every role"], ...model.card.attention_roles.map((role) => [role, role])], rule.role, (role) => { rule.role = role; changed(); }, { name: `role-${at}` })),
-        el("div", { class: "pair" }, ["steps", "layers"].map((name) => field(name === "steps" ? "Steps" : "Layers",
+        el("div.pair", ["steps", "layers"].map((name) => field(name === "steps" ? "Steps" : "Layers",
           el("input", { name: `${name}-${at}`, value: rule[name] ?? "", placeholder: "all", onchange: (event) => { rule[name] = event.target.value.trim(); changed(); } }), "0-3, -1: the last"))),
         picker("Backend", rule.role, rule, (spec) => { Object.assign(rule, { backend: "torch_sdpa", extra: {} }, spec); changed(); }, `rule-${at}`),
         button("Remove the rule", () => { state.schedule.splice(at, 1); changed(); }, { name: `remove-${at}` }))),
-      el("div", { class: "row" }, button("Add a rule", () => { state.schedule.push({ role: "", steps: "0", layers: "", backend: "torch_sdpa", extra: {} }); changed(); }, { name: "add" }),
+      row(button("Add a rule", () => { state.schedule.push({ role: "", steps: "0", layers: "", backend: "torch_sdpa", extra: {} }); changed(); }, { name: "add" }),
         button("As the server chooses", () => { state.roles = {}; state.schedule = []; changed(); }, { name: "none" }),
-        el("a", { class: "button", href: "#make" }, "To Make")),
+        link("To Make", "#make")),
       trouble.node);
-    if (focused) form.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus();
   }
   draw();
   ask();
-  return { title: "Attention", node: el("div", { class: "columns wide-right" }, form, found), stop: () => clearTimeout(timer) };
+  return { title: "Attention", node: el("div.columns", form, found), stop: () => clearTimeout(timer) };
 }
 
 // A backend and its options. onchange: called with { backend, extra }, or with nothing.
 function picker(label, role, spec, onchange, name = `backend-${role}`) {
-  const options = [["", "as the server chooses"], ...model.card.backends.map((each) => [each.name, each.name, refusal(each, role)])];
+  const options = [["", BY_SERVER], ...model.card.backends.map((each) => [each.name, each.name, refusal(each, role)])];
   const chosen = spec?.backend && backend(spec.backend);
   // Several names in order of preference are shown as they are.
   if (spec?.backend && !chosen) options.push([spec.backend, spec.backend]);
@@ -91,7 +88,7 @@ function picker(label, role, spec, onchange, name = `backend-${role}`) {
       option.name in extra ? JSON.stringify(extra[option.name]) : "", (value) => set(option.name, value === "" ? null : JSON.parse(value)), { name: `${name}.${option.name}` })
     : el("input", { name: `${name}.${option.name}`, value: option.name in extra ? JSON.stringify(extra[option.name]).replace(/^"|"$/g, "") : "", placeholder: JSON.stringify(option.default) ?? "",
       onchange: (event) => set(option.name, plain(event.target.value)) });
-  return el("div", { class: "picker" },
+  return el("div.picker",
     field(label, choice(options, spec?.backend ?? "", (value) => onchange(value ? { backend: value, extra: {} } : undefined), { name }), chosen?.summary),
-    chosen?.options.length ? el("div", { class: "options" }, chosen.options.map((option) => field(option.name, input(option)))) : null);
+    chosen?.options.length ? el("div.options", chosen.options.map((option) => field(option.name, input(option)))) : null);
 }

@@ -1,9 +1,9 @@
 // Compare: two to four results of one prompt, seed and size, under one clock; those that are missing are made here.
 import { bytes, isOver, jobs, pictureOf, problem, put, routeOf, sorted, source, watch } from "./api.js";
-import { button, duration, el, say, swap } from "./dom.js";
-import { draft, fields, fromJob, model, save } from "./draft.js";
-import { choice, field, stepper } from "./inputs.js";
-import { attentionText, stateOf, submitted } from "./make.js";
+import { duration, el, say, swap } from "./dom.js";
+import { draft, fieldsOf, fromJob, model } from "./draft.js";
+import { choice, field } from "./inputs.js";
+import { BY_SERVER, attentionText, stateOf, submitted } from "./make.js";
 import { psnr } from "./players.js";
 import { comparisonFigures, comparisonPlayers } from "./views.js";
 
@@ -12,7 +12,7 @@ export const alike = (one, other) => one.object === other.object && one.prompt =
 export const settingText = (job) => [job.settings.preset, `${job.num_steps} steps`, attentionText(job.settings.attention)].filter(Boolean).join(", ");
 
 export function compareView(argument) {
-  const chosen = argument.split(",").filter((id) => jobs.has(id)), trouble = problem(), shown = el("div"), list = el("div", { class: "picks" });
+  const chosen = argument.split(",").filter((id) => jobs.has(id)), trouble = problem(), shown = el("div"), list = el("div.picks");
   let stopped = new AbortController(), now = "";
   const finished = () => sorted().filter((job) => job.status === "completed");
   const first = () => jobs.get(chosen[0]);
@@ -20,12 +20,12 @@ export function compareView(argument) {
     const base = first(), open = sorted().filter((job) => !isOver(job));
     const rows = finished().filter((job) => !base || alike(job, base));
     swap(list, 
-      rows.length ? el("fieldset", {}, el("legend", {}, base ? `Results of “${base.prompt.slice(0, 60)}”, seed ${base.seed}, ${base.size}` : "Choose a result"),
-        rows.slice(0, 40).map((job) => el("label", { class: "pick" }, el("input", { type: "checkbox", checked: chosen.includes(job.id), disabled: !chosen.includes(job.id) && chosen.length >= MOST,
+      rows.length ? el("fieldset", el("legend", base ? `Results of “${base.prompt.slice(0, 60)}”, seed ${base.seed}, ${base.size}` : "Choose a result"),
+        rows.slice(0, 40).map((job) => el("label.pick", el("input", { type: "checkbox", checked: chosen.includes(job.id), disabled: !chosen.includes(job.id) && chosen.length >= MOST,
           onchange: (event) => { if (event.target.checked) chosen.push(job.id); else chosen.splice(chosen.indexOf(job.id), 1); changed(); } }),
-        el("span", {}, base ? settingText(job) : `${job.prompt.slice(0, 60)}, seed ${job.seed}: ${settingText(job)}`, el("small", {}, ` ${duration(job.inference_time_s)}`)))))
-        : el("p", {}, "There is no result yet. Make one first."),
-      open.length ? el("p", { role: "status" }, open.slice(0, 4).map((job) => `${settingText(job)}: ${stateOf(job)}`).join("; ")) : "");
+        el("span", base ? settingText(job) : `${job.prompt.slice(0, 60)}, seed ${job.seed}: ${settingText(job)}`, el("small", ` ${duration(job.inference_time_s)}`)))))
+        : el("p", "There is no result yet. Make one first."),
+      el("p", open.slice(0, 4).map((job) => `${settingText(job)}: ${stateOf(job)}`).join("; ")));
   }
   function changed() {
     drawList();
@@ -36,45 +36,23 @@ export function compareView(argument) {
     stopped.abort();
     stopped = new AbortController();
     swap(shown);
-    if (ready.length > 1) compared(ready.map((id) => jobs.get(id)), shown, stopped.signal).catch((error) => trouble.show(error));
+    if (ready.length > 1) trouble.attempt(() => compared(ready.map((id) => jobs.get(id)), shown, stopped.signal));
   }
-  const others = variants(first, async (drafts) => {
-    trouble.clear();
-    try {
-      for (const each of drafts) {
-        const job = await submitted(Number(first().seed), each, { isVideo: first().object === "video", latents: true });
-        put(job);
-        if (chosen.length < MOST) chosen.push(job.id);
-      }
-      changed();
-    } catch (error) {
-      trouble.show(error);
-    }
-  }, trouble);
+  // The first result again, under another attention; with other steps or another preset it is made in Make.
+  const usable = model.card.backends.filter((each) => each.usable), role = model.card.attention_roles.includes("self") ? "self" : model.card.attention_roles[0];
+  const attention = choice([["", BY_SERVER], ["draft", `as in Attention: ${attentionText(draft.attention)}`], ...usable.map((each) => [each.name, `${each.name} for ${role}`])], "draft", () => {});
+  async function make() {
+    const base = first(), isVideo = base.object === "video", { attention: _, ...own } = fieldsOf(fromJob(base), isVideo);
+    const other = attention.value === "draft" ? draft.attention : attention.value && { per_role: { [role]: { backend: attention.value } } };
+    const job = await submitted(Number(base.seed), { ...own, ...(other ? { attention: other } : {}) }, isVideo);
+    put(job);
+    if (chosen.length < MOST) chosen.push(job.id);
+    changed();
+  }
+  const others = el("div.form.row", field("The first one again, with the attention", attention), trouble.act("Make it", () => first() && make(), { class: "main" }));
   changed();
-  return { title: "Compare", node: el("div", {}, list, others, trouble.node, shown), stop: (() => { const end = watch(changed); return () => { end(); stopped.abort(); }; })() };
-}
-
-// The first result again, with another preset, number of steps or attention.
-function variants(first, run) {
-  const own = { preset: "", steps: null, attention: "same" };
-  const usable = model.card.backends.filter((each) => each.usable);
-  const steps = stepper("Steps", "", { low: 1 }, (value) => { own.steps = value; }, "empty: as the first result");
-  return el("details", {}, el("summary", {}, "Make the first result again, with another setting"), el("div", { class: "form row" },
-    field("Preset", choice([["", "as the first result"], ...Object.keys(model.card.presets)], "", (value) => { own.preset = value; })), steps,
-    field("Attention", choice([["same", "as the first result"], ["draft", `as in Attention: ${attentionText(draft.attention)}`], ...usable.map((each) => [each.name, `${each.name} for self-attention`])], "same", (value) => { own.attention = value; })),
-    button("Make it", () => {
-      if (!first()) return;
-      const before = { ...draft }, job = first();
-      save(fromJob(job));
-      if (own.preset) save({ preset: own.preset, values: Object.fromEntries(Object.entries(draft.values).filter(([name]) => ["width", "height", "num_frames", "fps"].includes(name))) });
-      if (own.steps) save({ values: { ...draft.values, num_inference_steps: own.steps } });
-      if (own.attention === "draft") save({ attention: before.attention });
-      else if (own.attention !== "same") save({ attention: { per_role: { [model.card.attention_roles.includes("self") ? "self" : model.card.attention_roles[0]]: { backend: own.attention } } } });
-      const values = fields();
-      save(before);
-      run([values]);
-    }, { class: "main" })), el("small", {}, "The latents after every step are kept, so that their distance can be shown."));
+  const end = watch(changed);
+  return { title: "Compare", node: el("div", list, others, trouble.node, shown), stop: () => { end(); stopped.abort(); } };
 }
 
 // found: jobs, the reference first.
@@ -91,7 +69,7 @@ async function compared(found, node, signal) {
   draw();
   const tracks = await Promise.all(found.map((job) => latents(job)));
   doc.rows.forEach((row, at) => { if (at) Object.assign(row, distances(tracks[at], tracks[0])); });
-  if (found.length > 1 && !tracks.every(Boolean)) doc.remarks.push("Distances by step are of results that were made here, with another setting: their latents are kept (return_latents).");
+  if (found.length > 1 && !tracks.every(Boolean)) doc.remarks.push("Distances by step need latents that were kept (return_latents), as of videos that this page has asked for.");
   doc.remarks.push("PSNR: of the files, as this browser decodes them.");
   draw();
   for (const [at, row] of doc.rows.entries()) {
@@ -104,6 +82,7 @@ async function compared(found, node, signal) {
 
 // The kept samples of a result, [[noise level, values]] by step; null where none were kept.
 async function latents(job) {
+  if (!job.recorded.includes("latents")) return null;
   try {
     const values = new Float32Array(await bytes(`${routeOf(job)}/content?variant=latents`)), length = (values.length - 1) / values[0];
     return Array.from({ length: values[0] }, (_, step) => [values[1 + step * length], values.subarray(2 + step * length, 1 + (step + 1) * length)]);

@@ -13,31 +13,47 @@ function fill(node, attributes, children) {
   return node;
 }
 
-export const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
-export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+// name: of the element, with its classes behind points; then its attributes, where it has some, and its children.
+const maker = (create) => (name, ...rest) => {
+  const [tag, ...classes] = name.split("."), attributes = rest[0]?.constructor === Object ? rest.shift() : {};
+  return fill(create(tag), classes.length ? { class: classes.join(" "), ...attributes } : attributes, rest);
+};
+export const el = maker((tag) => document.createElement(tag));
+export const svg = maker((tag) => document.createElementNS(SVG, tag));
+export const row = (...children) => el("div.row", children);
+export const link = (text, href) => el("a.button", { href }, text);
 
-// Put children of any depth in place of those of a node.
-export const swap = (node, ...children) => { node.replaceChildren(); return fill(node, {}, children); };
+const nameOf = (each) => each.name || each.getAttribute("aria-label") || each.textContent;
+
+// Put children of any depth in place of those of a node. What has the focus gives it to its successor.
+export function swap(node, ...children) {
+  const focused = node.contains(document.activeElement) && nameOf(document.activeElement);
+  node.replaceChildren();
+  fill(node, {}, children);
+  if (focused) [...node.querySelectorAll("input, select, textarea, button, a, summary")].find((each) => nameOf(each) === focused)?.focus();
+}
 
 // A part that scrolls by itself, with the keyboard too.
-export const wide = (label, ...children) => el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": label }, children);
+export const wide = (label, ...children) => el("div.wide", { tabindex: 0, role: "region", "aria-label": label }, children);
 
 // Columns of names, rows of texts or elements. On a narrow screen each row is a list of its cells beside their names.
 // The roles stay where the style sheet takes the display of a table away. Columns that are "-" in every row are left out.
 export function table(label, columns, rows) {
-  const kept = columns.map((_, at) => at).filter((at) => !at || rows.some((row) => row[at] !== "-"));
-  const head = el("tr", { role: "row", class: "names" }, kept.map((at) => el("th", { role: "columnheader", scope: "col" }, columns[at])));
-  const body = rows.map((row) => el("tr", { role: "row" }, kept.map((at) => at
-    ? el("td", { role: "cell", "data-name": columns[at], class: String(row[at]).length > 13 && !row[at].nodeType && "long" }, el("span", {}, row[at] ?? "-"))
-    : el("th", { role: "rowheader", scope: "row" }, row[at]))));
-  return wide(label, el("table", { role: "table" }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, body)));
+  const kept = columns.map((_, at) => at).filter((at) => !at || rows.some((each) => each[at] !== "-"));
+  const part = (tag, role, attributes, ...children) => el(tag, { role, ...attributes }, children);
+  const cell = (given, name) => part("td", "cell", { "data-name": name, class: String(given).length > 13 && !given.nodeType && "long" }, el("span", given ?? "-"));
+  const line = (each) => part("tr", "row", {}, kept.map((at) => at ? cell(each[at], columns[at]) : part("th", "rowheader", { scope: "row" }, each[at])));
+  return wide(label, part("table", "table", {},
+    part("thead", "rowgroup", {}, part("tr", "row", {}, kept.map((at) => part("th", "columnheader", { scope: "col" }, columns[at])))),
+    part("tbody", "rowgroup", {}, rows.map(line))));
 }
 
 // Names and values below each other; those without a value are left out.
-export const facts = (pairs) => el("dl", { class: "facts" }, pairs.filter(([, value]) => value != null && value !== "")
-  .map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+export const facts = (pairs) => el("dl.facts", pairs.filter(([, value]) => value != null && value !== "")
+  .map(([name, value]) => el("div", el("dt", name), el("dd", value))));
 
-export const list = (texts) => texts.length ? el("ul", {}, texts.map((text) => el("li", {}, text))) : null;
+export const clip = (isImage, src, label) => isImage ? el("img", { src, alt: label }) : el("video", { src, controls: true, loop: true, playsinline: true, "aria-label": label });
+export const list = (texts) => texts.length ? el("ul", texts.map((text) => el("li", text))) : null;
 export const button = (text, onclick, attributes = {}) => el("button", { type: "button", onclick, ...attributes }, text);
 export const figure = (value, digits) => value == null ? "-" : Number(value).toFixed(digits);
 export const word = (value) => String(value).replaceAll("_", " ");

@@ -1,6 +1,6 @@
 // The request that is being written, which all views share: kept in this tab, sent by Make, explained by Attention.
 const STORE = "diffusion-runtime draft";
-const EMPTY = { prompt: "", values: {}, preset: "", attention: null, lora: [], seed: "", count: 1 };
+export const EMPTY = { prompt: "", values: {}, preset: "", attention: null, seed: "", count: 1 };
 // Fields of a recipe's request that are no values of a form.
 const APART = new Set(["prompt", "seed"]);
 
@@ -23,30 +23,35 @@ export function set(name, value) {
   save({ values: value === "" || value == null || value === preset()[name] ? others : { ...others, [name]: value } });
 }
 
-export function fields() {
-  const { fps, num_frames: frames, ...values } = draft.values;
-  const length = isImage() ? {} : { ...(fps == null ? {} : { fps }), ...(frames == null ? {} : { num_frames: frames }) };
-  return { prompt: draft.prompt, ...values, ...length, ...(draft.preset ? { preset: draft.preset } : {}),
-    ...(draft.attention ? { attention: draft.attention } : {}), ...(draft.lora.length ? { lora: draft.lora } : {}) };
+// What is sent of a draft, without its seed.
+export function fieldsOf(given, isVideo) {
+  const { fps, num_frames: frames, ...values } = given.values;
+  const length = isVideo ? { ...(fps == null ? {} : { fps }), ...(frames == null ? {} : { num_frames: frames }) } : {};
+  return { prompt: given.prompt, ...values, ...length, ...(given.preset ? { preset: given.preset } : {}),
+    ...(given.attention ? { attention: given.attention } : {}) };
 }
+
+export const fields = () => fieldsOf(draft, !isImage());
 
 // What /v1/explain is asked; an image is a video of one frame there.
 export const explained = ({ prompt, ...rest } = fields()) => ({ ...rest, ...(isImage() ? { num_frames: 1 } : {}) });
 
+// Values that are not the model's own.
+const unusual = (values) => Object.fromEntries(Object.entries(values).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(model.card.defaults[name])));
+
 // The settings of a job, of this server.
 export function fromJob(job) {
-  const { values, attention, lora, preset: name } = job.settings;
-  return { ...EMPTY, prompt: job.prompt, seed: String(job.seed), values: { ...values }, preset: "", attention, lora: lora ?? [], from: name };
+  const { values, attention, lora } = job.settings;
+  return { ...EMPTY, prompt: job.prompt, seed: String(job.seed), values: unusual({ ...values, ...(lora?.length ? { lora } : {}) }), attention };
 }
 
 // The settings of a recipe, of a file that this program wrote.
 export function fromRecipe(recipe) {
   const values = Object.fromEntries(Object.entries(recipe.request ?? {})
     .filter(([name, value]) => value != null && !APART.has(name) && !name.endsWith("_path") && !(Array.isArray(value) && !value.length)));
-  const runtime = recipe.runtime ?? {}, lora = (runtime.lora ?? []).filter((each) => model.card.loras.includes(each.path ?? each))
-    .map((each) => ({ name: each.path ?? each, scale: each.scale ?? 1 }));
-  return { ...EMPTY, prompt: recipe.request?.prompt ?? "", seed: String(recipe.request?.seed ?? ""), values,
-    attention: runtime.attention_override ?? runtime.attention ?? null, lora };
+  const { lora = [], attention_override: override, attention } = recipe.runtime ?? {};
+  const own = lora.filter((each) => model.card.loras.includes(each.path)).map((each) => ({ name: each.path, scale: each.scale }));
+  return { ...EMPTY, prompt: recipe.request?.prompt ?? "", seed: String(recipe.request?.seed ?? ""), values: unusual({ ...values, ...(own.length ? { lora: own } : {}) }), attention: override ?? attention ?? null };
 }
 
 const MARK = "diffusion_runtime.recipe/1";

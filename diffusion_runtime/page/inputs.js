@@ -6,7 +6,7 @@ let number = 0;
 export function field(label, input, hint) {
   const id = input.id || (input.id = `field-${++number}`);
   if (hint) input.setAttribute("aria-describedby", `${id}-hint`);
-  return el("div", { class: "field" }, el("label", { htmlFor: id }, label), input.holder ?? input, hint ? el("small", { id: `${id}-hint` }, hint) : null);
+  return el("div.field", el("label", { htmlFor: id }, label), input.holder ?? input, hint ? el("small", { id: `${id}-hint` }, hint) : null);
 }
 
 export const choice = (options, value, onchange, attributes = {}) => el("select", { onchange: (event) => onchange(event.target.value), ...attributes },
@@ -21,7 +21,7 @@ export function stepper(label, value, { low = 1, high = 1e9, step = 1, name }, o
   const put = (given) => { input.value = +valid(given).toFixed(6); onchange(Number(input.value)); };
   const input = el("input", { type: "number", value: value ?? "", min: low, max: high < 1e9 ? high : null, step, name, inputmode: "numeric",
     onchange: () => put(input.value === "" ? value ?? low : Number(input.value)) });
-  input.holder = el("div", { class: "stepper" }, button("−", () => put(Number(input.value || low) - step), { "aria-label": `less: ${label}` }), input,
+  input.holder = el("div.stepper", button("−", () => put(Number(input.value || low) - step), { "aria-label": `less: ${label}` }), input,
     button("+", () => put(Number(input.value || low) + step), { "aria-label": `more: ${label}` }));
   return field(label, input, hint);
 }
@@ -29,7 +29,7 @@ export function stepper(label, value, { low = 1, high = 1e9, step = 1, name }, o
 // A place for files, by a button and by dropping them. on: called with the list.
 export function files(label, accept, many, on) {
   const input = el("input", { type: "file", accept, multiple: many, onchange: () => { on([...input.files]); input.value = ""; } });
-  const node = el("div", { class: "drop" }, field(label, input));
+  const node = el("div.drop", field(label, input));
   takeDrops(node, on);
   return node;
 }

@@ -20,7 +20,7 @@ function show(isFirst) {
   const [, view] = VIEWS[name] ?? VIEWS.make;
   open?.stop?.();
   open = view(decodeURIComponent(argument));
-  main.replaceChildren(el("h1", {}, open.title), open.node);
+  main.replaceChildren(el("h1", open.title), open.node);
   document.title = `${open.title}: ${model.card.id}`;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${name in VIEWS ? name : "make"}`) link.setAttribute("aria-current", "page");
@@ -37,7 +37,7 @@ async function start() {
     model.fields = document_.components.schemas.VideoRequest.properties;
     await refresh();
   } catch (error) {
-    main.replaceChildren(el("h1", {}, "Not ready"), el("p", { role: "alert" }, error.message), button("Try again", start));
+    main.replaceChildren(el("h1", "Not ready"), el("p", { role: "alert" }, error.message), button("Try again", start));
     setTimeout(start, 1500);
     return;
   }

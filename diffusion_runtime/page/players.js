@@ -1,5 +1,5 @@
 // Players of several clips under one clock: play, one frame, a slider between two of them, their difference, PSNR.
-import { button, el, say } from "./dom.js";
+import { button, el, row } from "./dom.js";
 import { mark } from "./plots.js";
 
 // clips: [{ at, colour, name, note, source, label }]; at: letter, and colour where there is none. fps, count: of all of them. The keys (space, arrows)
@@ -9,13 +9,13 @@ export function players(clips, fps, count, scope = document) {
   const media = clips.map((clip) => moves
     ? el("video", { src: clip.source, muted: true, playsinline: true, preload: "auto", "aria-label": clip.label })
     : el("img", { src: clip.source, alt: clip.label }));
-  const figures = clips.map((clip, at) => el("figure", {}, media[at], el("figcaption", {}, mark(clip.at, clip.colour), ` ${clip.name}${clip.note ? `, ${clip.note}` : ""}`)));
+  const figures = clips.map((clip, at) => el("figure", media[at], el("figcaption", mark(clip.at, clip.colour), ` ${clip.name}${clip.note ? `, ${clip.note}` : ""}`)));
   if (!moves) return { figures, media, clock: null };
   const play = button("Play", toggle);
   const seek = el("input", { type: "range", min: 0, max: count - 1, value: 0, step: 1, "aria-label": "Frame", oninput: () => { pause(); moveTo(Number(seek.value) / fps); } });
   const shown = el("output");
-  const clock = el("div", { class: "clock", role: "group", "aria-label": "Playback of all clips" }, play, seek, shown,
-    el("small", {}, "space: play or pause; arrows: one frame"));
+  const clock = el("div.clock", { role: "group", "aria-label": "Playback of all clips" }, play, seek, shown,
+    el("small", "space: play, pause; arrows: one frame"));
   // One clock: `at` is where all clips are, in seconds; while playing it runs from `began`.
   let at = 0, began = 0, playing = false;
   const frameOf = (time) => Math.min(count - 1, Math.floor(time * fps + 1e-6));
@@ -111,7 +111,7 @@ export function overlay(media, clips) {
     requestAnimationFrame(draw);
   }
   requestAnimationFrame(draw);
-  return el("div", { class: "overlay" }, el("div", { class: "row" }, left, right, way, split), canvas);
+  return el("div.overlay", row(left, right, way, split), canvas);
 }
 
 // PSNR of one file beside another, in dB, from pixels as this browser decodes them; at most 100. Both are opened anew.
@@ -131,9 +131,7 @@ export async function psnr(source, reference, fps, count, signal) {
     for (let at = 0; at < pixels[0].length; at++) if (at % 4 < 3) error += (pixels[0][at] - pixels[1][at]) ** 2;
     sum += error / (3 * width * height);
   }
-  const found = sum ? Math.min(100, 10 * Math.log10(255 ** 2 * count / sum)) : 100;
-  say(`PSNR ${found.toFixed(1)} dB`);
-  return found;
+  return sum ? Math.min(100, 10 * Math.log10(255 ** 2 * count / sum)) : 100;
 }
 
 function open(source, moves) {

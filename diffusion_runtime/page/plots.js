@@ -41,11 +41,11 @@ export function lines(label, id, series, names, threshold = null) {
     series.map(({ at, name, points: own }) => [
       svg("polyline", { class: `line c${at % 8}`, points: own.map(([x, y]) => `${place.x(x)},${place.y(y)}`).join(" ") }),
       own.map(([x, y]) => svg("circle", { class: `dot c${at % 8}`, cx: place.x(x), cy: place.y(y), r: 3 },
-        svg("title", {}, `${name}, ${names[0]} ${x}: ${+y.toPrecision(4)}`))),
+        svg("title", `${name}, ${names[0]} ${x}: ${+y.toPrecision(4)}`))),
       svg("text", { class: `ink c${at % 8}`, x: place.x(own.at(-1)[0]) - 4, y: place.y(own.at(-1)[1]) - 7, "text-anchor": "end" }, letter(at))])]);
 }
 
-// points: [{ at, colour, name, x, y, square, faint, onclick }]; at: letter, and colour where there is none. reference: an x with a dashed line, or null.
+// points: [{ at, colour, name, x, y, square, onclick }]; at: letter, and colour where there is none. reference: an x with a dashed line, or null.
 export function scatter(label, id, points, names, reference = null) {
   const xs = points.map((each) => each.x), ys = points.map((each) => each.y);
   const margin = Math.max(names[2] ?? 1, 0.1 * (Math.max(...ys) - Math.min(...ys)));
@@ -61,17 +61,17 @@ export function scatter(label, id, points, names, reference = null) {
           const act = each.onclick && { tabindex: 0, role: "button", "aria-label": text, onclick: each.onclick,
             onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); each.onclick(); } } };
           const shape = each.square ? svg("rect", { x: x - 5, y: y - 5, width: 10, height: 10 }) : svg("circle", { cx: x, cy: y, r: 6 });
-          return [svg("g", { class: `dot c${(each.colour ?? each.at) % 8}${each.faint ? " faint" : ""}`, ...act }, shape, svg("title", {}, text)),
+          return [svg("g", { class: `dot c${(each.colour ?? each.at) % 8}`, ...act }, shape, svg("title", text)),
             svg("text", { x: x + 9, y: y + (each.square ? 16 : -4) }, letter(each.at))];
         })];
     });
 }
 
 // Names and shares of a whole, as bars with their texts.
-export const bars = (rows) => el("div", { class: "bars" }, rows.map(([name, share, text]) => {
+export const bars = (rows) => el("div.bars", rows.map(([name, share, text]) => {
   const bar = el("i");
   bar.style.width = `${Math.max(0.5, 100 * share)}%`;
-  return el("div", {}, el("span", {}, name), el("span", { class: "bar" }, bar), el("span", { class: "number" }, text));
+  return el("div", el("span", name), el("span.bar", bar), el("span.number", text));
 }));
 
 export const shade = (share) => share === undefined ? "dn" : share === null ? "dx" : `d${Math.min(7, Math.floor(share * 8))}`;
@@ -89,12 +89,12 @@ export function heatMap(label, rows, onselect, stepsText = (first, last) => firs
       else found.push({ each, start: step, end: step });
     });
     return found.map(({ each, start, end }) => svg("rect", { x: start * cell, y: line * cell, width: (end - start + 1) * cell, height: cell, class: shade(each.share) },
-      svg("title", {}, `layer ${row.layer}, ${stepsText(start, end)}: ${each.text}`)));
+      svg("title", `layer ${row.layer}, ${stepsText(start, end)}: ${each.text}`)));
   });
   const borders = [];
   for (let x = cell; x < width; x += cell) borders.push(`M${x} 0V${height}`);
   for (let y = cell; y < height; y += cell) borders.push(`M0 ${y}H${width}`);
-  const drawn = svg("rect", { class: "chosen", width: 0, height: 0 });
+  const drawn = svg("rect.chosen", { width: 0, height: 0 });
   const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label, class: onselect ? "map drawable" : "map" },
     runs, svg("path", { d: borders.join(""), class: "gaps" }), drawn);
   if (onselect) {
@@ -122,4 +122,4 @@ export function heatMap(label, rows, onselect, stepsText = (first, last) => firs
 }
 
 // Texts of shares, as the maps show them.
-export const legend = (entries) => el("ul", { class: "legend" }, entries.map(([text, share]) => el("li", {}, el("i", { class: shade(share) }), text)));
+export const legend = (entries) => el("ul.legend", entries.map(([text, share]) => el("li", el("i", { class: shade(share) }), text)));

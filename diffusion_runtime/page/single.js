@@ -5,4 +5,4 @@ import { comparisonFigures, comparisonPlayers, explanationView } from "./views.j
 const found = JSON.parse(document.getElementById("data").textContent), main = document.getElementById("main");
 document.title = found.title;
 const view = found.schema.includes("compare") ? [comparisonPlayers(found, document), comparisonFigures(found)] : explanationView(found);
-swap(main, el("h1", {}, found.title), found.subtitle && el("p", {}, found.subtitle), view);
+swap(main, el("h1", found.title), found.subtitle && el("p", found.subtitle), view);

@@ -3,14 +3,13 @@ import { duration, el, facts, figure, list, ranges, size, table, word } from "./
 import { bars, heatMap, legend, lines, mark, scatter } from "./plots.js";
 import { overlay, players } from "./players.js";
 
-const LEVELS = { cli: "the request, or a flag", force: "a force context", config: "the config", environment: "the environment" };
-export const decider = (source) => LEVELS[source] ?? word(source);
+const decider = (source) => source === "cli" ? "the request, or a flag" : source;
 const optionsOf = (options) => Object.keys(options ?? {}).length ? ` ${JSON.stringify(options)}` : "";
-const lineBreaks = (texts) => texts.map((text) => el("div", {}, text));
+const lineBreaks = (texts) => texts.map((text) => el("div", text));
 const tera = (value) => { const found = value / 1e12; return !value ? "-" : found >= 1000 ? Math.round(found).toLocaleString("en") : String(+found.toPrecision(4)); };
 const described = (backend, share) => share === null ? `${backend}, the content decides how many pairs`
   : share === 1 || backend === "not run" ? backend : `${backend}, ${+share.toPrecision(3)} of the pairs`;
-const section = (title, ...children) => el("section", {}, el("h2", {}, title), children);
+const section = (title, ...children) => el("section", el("h2", title), children);
 
 // The schedule of an explanation as one map per role. onselect(role, steps, layers).
 export function scheduleMaps(found, onselect) {
@@ -27,8 +26,8 @@ export function scheduleMaps(found, onselect) {
     const ways = [...commits].map(([backend, layers]) => `${backend} in layers ${ranges(layers)}`).join(", ");
     const steps = found.num_first_chunk_steps == null ? `${found.num_steps} steps`
       : `${found.num_first_chunk_steps} steps of the first chunk and ${found.num_steps} of the others`;
-    return [el("h3", {}, role), heatMap(`${role}: layers from top to bottom, steps from left to right`, cells, onselect && ((...chosen) => onselect(role, ...chosen)), stepsText(found)),
-      el("small", {}, `${rows.length} layers from top to bottom, ${steps} from left to right${ways && `; commits: ${ways}`}`)];
+    return [el("h3", role), heatMap(`${role}: layers from top to bottom, steps from left to right`, cells, onselect && ((...chosen) => onselect(role, ...chosen)), stepsText(found)),
+      el("small", `${rows.length} layers from top to bottom, ${steps} from left to right${ways && `; commits: ${ways}`}`)];
   });
   return [maps, legend([...kinds])];
 }
@@ -59,7 +58,7 @@ export function explanationFacts(found) {
 }
 
 export const plannedAttention = (found) => table("Attention that would run", ["role", "when", "layers", "backend", "why"], found.attention.map((row) => [
-  row.role, row.when, ranges(row.layers), row.backend + optionsOf(row.options), el("div", { class: "why" }, lineBreaks([
+  row.role, row.when, ranges(row.layers), row.backend + optionsOf(row.options), el("div.why", lineBreaks([
     `${decider(row.source)}: ${row.reason}`, ...row.rejected.map((each) => `not ${each[0] ?? each.backend}: ${each[1] ?? each.reason}`),
     ...(row.dense ? [`dense calls: ${row.dense.backend} (${decider(row.dense.source)}: ${row.dense.reason})`] : [])]))]));
 
@@ -69,11 +68,8 @@ const computedBy = (found) => table("What would compute it", ["role", "layers", 
 const costs = (found) => table("What the request would cost", ["part", "T operations", "computed", "expected time"], found.parts.map((part) => [
   part.name, tera(part.operations), (found.kept_is_upper_bound && part.kept ? "at most " : "") + tera(part.kept), bars([["", part.share, `${Math.round(100 * part.share)} %`]])]));
 
-function memoryOf({ memory }) {
-  if (!memory) return null;
-  return section("Memory that it would take", facts([...Object.entries(memory.phases).map(([phase, bytes]) => [phase, size(bytes)]),
-    ["limit", memory.limit == null ? null : size(memory.limit)], ["offload", `${memory.offload}${memory.reason ? `: ${memory.reason}` : ""}`]]), list(memory.notes));
-}
+const memoryOf = ({ memory }) => memory && section("Memory that it would take", facts([...Object.entries(memory.phases).map(([phase, bytes]) => [phase, size(bytes)]),
+  ["offload", `${memory.offload}: ${memory.reason}`]]), list(memory.notes));
 
 // found: what POST /v1/explain answers, and `explain` writes.
 export const explanationView = (found, onselect) => [
@@ -81,7 +77,7 @@ export const explanationView = (found, onselect) => [
   section("Attention that would run", plannedAttention(found), list(found.remarks)),
   section("What would compute it", computedBy(found)),
   section("Pairs computed, by layer and step", scheduleMaps(found, onselect)),
-  section("What the request would cost", costs(found), el("p", {}, el("small", {},
+  section("What the request would cost", costs(found), el("p", el("small", {},
     "Expected time: by what one H200 reached in bfloat16; `diffusion-runtime bench generate` measures it."))),
   memoryOf(found),
 ];
@@ -95,15 +91,15 @@ export function timeByStage(timings) {
 // report: of a result. expected: an explanation of the same settings, whose shares are shown where none were counted.
 export function reportView(report, timings, expected) {
   const counted = grouped(report.density ?? []);
-  const maps = [...counted].map(([role, rows]) => [el("h3", {}, role), heatMap(`${role}: pairs computed, layers from top to bottom, steps from left to right`,
+  const maps = [...counted].map(([role, rows]) => [el("h3", role), heatMap(`${role}: pairs computed, layers from top to bottom, steps from left to right`,
     rows.map((row) => ({ layer: row.layer, cells: row.steps.map((share) => ({ kind: "", share: share ?? undefined, text: share == null ? "no call" : `${+share.toPrecision(3)} of the pairs` })) })))]);
   return [
-    section("Attention that ran", el("p", {}, `${report.num_calls} calls were counted.`),
+    section("Attention that ran", el("p", `${report.num_calls} calls were counted.`),
       table("Attention that ran", ["role", "backend", "implementation", "calls", "layers", "steps", "who decided", "why"], report.rows.map((row) => [
-        row.role, row.backend, row.implementation, row.count, row.layers, row.steps, decider(row.source), el("div", { class: "why" }, row.reason)])),
+        row.role, row.backend, row.implementation, row.count, row.layers, row.steps, decider(row.source), el("div.why", row.reason)])),
       list([...report.libraries.map((each) => `${each.component}: ${each.library}'s own attention (${each.implementation})`), ...report.notes])),
-    section("Pairs computed, by layer and step", maps.length ? maps : expected ? [el("p", {}, "As these settings are expected to run; they were not counted."), scheduleMaps(expected)]
-      : el("p", {}, "They were not counted.")),
+    section("Pairs computed, by layer and step", maps.length ? maps : expected ? [el("p", "As expected; they were not counted."), scheduleMaps(expected)]
+      : el("p", "They were not counted.")),
     section("Time by stage", timeByStage(timings)),
   ];
 }
@@ -118,17 +114,17 @@ const colourOf = (row, at) => row.kind === "fewer_steps" ? 0 : at;
 export function comparisonPlayers(found, scope) {
   const shown = found.rows.map((row, at) => [row, at]).filter(([row]) => row.clips.length);
   const note = (clip) => clip.note ?? (clip.psnr_db == null ? "reference" : `${clip.psnr_db.toFixed(1)} dB`);
-  const groups = found.prompts.map(({ prompt, seed }, index) => ({ title: el("h3", {}, `${prompt}, seed ${seed}`),
+  const groups = found.prompts.map(({ prompt, seed }, index) => ({ title: el("h2", `${prompt}, seed ${seed}`),
     clips: shown.map(([row, at]) => ({ at, colour: colourOf(row, at), name: row.name, note: note(row.clips[index]), source: row.clips[index].source, label: `${row.name}: ${prompt}` })) }));
   // All clips of the page have one clock.
   const all = players(groups.flatMap((group) => group.clips), found.size.fps || 1, found.size.num_frames, scope), first = all.media.slice(0, shown.length);
-  return [all.clock, groups.map((group, index) => [group.title, el("div", { class: "clips" }, all.figures.slice(index * shown.length, (index + 1) * shown.length))]),
-    first.length > 1 ? el("details", {}, el("summary", {}, "Two on top of each other: slider, difference"), overlay(first, groups[0].clips)) : null];
+  return [all.clock, groups.map((group, index) => [group.title, el("div.clips", all.figures.slice(index * shown.length, (index + 1) * shown.length))]),
+    first.length > 1 ? el("details", el("summary", "Two on top of each other: slider, difference"), overlay(first, groups[0].clips)) : null];
 }
 
 export function comparisonFigures(found) {
   const { rows } = found, reference = rows[0];
-  const name = (row, at) => el("span", {}, mark(at, colourOf(row, at)), ` ${row.name}${row.kind === "fewer_steps" ? `, in the time of ${row.beside}` : ""}`);
+  const name = (row, at) => el("span", mark(at, colourOf(row, at)), ` ${row.name}${row.kind === "fewer_steps" ? `, in the time of ${row.beside}` : ""}`);
   const quality = rows.map((row, at) => [name(row, at), row.num_inference_steps ?? "-", figure(row.final_latent_l2, 3), firstOver(row, found.threshold), figure(row.psnr_db, 1),
     figure(row.ssim, 3), figure(row.lpips, 3), row.accuracy ? accuracy(row.accuracy) : "-", figure(row.clip_score, 1), row.speed ?? ratio(row.speedup)]);
   const cost = rows.map((row, at) => [name(row, at), ...STAGES.map((stage) => figure(row.seconds[stage], 2)), figure(row.seconds_per_step, 3), figure(row.total_seconds, 2),
@@ -142,7 +138,7 @@ export function comparisonFigures(found) {
     series.length ? section("Distance from the reference, step by step", lines("Relative L2 distance of the latents by step", "divergence", series, ["step", "relative L2 of the latents"], found.threshold)) : null,
     points.length && reference.total_seconds != null ? section("Quality against time",
       scatter("PSNR against the seconds of one clip", "quality", points, ["seconds of one clip", "PSNR, dB", 1, "dB"], reference.total_seconds),
-      points.some((each) => each.square) ? el("p", {}, el("small", {}, "Circles: settings. Squares: the reference with as many steps as take a setting's time.")) : null) : null,
+      points.some((each) => each.square) ? el("p", el("small", "Circles: settings. Squares: the reference with as many steps as take a setting's time.")) : null) : null,
     found.remarks.length ? section("Remarks", list(found.remarks)) : null,
   ];
 }

@@ -61,6 +61,7 @@ class Dispatcher:
         warm_up = settings.warm_up and not jobs.in_status(QUEUED, IN_PROGRESS)
         storage = str(files.storage.absolute())
         given = {**given, "warm_up": warm_up, "preview": settings.preview, "storage": storage}
+        self.model_path = given.get("config", {}).get("model_path")
         self.engines = Replicas(engines, given, settings, self._take, metrics)
         self.is_draining = False
         self.step_seconds = 1.0

@@ -64,6 +64,7 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "has_sound": None if part is None else part["has_sound"],
         "num_images": len(work["requests"]) if job.kind == IMAGE else None,
         "settings": _settings(work, request if part is None else part.get("request") or request),
+        "recorded": [name for name in ("density", "latents") if work["options"].get(f"return_{name}")],
         "is_stream": bool(work["options"].get("stream")) and job.kind == VIDEO,
         "forked_from_video_id": work.get("forked_from"),
     }

@@ -18,7 +18,7 @@ from diffusion_runtime.profiling.instruments import counted_density, watched_lat
 from diffusion_runtime.serving.files import VARIANTS
 
 # Values of a sample per step: the relative L2 distance of two samples is that of all latents within some percent.
-_NUM_VALUES = 4096
+_NUM_VALUES = 1024
 
 
 @contextlib.contextmanager
