@@ -154,7 +154,7 @@ async function followJob(job) {
 export function problem() {
   const node = el("div.problem", { role: "alert", hidden: true });
   const show = (error) => {
-    swap(node, el("p", error.message), list((error.reasons ?? []).map(([name, why]) => `${name}: ${why}`)), button("Dismiss", () => { node.hidden = true; }));
+    swap(node, el("p", error.message), list((error.reasons ?? []).map(([name, why]) => `${name}: ${why}`)));
     node.hidden = false;
   };
   const attempt = async (run) => { node.hidden = true; try { return await run(); } catch (error) { if (error.name !== "AbortError") show(error); } };

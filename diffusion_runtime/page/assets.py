@@ -37,9 +37,7 @@ def page_files() -> PageFiles:
     """Return the files of the page that `serve` shows."""
     found = [path for path in sorted(_FOLDER.iterdir()) if _is_sent(path)]
     shorten = {".js": _shortened, ".css": _short_style}
-    files = {
-        path.name: (shorten[path.suffix](path.read_text()).encode(), _TYPES[path.suffix]) for path in found
-    }
+    files = {path.name: (shorten[path.suffix](path.read_text()).encode(), _TYPES[path.suffix]) for path in found}
     index = (_FOLDER / "index.html").read_bytes()
     digest = hashlib.sha256(b"".join((index, *(content for content, _ in files.values())))).hexdigest()[:16]
     return PageFiles(index.replace(b"{digest}", digest.encode()), digest, files)

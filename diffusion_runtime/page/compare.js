@@ -12,7 +12,7 @@ export const alike = (one, other) => one.object === other.object && one.prompt =
 export const settingText = (job) => [job.settings.preset, `${job.num_steps} steps`, attentionText(job.settings.attention)].filter(Boolean).join(", ");
 
 export function compareView(argument) {
-  const chosen = argument.split(",").filter((id) => jobs.has(id)), trouble = problem(), shown = el("div"), list = el("div.picks");
+  const chosen = argument.split(",").filter((id) => jobs.has(id)), trouble = problem(), shown = el("div"), list = el("div");
   let stopped = new AbortController(), now = "";
   const finished = () => sorted().filter((job) => job.status === "completed");
   const first = () => jobs.get(chosen[0]);

@@ -1,6 +1,6 @@
 // The page: its views by the part of the address behind #, their links, and what is known of the model.
 import { get, refresh } from "./api.js";
-import { button, el } from "./dom.js";
+import { el } from "./dom.js";
 import { model } from "./draft.js";
 import { attentionView } from "./attention.js";
 import { compareView } from "./compare.js";
@@ -31,13 +31,13 @@ function show(isFirst) {
 
 async function start() {
   try {
-    const [list, document_] = await Promise.all([get("v1/models"), get("openapi.json"), get("health")]);
+    const [list, api] = await Promise.all([get("v1/models"), get("openapi.json"), get("health")]);
     model.card = list.data[0];
     if (!model.card.defaults) throw new Error("the model is not loaded yet");
-    model.fields = document_.components.schemas.VideoRequest.properties;
+    model.fields = api.components.schemas.VideoRequest.properties;
     await refresh();
   } catch (error) {
-    main.replaceChildren(el("h1", "Not ready"), el("p", { role: "alert" }, error.message), button("Try again", start));
+    main.replaceChildren(el("h1", "Not ready"), el("p", { role: "alert" }, error.message));
     setTimeout(start, 1500);
     return;
   }

@@ -133,7 +133,7 @@ const textOf = (value) => value == null ? "" : typeof value === "string" ? value
 export function stateOf(job) {
   if (job.status === "queued") return `waiting, place ${job.queue_position ?? "?"}${job.eta_s == null ? "" : `, about ${duration(job.eta_s)}`}`;
   if (job.status === "in_progress") {
-    const step = job.stage === "denoise" && job.step != null ? `step ${job.step} of ${job.num_steps}` : word(job.stage ?? "starting");
+    const step = job.stage === "denoise" && job.step != null ? `step ${job.step} of ${job.num_steps}` : job.stage ?? "starting";
     return `${step}${job.eta_s ? `, about ${duration(job.eta_s)} left` : ""}`;
   }
   return job.status === "failed" ? (job.error?.code === "cancelled" ? "cancelled" : "failed") : "finished";

@@ -1,5 +1,5 @@
 // What a generation would run, what one ran, and several beside each other: of `serve`, `explain --html` and `compare --html`.
-import { duration, el, facts, figure, list, ranges, size, table, word } from "./dom.js";
+import { duration, el, facts, figure, list, ranges, size, table } from "./dom.js";
 import { bars, heatMap, legend, lines, mark, scatter } from "./plots.js";
 import { overlay, players } from "./players.js";
 
@@ -85,7 +85,7 @@ export const explanationView = (found, onselect) => [
 export function timeByStage(timings) {
   const stages = Object.entries(timings ?? {}).filter(([, seconds]) => seconds > 0);
   const total = stages.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
-  return bars(stages.map(([stage, seconds]) => [word(stage), seconds / total, duration(seconds)]));
+  return bars(stages.map(([stage, seconds]) => [stage, seconds / total, duration(seconds)]));
 }
 
 // report: of a result. expected: an explanation of the same settings, whose shares are shown where none were counted.
