@@ -22,7 +22,7 @@ export function machineView() {
   draw();
   look();
   const timer = setInterval(look, 3000), end = watch(draw);
-  const about = el("div", el("h2", "Model"), facts([["name", card.id], ["family", card.family], ["device", `${card.device}, ${card.dtype}`], ["makes", card.task_types?.join(", ")],
+  const about = el("div", el("h2", "Model"), facts([["name", card.id], ["device", `${card.device}, ${card.dtype}`], ["makes", card.task_types?.join(", ")],
     ["sound", card.makes_sound ? "yes" : "no"], ["previews", card.previews ?? card.no_previews], ["LoRA", card.loras.join(", ")]]),
   el("h2", "Attention backends"), table("Attention backends", ["backend", "usable", "what it is", "why not"], card.backends.toSorted((one, other) => other.usable - one.usable).map((each) => [
     each.name, each.usable ? "yes" : "no", el("div.why", each.summary), each.usable ? "-" : el("div.why", [each.reason, each.fix].filter(Boolean).join("; "))])));

@@ -149,7 +149,7 @@ function resultCard(job, draw) {
   const state = el("p.state"), bar = el("progress", { max: 100, value: 0, "aria-label": "Progress" }), view = el("div.view");
   const preview = el("img", { alt: "Estimate of the result", hidden: true }), actions = el("div.row"), trouble = problem();
   const node = el("article.card", { "aria-label": job.prompt.slice(0, 80) }, el("h2", job.prompt), facts([
-    ["made as", `${job.size}${job.object === "image" ? "" : `, ${job.num_frames} frames`}, ${job.num_steps ?? "?"} steps, seed ${job.seed}`],
+    ["size", `${job.size}${job.object === "image" ? "" : `, ${job.num_frames} frames`}, ${job.num_steps ?? "?"} steps, seed ${job.seed}`],
     ["attention", attentionText(job.settings.attention)]]), view, state, bar, actions, trouble.node);
   let shown = "";
   const { act } = trouble, isOld = isOver(job);

@@ -17,10 +17,10 @@ function axis(low, high, start, length, up) {
   return { at, ticks };
 }
 
-function frame(label, id, x, y, draw) {
+function frame(label, id, x, y, draw, role = "img") {
   const across = axis(x.low, x.high, LEFT, WIDTH - LEFT - RIGHT), upwards = axis(y.low, y.high, TOP, HEIGHT - TOP - BOTTOM, true);
   const bottom = HEIGHT - BOTTOM, right = WIDTH - RIGHT, middle = (TOP + bottom) / 2;
-  return wide(label, svg("svg", { id, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", "aria-label": label },
+  return wide(label, svg("svg.plot", { id, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role, "aria-label": label },
     across.ticks.map(([at, text]) => [svg("line", { x1: at, x2: at, y1: TOP, y2: bottom, class: "grid" }),
       svg("text", { x: at, y: bottom + 16, "text-anchor": "middle" }, text)]),
     upwards.ticks.map(([at, text]) => [svg("line", { x1: LEFT, x2: right, y1: at, y2: at, class: "grid" }),
@@ -64,7 +64,7 @@ export function scatter(label, id, points, names, reference = null) {
           return [svg("g", { class: `dot c${(each.colour ?? each.at) % 8}`, ...act }, shape, svg("title", text)),
             svg("text", { x: x + 9, y: y + (each.square ? 16 : -4) }, letter(each.at))];
         })];
-    });
+    }, points.some((each) => each.onclick) ? "group" : "img");
 }
 
 // Names and shares of a whole, as bars with their texts.

@@ -129,7 +129,7 @@ def test_a_job_goes_on_over_a_reload_and_is_cancelled(browser: Page, server: Run
     page = opened(browser, server)
     small(page, "a ring", steps=200)
     page.read(f"{button('Make the video')}.click()")
-    page.wait("document.querySelector('.card progress')?.value > 2")
+    page.wait("document.querySelector('.card progress:not([hidden])')?.value >= 2")
     page.call("Page.reload")
     page.wait("/step [1-9]/.test(document.querySelector('.card .state')?.textContent ?? '')")
     # The draft is that of before.
