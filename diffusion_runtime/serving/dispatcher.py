@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
-from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
-from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, VIDEO, Job, Jobs, new_id
+from diffusion_runtime.serving.jobs import IN_PROGRESS, QUEUED, Job, Jobs
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
 from diffusion_runtime.serving.replicas import Replicas
 from diffusion_runtime.serving.request_fields import RECORDED
 from diffusion_runtime.serving.retention import Retention
+from diffusion_runtime.serving.running_streams import is_stream, work_of
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from diffusion_runtime.serving.metrics import Metrics
 
 _logger = logging.getLogger("diffusion_runtime.serving")
-# Streams of one job, forks included: each has a cache of keys.
-_MAX_STREAMS = 4
 # A job whose engine died is made again so often.
 _MAX_LOSSES = 1
 _LOOK_SECONDS = 0.5
@@ -71,16 +69,16 @@ class Dispatcher:
         self._retention = Retention(jobs, files, settings.limits)
         self._live: dict[str, Live] = {}
         self._overtaken: dict[str, int] = {}
-        self._running: dict[str, tuple[KeptEngine, float]] = {}
+        self.running: dict[str, tuple[KeptEngine, float]] = {}
         self._batches: set[asyncio.Task[None]] = set()
-        # Of a stream that runs: its jobs, to which forks are added.
-        self._streams: dict[str, list[Job]] = {}
+        # Jobs of each stream that runs, to which forks are added.
+        self.streams: dict[str, list[Job]] = {}
         self._wake = asyncio.Event()
         self._step_began: dict[int, tuple[int, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: asyncio.Future[None] | None = None
         metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
-        metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
+        metrics.watch("running", "Jobs that run.", lambda: float(len(self.running)))
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
 
     async def start(self) -> None:
@@ -140,50 +138,16 @@ class Dispatcher:
             return False
         self._fail(job_id, code, message)
         self.metrics.cancelled.labels(reason).inc()
-        if job_id in self._running:
+        if job_id in self.running:
             with contextlib.suppress(EngineLost):
-                self._running[job_id][0].send("cancel", job=job_id)
+                self.running[job_id][0].send("cancel", job=job_id)
         return True
-
-    def is_running(self, job_id: str) -> bool:
-        return job_id in self._running
-
-    def send_to(self, job_id: str, kind: str, /, **values: Any) -> None:
-        """Send a message about a running job to its engine. Raises Unavailable where it has just ended."""
-        try:
-            self._running[job_id][0].send(kind, job=job_id, **values)
-        except EngineLost as error:
-            raise Unavailable("engine_lost", "the engine ended, and is started again") from error
-
-    async def fork(self, job: Job, prompt: str | None, seed: int | None) -> Job:
-        """Add a job that continues a running stream in another way; it fails where the stream takes no fork. Raises
-        ApiError where there are too many already."""
-        jobs = self._streams[job.id]
-        if len(jobs) >= _MAX_STREAMS:
-            raise ApiError(409, "too_many_forks", f"expected at most {_MAX_STREAMS} streams at once, forks included")
-        changes = {name: value for name, value in (("prompt", prompt), ("seed", seed)) if value is not None}
-        work = {**job.work, "requests": [{**job.work["requests"][0], **changes}], "forked_from": job.id}
-        twin = self.jobs.add(Job(id=new_id(VIDEO), kind=VIDEO, owner=job.owner, created=time.time(), work=work))
-        self.jobs.begin([twin.id])
-        jobs.append(twin)
-        self._streams[twin.id] = jobs
-        self._running[twin.id] = (self._running[job.id][0], time.monotonic())
-        self.live(twin.id)
-        self.send_to(job.id, "fork", work=self._work(twin, 0, work["requests"][0]), prompt=prompt, seed=seed)
-        await self.jobs.log.kept()
-        return self.jobs.get(twin.id) or twin
-
-    def _work(self, job: Job, index: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the engine makes one file of."""
-        target = self.files.target(job.id, index if job.kind == IMAGE else None)
-        inputs = {str(self.files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
-        return {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
 
     async def delete(self, job_id: str) -> None:
         """Stop a job, wait for the engine to let go of it, and remove its row and files."""
         self.cancel(job_id, "deleted")
         deadline = time.monotonic() + 10.0
-        while job_id in self._running and time.monotonic() < deadline:
+        while job_id in self.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.jobs.delete(job_id)
         self.files.remove(job_id)
@@ -198,7 +162,7 @@ class Dispatcher:
                 return
             changed = self.live(job_id).changed
             yield job
-            if self.is_draining and job_id not in self._running:
+            if self.is_draining and job_id not in self.running:
                 return
             await changed.wait()
 
@@ -215,7 +179,8 @@ class Dispatcher:
             if not self.is_draining:
                 self.engines.scale(len(waiting))
             is_open = bool(free) and not self.is_draining
-            batch = next_batch(waiting, self.settings.limits, len(free)) if is_open else NextBatch()
+            sizes = self.engines.batch_size, self.settings.limits.max_overtakes
+            batch = next_batch(waiting, *sizes, len(free)) if is_open else NextBatch()
             if not batch.ids:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
@@ -224,7 +189,7 @@ class Dispatcher:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
             # Here, before the next look at who waits and who is free.
             self.jobs.begin(batch.ids)
-            self._running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
+            self.running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
             free[0].batch = asyncio.get_running_loop().create_future()
             found = [self.jobs.get(job_id) for job_id in batch.ids]
             task = asyncio.ensure_future(self._run(free[0], [job for job in found if job is not None]))
@@ -242,7 +207,7 @@ class Dispatcher:
                 self._fail(job.id, "internal_error", "the server failed; its log says how", kind="server_error")
         finally:
             for job in jobs:
-                self._running.pop(job.id, None)
+                self.running.pop(job.id, None)
             replica.batch = None
             replica.idle_since = time.monotonic()
             self._wake.set()
@@ -258,17 +223,18 @@ class Dispatcher:
             self.live(job.id).chunks.clear()
             self.live(job.id).note()
             self.metrics.queue_seconds.observe(max(0.0, time.time() - job.created))
-            works += [self._work(job, index, request) for index, request in enumerate(job.work["requests"])]
+            works += [work_of(job, index, request, self.files) for index, request in enumerate(job.work["requests"])]
         self.metrics.batch_size.observe(len(works))
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
         recorded = {name: bool(jobs[0].work["options"].get(name)) for name in RECORDED[1:]}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
-        is_stream = jobs[0].kind == VIDEO and bool(jobs[0].work["options"].get("stream"))
-        if is_stream:
-            self._streams[jobs[0].id] = jobs
+        if is_stream(jobs[0]):
+            self.streams[jobs[0].id] = jobs
         try:
-            replica.send("run", works=works, previews=previews, profile=profile, stream=is_stream, **recorded, **shared)
+            replica.send(
+                "run", works=works, previews=previews, profile=profile, stream=is_stream(jobs[0]), **recorded, **shared
+            )
             await replica.batch
         except EngineLost:
             if profile is not None:
@@ -281,8 +247,8 @@ class Dispatcher:
                 self._fail(job.id, "cancelled", "the job was cancelled")
         finally:
             for job in jobs:
-                self._running.pop(job.id, None)
-                self._streams.pop(job.id, None)
+                self.running.pop(job.id, None)
+                self.streams.pop(job.id, None)
             seconds = time.monotonic() - began
             self.mean_seconds += 0.2 * (seconds / len(jobs) - self.mean_seconds)
             for job in jobs:
@@ -295,7 +261,7 @@ class Dispatcher:
         job = self.jobs.get(job_id)
         if job is None or job.is_over:
             return
-        if job.kind == VIDEO and job.work["options"].get("stream"):
+        if is_stream(job):
             # Prompts that came on the way, and what a fork continued, are lost with it.
             self._fail(job_id, "engine_lost", "the stream ended with its engine; begin it again", kind="server_error")
         elif not is_loss:
@@ -313,10 +279,10 @@ class Dispatcher:
             self._wake.set()
         elif kind == "progress":
             self._note_progress(replica, message)
-        elif kind == "preview" and message["job"] in self._running:
+        elif kind == "preview" and message["job"] in self.running:
             self.live(message["job"]).previews.append(message)
             self.live(message["job"]).note()
-        elif kind == "frames" and message["job"] in self._running:
+        elif kind == "frames" and message["job"] in self.running:
             self.live(message["job"]).chunks.append(message)
             self.live(message["job"]).note()
         elif kind == "finished":
@@ -363,9 +329,9 @@ class Dispatcher:
 
     def _fail(self, job_id: str, code: str, message: str, kind: str = "invalid_request_error") -> None:
         if self.jobs.fail(job_id, {"code": code, "message": message, "param": None, "type": kind}):
-            self.files.remove(job_id, keeps_inputs=job_id in self._running)
+            self.files.remove(job_id, keeps_inputs=job_id in self.running)
             self.live(job_id).note()
-            if job_id not in self._running:
+            if job_id not in self.running:
                 self._live.pop(job_id, Live()).note()
 
     async def _look_after(self) -> None:
@@ -380,9 +346,9 @@ class Dispatcher:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
             for job in self.jobs.in_status(IN_PROGRESS):
                 # Its end could not be written down, as the disk was full.
-                if job.id not in self._running:
+                if job.id not in self.running:
                     self._note_loss(job.id)
-            for job_id, (replica, began) in tuple(self._running.items()):
+            for job_id, (replica, began) in tuple(self.running.items()):
                 seconds = time.monotonic() - began
                 if seconds > limits.request_timeout:
                     self.cancel(job_id, "timeout", "the job ran longer than --request-timeout", "timeout")

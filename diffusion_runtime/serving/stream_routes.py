@@ -14,6 +14,7 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.job_routes import found_job, job_answer
 from diffusion_runtime.serving.jobs import VIDEO, Job
 from diffusion_runtime.serving.request_fields import checked_prompt, checked_seed
+from diffusion_runtime.serving.running_streams import fork_stream, is_stream, send_to_stream
 
 
 def stream_routes(dispatcher: Dispatcher) -> APIRouter:
@@ -26,11 +27,11 @@ def stream_routes(dispatcher: Dispatcher) -> APIRouter:
         for name in values:
             if name not in known:
                 raise invalid(name[:80], f"{shown(name)}: expected {' and '.join(known)}", "unknown_parameter")
-        if not job.work["options"].get("stream"):
+        if not is_stream(job):
             raise ApiError(
                 409, "not_a_stream", "the video was made without `stream`; its prompt is that of its request"
             )
-        if not dispatcher.is_running(job.id):
+        if job.id not in dispatcher.running:
             raise ApiError(409, "stream_not_running", f"the stream is {job.status}")
         return job, values
 
@@ -38,15 +39,15 @@ def stream_routes(dispatcher: Dispatcher) -> APIRouter:
     async def set_prompt(job_id: str, request: Request) -> Response:
         """Give a stream another prompt, from the next chunk on that has not been begun."""
         job, values = await running(job_id, request, "prompt")
-        dispatcher.send_to(job.id, "prompt", prompt=checked_prompt(values.get("prompt")))
+        send_to_stream(dispatcher, job.id, "prompt", prompt=checked_prompt(values.get("prompt")))
         return job_answer(job, dispatcher)
 
     @router.post("/{job_id}/fork")
-    async def fork_stream(job_id: str, request: Request) -> Response:
+    async def fork(job_id: str, request: Request) -> Response:
         """Continue a stream in a second way from here: another video, with a prompt or a seed of its own."""
         job, values = await running(job_id, request, "prompt", "seed")
         prompt = None if values.get("prompt") is None else checked_prompt(values["prompt"])
         seed = None if values.get("seed") is None else checked_seed(values["seed"])
-        return job_answer(await dispatcher.fork(job, prompt, seed), dispatcher)
+        return job_answer(await fork_stream(dispatcher, job, prompt, seed), dispatcher)
 
     return router

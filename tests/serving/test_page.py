@@ -128,6 +128,8 @@ def test_a_person_makes_a_video_and_sees_what_ran(browser: Page, server: Running
 def test_a_job_goes_on_over_a_reload_and_is_cancelled(browser: Page, server: RunningServer) -> None:
     page = opened(browser, server)
     small(page, "a ring", steps=200)
+    put(page, "[name=width]", "128")
+    put(page, "[name=num_frames]", "29")
     page.read(f"{button('Make the video')}.click()")
     page.wait("document.querySelector('.card progress:not([hidden])')?.value >= 2")
     page.call("Page.reload")
