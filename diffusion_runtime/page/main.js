@@ -31,14 +31,14 @@ function show(isFirst) {
 
 async function start() {
   try {
-    const [list, api] = await Promise.all([get("v1/models"), get("openapi.json"), get("health")]);
+    const [list, api] = await Promise.all([get("v1/models"), get("openapi.json")]);
     model.card = list.data[0];
-    if (!model.card.defaults) throw new Error("the model is not loaded yet");
+    if (!model.card.defaults) throw new Error("the model is being loaded");
     model.fields = api.components.schemas.VideoRequest.properties;
     await refresh();
   } catch (error) {
-    main.replaceChildren(el("h1", "Not ready"), el("p", { role: "alert" }, error.message));
-    setTimeout(start, 1500);
+    if (!main.textContent.includes(error.message)) main.replaceChildren(el("h1", "Not ready"), el("p", { role: "alert" }, error.message));
+    setTimeout(start, 400);
     return;
   }
   const nav = document.getElementById("nav");

@@ -40,7 +40,7 @@ export function lines(label, id, series, names, threshold = null) {
       svg("text", { x: place.right, y: place.y(threshold) - 4, "text-anchor": "end" }, threshold)],
     series.map(({ at, name, points: own }) => [
       svg("polyline", { class: `line c${at % 8}`, points: own.map(([x, y]) => `${place.x(x)},${place.y(y)}`).join(" ") }),
-      own.map(([x, y]) => svg("circle", { class: `dot c${at % 8}`, cx: place.x(x), cy: place.y(y), r: 3 },
+      own.length < 60 && own.map(([x, y]) => svg("circle", { class: `dot c${at % 8}`, cx: place.x(x), cy: place.y(y), r: 3 },
         svg("title", `${name}, ${names[0]} ${x}: ${+y.toPrecision(4)}`))),
       svg("text", { class: `ink c${at % 8}`, x: place.x(own.at(-1)[0]) - 4, y: place.y(own.at(-1)[1]) - 7, "text-anchor": "end" }, letter(at))])]);
 }

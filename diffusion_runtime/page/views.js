@@ -98,7 +98,7 @@ export function reportView(report, timings, expected) {
       table("Attention that ran", ["role", "backend", "implementation", "calls", "layers", "steps", "who decided", "why"], report.rows.map((row) => [
         row.role, row.backend, row.implementation, row.count, row.layers, row.steps, decider(row.source), el("div.why", row.reason)])),
       list([...report.libraries.map((each) => `${each.component}: ${each.library}'s own attention (${each.implementation})`), ...report.notes])),
-    section("Pairs computed, by layer and step", maps.length ? maps : expected ? [el("p", "As expected; they were not counted."), scheduleMaps(expected)]
+    section("Pairs computed, by layer and step", maps.length ? maps : expected ? [el("p", "Expected, not counted."), scheduleMaps(expected)]
       : el("p", "They were not counted.")),
     section("Time by stage", timeByStage(timings)),
   ];
