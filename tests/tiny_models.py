@@ -203,8 +203,12 @@ def tiny_vae(kind: str) -> Any:
 
 
 def tiny_scheduler(name: str, flow_shift: float) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     if name == "flow_match_euler":
         return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+    if name == "dpmpp_2m":
+        return DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+        )
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)

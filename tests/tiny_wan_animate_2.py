@@ -16,7 +16,7 @@ MAX_TEXT_TOKENS = 16
 def write_tiny_wan_animate_2(
     folder: Path,
     *,
-    scheduler: str = "unipc",
+    scheduler: str = "dpmpp_2m",
     num_layers: int = 2,
     has_image_encoder: bool = False,
     distilled: bool = False,
