@@ -98,8 +98,10 @@ class ReferenceFrameAttention(UlyssesAttention):
         kept = [Kept(result.plan, result.skip_counts)]
         self.frames._count(context, served, result.implementation, kept, result.keys)
         assert result.lse is not None, "a backend that was chosen for its log-sum-exp returned none"
-        out = result.out.unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)
-        return out, result.lse.unflatten(2, (batch, -1)).permute(2, 1, 0, 3).flatten(2)
+        num_frames, rows, heads, head_dim = q.shape
+        out = result.out.reshape(num_frames, batch, rows // batch, heads, head_dim).transpose(0, 1).flatten(1, 2)
+        lse = result.lse.reshape(num_frames, heads, batch, rows // batch).permute(2, 1, 0, 3).flatten(2)
+        return out, lse
 
     def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         out = super()._allocate(q, k, v, context)
@@ -140,15 +142,16 @@ def by_frame(
     """
     per_frame = _tokens_per_frame(layout)
     q = q[:, reference.num_before * per_frame :]
-    num_frames = q.shape[1] // per_frame
+    batch, num_queries, heads, head_dim = q.shape
+    num_frames = num_queries // per_frame
     k, v = keys
     if k.shape[0] != 1 or k.shape[1] % num_frames:
         raise ConfigError(
             f"reference frames: expected keys of one sample with {num_frames} frames, got {list(k.shape)} for queries "
             f"{list(q.shape)}"
         )
-    rows = q.unflatten(1, (num_frames, per_frame)).transpose(0, 1).flatten(1, 2)
-    return rows, k[0].unflatten(0, (num_frames, -1)), v[0].unflatten(0, (num_frames, -1))
+    rows = q.reshape(batch, num_frames, per_frame, heads, head_dim).transpose(0, 1).flatten(1, 2)
+    return rows, k[0].view(num_frames, -1, heads, head_dim), v[0].view(num_frames, -1, heads, head_dim)
 
 
 def _tokens_per_frame(layout: TokenLayout | None) -> int:

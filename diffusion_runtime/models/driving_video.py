@@ -1,5 +1,4 @@
-"""Driving video: an image of a character and a video whose motion it takes over, of models that animate (Wan-Animate 2).
-"""
+"""Driving video: an image of a character and a video whose motion it takes over, of models that animate (Wan-Animate 2)."""
 
 from __future__ import annotations
 
@@ -66,16 +65,16 @@ class DrivingVideo:
                     f"{height} of the clip's {size.width} x {size.height}: the rest of every frame stays black; crop "
                     "the image to the clip's ratio, or the clip to that part"
                 )
-        path = request.video_path
-        if path is None:
+        video = request.video_path
+        if video is None:
             return
-        clip = inspect_clip(path, "video_path", size.num_frames)
-        yield from (f"video_path: {path}: {remark}" for remark in clip.remarks)
+        clip = inspect_clip(video, "video_path", size.num_frames)
+        yield from (f"video_path: {video}: {remark}" for remark in clip.remarks)
         if clip.num_frames > size.num_frames:
-            yield f"video_path: {path}: its first {size.num_frames} frames are used"
+            yield f"video_path: {video}: its first {size.num_frames} frames are used"
         if clip.fps is not None and abs(clip.fps - size.fps) > 0.5:
             yield (
-                f"video_path: {path}: it has {clip.fps:.4g} frames per second, the clip {size.fps}: frame by frame, "
+                f"video_path: {video}: it has {clip.fps:.4g} frames per second, the clip {size.fps}: frame by frame, "
                 f"what takes 1 s there takes {clip.fps / size.fps:.3g} s"
             )
 

@@ -96,9 +96,7 @@ class ClipImageEncoder:
         return tokens
 
 
-def check_clip_image_encoder(
-    folder: AnyFolder, dim: int, num_tokens: int | None, *, prepares: bool = True
-) -> None:
+def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None, *, prepares: bool = True) -> None:
     """Check from their json that a folder's image encoder and image preparation are supported.
 
     dim: of a token; num_tokens: of an image, None for any number. prepares: whether `image_processor` prepares them;

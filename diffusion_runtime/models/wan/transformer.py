@@ -71,9 +71,7 @@ class WanSelfAttention(nn.Module):
         self.attention = self.make_attention(config, place.layer(place.self_role, "self_attention"), policy)
 
     def make_attention(self, config: WanTransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> AttentionLayer:
-        return USPAttention(
-            config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal
-        )
+        return USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal)
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:

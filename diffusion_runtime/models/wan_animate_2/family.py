@@ -9,7 +9,7 @@ from functools import partial
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
-from diffusion_runtime.models.declaration import Requests, TextEncoding, TextShapes, Weights
+from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.driving_video import FILES, DrivingVideo
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
@@ -65,9 +65,7 @@ def _adapt(model: _Model) -> _Model:
         inputs=ImageInputs(images=FILES, size_of_image=size_of_image),
         sampling=dataclasses.replace(model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True),
         defaults={**model.defaults, **(_FEW_STEPS if is_distilled else {})},
-        load_image_conditioner=partial(
-            load_conditioner, model.folder, temporal_factor=factor, has_tokens=has_tokens
-        ),
+        load_image_conditioner=partial(load_conditioner, model.folder, temporal_factor=factor, has_tokens=has_tokens),
     )
 
 
@@ -82,11 +80,10 @@ def _text_shapes(_: AnyFolder, config: WanAnimate2Config) -> TextShapes:
 
 FAMILY = ModelFamily(
     name="wan_animate_2",
-    files=dataclasses.replace(
-        WAN.files,
+    files=FolderFormat(
         transformer_classes=(TRANSFORMER_CLASS,),
         pipeline_classes=PIPELINES,
-        index_keys=(),
+        diffusers_components=(codec.AUTOENCODER,),
         # Made from their own defaults, which the runtime knows.
         unread={"image_processor": "", "video_processor": ""},
         check_parts=_check_parts,

@@ -87,9 +87,9 @@ class WanAnimate2Transformer(WanTransformer):
     def _divided(self, image: ImageCondition) -> tuple[ImageCondition, ImageCondition]:
         """Return the condition of the latents, and that of the driving video: its latents, a mask of ones and its
         latents again, of one sample."""
-        own, driving = image.latents.split([self.config.condition_channels, self.config.num_channels], dim=1)
-        driving = driving[:1, :, NUM_BEFORE:]
-        known = driving.new_ones(1, self.config.condition_channels - self.config.num_channels, *driving.shape[2:])
+        of_condition = self.config.condition_channels
+        own, driving = image.latents[:, :of_condition], image.latents[:1, of_condition:, NUM_BEFORE:]
+        known = driving.new_ones(1, of_condition - self.config.num_channels, *driving.shape[2:])
         tokens = [None, None] if image.embeddings is None else list(image.embeddings.chunk(2, dim=1))
         of_driving = None if tokens[1] is None else tokens[1][:1]
         return (
@@ -100,9 +100,7 @@ class WanAnimate2Transformer(WanTransformer):
     def _prefill(self, driving: ImageCondition, inputs: DenoiserInputs, context: AttentionContext) -> bool:
         """Run the driving video's pass, which leaves its keys and values in the request's cache."""
         (latents,), (text,) = driving.further, inputs.text.further
-        given = dataclasses.replace(
-            inputs, text=Conditions.of(text.embeddings[:1], text.lengths[:1]), image=driving
-        )
+        given = dataclasses.replace(inputs, text=Conditions.of(text.embeddings[:1], text.lengths[:1]), image=driving)
         # A step cache reuses nothing of this pass at the steps.
         alone = dataclasses.replace(
             context.for_prefill(), reference=ReferenceFrames(is_written=True), block_runner=BlockRunner()
@@ -143,10 +141,13 @@ class WanAnimate2Transformer(WanTransformer):
     def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
         if context.reference is None or not context.reference.is_written:
             return super()._rotations(grid, context)
-        starts = [size if start is None else start for size, start in zip(grid, self.config.reference_start, strict=True)]
+        starts = [
+            size if start is None else start for size, start in zip(grid, self.config.reference_start, strict=True)
+        ]
         strides = (self.config.reference_stride, 1, 1)
         axes = tuple(
-            range(start, start + size * stride, stride) for start, size, stride in zip(starts, grid, strides, strict=True)
+            range(start, start + size * stride, stride)
+            for start, size, stride in zip(starts, grid, strides, strict=True)
         )
         device = self.out.weight.device
         return context.sharding.shard(position_rotations(axes, split_head_dim(self.config.head_dim), device), 0)

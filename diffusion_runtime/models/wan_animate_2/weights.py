@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from diffusion_runtime.models.wan.config import WanTransformerConfig
-from diffusion_runtime.models.wan.weights import transformer_pieces as wan_pieces
+from diffusion_runtime.models.wan.weights import transformer_pieces as base_pieces
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names
 
@@ -44,7 +44,7 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
     """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
     return {
         name: tuple(dataclasses.replace(piece, name=_renamed(piece.name)) for piece in pieces)
-        for name, pieces in wan_pieces(config).items()
+        for name, pieces in base_pieces(config).items()
     }
 
 
