@@ -211,7 +211,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         is_joined=planned.is_guided and planned.is_batched,
         is_in_chunks=prepared.rules.sampling.is_causal,
         schedule=schedule,
-        parts=_parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight),
+        parts=_parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight, len(settings.segments)),
         is_bound=any(each is None for row in schedule for each in row.density),
         warnings=tuple(
             each if reads_files else f"its weights are not here, and tell whether this holds: {each}"
@@ -354,9 +354,10 @@ def _parts(
     stages: Sequence[_Stage],
     prefill: ForwardCost | None,
     branches: float,
+    num_segments: int,
 ) -> tuple[PartCost, ...]:
     """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix or
-    of the text, the rest of the steps, decoding. branches: that compute it."""
+    of the text, the rest of the steps, decoding. branches: that compute it. num_segments: that are decoded."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -384,7 +385,7 @@ def _parts(
         name = "prefill" if prefill.attention else "text, once per request"
         add(name, products + attention, products + attention, time)
     add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
-    decoding = count_decoding(prepared.model, planned, torch.device("meta"))
+    decoding = count_decoding(prepared.model, planned, torch.device("meta")) * num_segments
     add("decode", decoding, decoding, decoding / _RATES["decode"])
     total = sum(seconds.values())
     return tuple(PartCost(name, dense, kept, seconds[name] / total) for name, (dense, kept) in operations.items())

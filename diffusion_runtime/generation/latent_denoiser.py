@@ -71,9 +71,11 @@ class LatentDenoiser:
     upsampler: LatentUpsampler | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
-    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
+    def denoise(
+        self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep, num_drawn: int = 0
+    ) -> torch.Tensor:
         """Return the clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's
-        noise.
+        noise. num_drawn: how many times as much noise earlier segments of the video have drawn.
 
         Raises DiffusionRuntimeError when they are not finite.
         """
@@ -81,6 +83,8 @@ class LatentDenoiser:
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
+        for _ in range(num_drawn):
+            noise.draw()
         initial = noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state, forward = RequestCache(), self.forward_of()

@@ -8,7 +8,7 @@ import math
 from functools import partial
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry
-from diffusion_runtime.core.model_folder import AnyFolder, read_index
+from diffusion_runtime.core.model_folder import MODULAR_INDEX_FILE, AnyFolder, read_index, read_json_in
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.driving_video import FILES, DrivingVideo
 from diffusion_runtime.models.family import Model, ModelFamily
@@ -19,8 +19,9 @@ from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
 from diffusion_runtime.models.wan.weights import stays_float32
-from diffusion_runtime.models.wan_animate_2.condition import load_conditioner
+from diffusion_runtime.models.wan_animate_2.condition import OVERLAP, load_conditioner
 from diffusion_runtime.models.wan_animate_2.config import (
+    DISTILLED_MODULAR,
     PIPELINES,
     TRANSFORMER_CLASS,
     WanAnimate2Config,
@@ -56,15 +57,27 @@ def _check_parts(folder: AnyFolder) -> None:
         check_clip_image_encoder(folder, config.image_dim, None, prepares=False)
 
 
+def _is_distilled(folder: AnyFolder) -> bool:
+    """Return whether a folder is of the distilled model: its index says so, or a modular index next to it, as both
+    published folders have the same ordinary one."""
+    names = [read_index(folder).get("_class_name")]
+    if (folder / MODULAR_INDEX_FILE).is_file():
+        names.append(read_json_in(folder, MODULAR_INDEX_FILE).get("_class_name"))
+    return not {PIPELINES[1], DISTILLED_MODULAR}.isdisjoint(name for name in names if isinstance(name, str))
+
+
 def _adapt(model: _Model) -> _Model:
     """Return the model with its inputs; the distilled one with its steps."""
     factor, has_tokens = model.geometry.temporal_factor, model.config.image_dim is not None
-    is_distilled = read_index(model.folder).get("_class_name") == PIPELINES[1]
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images=FILES, size_of_image=size_of_image),
-        sampling=dataclasses.replace(model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True),
-        defaults={**model.defaults, **(_FEW_STEPS if is_distilled else {})},
+        # Longer videos are made in segments of chunk_frames.
+        request_fields=("chunk_frames",),
+        sampling=dataclasses.replace(
+            model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True, segment_overlap=OVERLAP
+        ),
+        defaults={**model.defaults, **(_FEW_STEPS if _is_distilled(model.folder) else {})},
         load_image_conditioner=partial(load_conditioner, model.folder, temporal_factor=factor, has_tokens=has_tokens),
     )
 

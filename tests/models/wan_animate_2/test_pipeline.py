@@ -6,17 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from family_parity import kept_after_steps
-from PIL import Image
-from tables import table
-from tiny_wan_animate_2 import MAX_TEXT_TOKENS
-
-from conftest import FolderOf, read_frames  # isort: skip
-
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 
 # What importing diffusers' modular pipelines says about packages that are not here, and its eager FlexAttention.
 pytestmark = pytest.mark.filterwarnings("ignore")
