@@ -35,10 +35,13 @@ from diffusion_runtime.models.qwen_image_21.config import QwenImage21Transformer
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
+from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config
+from diffusion_runtime.models.wan_animate_2.transformer import REFERENCE_ROLE as DRIVING_ROLE
+from diffusion_runtime.models.wan_animate_2.transformer import WanAnimate2Transformer
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 WORLD = 2
 CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
@@ -46,6 +49,7 @@ CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
 LATENTS = (2, CHANNELS, 1, 6, 10)
 LENGTHS = (3, 7)
 GEOMETRY = ImageGeometry(CHANNELS, 8, 1, (1, 2, 2))
+SIZE = ClipSize(48, 80, 1, 1)
 
 
 def flux1(policy: AttentionPolicy) -> DiffusionTransformer:
@@ -117,6 +121,42 @@ def qwen_image_at_zero(policy: AttentionPolicy) -> DiffusionTransformer:
     return QwenImageTransformer(config, GEOMETRY, policy)
 
 
+def animate(mesh: ProcessMesh) -> torch.Tensor:
+    """A step of an animation: 3 frames, of which two attend to a driving video's, and the pass of that before."""
+    register_role(DRIVING_ROLE, "cross")
+    config = WanAnimate2Config(
+        num_layers=2,
+        num_heads=2,
+        head_dim=12,
+        ffn_dim=24,
+        num_channels=CHANNELS,
+        text_dim=TEXT_DIM,
+        num_waves=12,
+        patch=(1, 2, 2),
+        norm_cross=True,
+        eps=1e-6,
+        condition_channels=CHANNELS + 4,
+        max_tokens=8,
+        reference_start=(1, 0, None),
+        reference_stride=1,
+    )
+    torch.manual_seed(0)
+    policy, geometry = AttentionPolicy(environment=None, mesh=mesh), LatentGeometry(CHANNELS, 8, 4, (1, 2, 2))
+    model = WanAnimate2Transformer(config, geometry, policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, CHANNELS, 3, 6, 10, generator=generator)
+    image = ImageCondition(torch.randn(1, 2 * CHANNELS + 4, 3, 6, 10, generator=generator)).repeat(2)
+    texts, driving = (torch.randn(2, 8, TEXT_DIM, generator=generator) for _ in range(2))
+    text = Conditions.of(texts, LENGTHS, further=[TextStream(driving, LENGTHS)])
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), DenoiserInputs(text, SIZE, image=image), context)
+    return out
+
+
 # Beside the latents, of their size; to edit, of others.
 BESIDE, TO_EDIT = (LATENTS[3:],), ((4, 6), (8, 2))
 # With the sizes of images.
@@ -154,7 +194,7 @@ def forward(
     conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
     parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
     image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
-    inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5, image=image)
+    inputs = DenoiserInputs(conditions, SIZE, guidance=3.5, image=image)
     context = AttentionContext()
     if mesh.sequence.size > 1:
         context = dataclasses.replace(context, sharding=mesh.sharding)
@@ -176,6 +216,8 @@ def work(rank: int, folder: Path) -> None:
                 continue
             together, alone = forward(build, mesh, images), forward(build, ProcessMesh(), images)
             measured[f"{name}, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
+        together, alone = animate(mesh), animate(ProcessMesh())
+        measured[f"wan_animate_2, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
     (folder / f"result-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,3 @@ def eager_masks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(theirs, "create_block_mask", lambda *args, **how: made(*args, **{**how, "_compile": False}))
         yield
-
-
-def read_frames(path: str, count: int) -> list[Image.Image]:
-    """The first frames of an array."""
-    return [Image.fromarray(frame) for frame in itertools.islice(numpy.load(path), count)]
