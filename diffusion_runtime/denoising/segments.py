@@ -1,5 +1,5 @@
-"""Segments: a video that is longer than its model makes at once, cut into clips of one length, each of which begins with
-the last frames of the one before.
+"""Segments: a video that is longer than its model makes at once, cut into clips of one length, each of which begins
+with the last frames of the one before.
 
 Every segment is denoised by itself from noise of its own; the frames that two of them share are written once. The last
 one reaches beyond the video, and what is beyond is cut off.
