@@ -324,7 +324,8 @@ class Pipeline:
         run = self._begun(batch, settings, remarks)
         participants, recorder = run.participants, run.recorder
         with run.guarded():
-            is_whole, latents, moved = len(settings.segments) == 1, torch.empty(0), {}
+            is_whole, latents = len(settings.segments) == 1, torch.empty(0)
+            moved: Mapping[str, float] = {}
             if is_whole:
                 latents, prompts = run.denoise(clock)
                 moved = participants.after_denoising(recorder)

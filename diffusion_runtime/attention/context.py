@@ -153,8 +153,8 @@ class AttentionContext:
     torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
     that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
     attends to and none computes again, such as those of reference images. reference: the same, of a clip whose frames
-    are attended to by the frames of the same index alone, for ReferenceFrameAttention. shapes_only: whether attention layers make
-    outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
+    are seen by the frames of the same index alone, for ReferenceFrameAttention. shapes_only: whether attention layers
+    make outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
     operators in compiled graphs have of it (attention/opaque.py), None for one that is made while torch.compile traces.
     """
 

@@ -1,5 +1,5 @@
-"""DPM-Solver++ 2M sampler, a multistep solver of second order (Lu et al. 2022, arXiv:2211.01095), for flow matching with
-data prediction, to the bits of diffusers' scheduler.
+"""DPM-Solver++ 2M sampler, a multistep solver of second order (Lu et al. 2022, arXiv:2211.01095), for flow matching
+with data prediction, to the bits of diffusers' scheduler.
 
 The solver is our own: importing diffusers takes longer than a first command has.
 """

@@ -1,4 +1,4 @@
-"""Driving video: an image of a character and a video whose motion it takes over, of models that animate (Wan-Animate 2)."""
+"""Driving video: the image of a character and a video whose motion it takes over, of models that animate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DrivingVideo:
         factor = self.geometry.temporal_factor
         if request.chunk_frames is not None and request.chunk_frames < 2:
             raise RequestError(
-                f"chunk_frames: expected 2 latent frames or more, of which a segment is made, got {request.chunk_frames}"
+                f"chunk_frames: expected 2 latent frames or more in a segment, got {request.chunk_frames}"
             )
         if size.num_frames <= factor:
             raise RequestError(f"num_frames: expected {factor + 1} or more for a video, got {size.num_frames}")
@@ -44,9 +44,9 @@ class DrivingVideo:
             stretch = (width / height) / (size.width / size.height)
             if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
                 raise RequestError(
-                    f"image_path: {path} is {width} x {height} (width x height), the clip {size.width} x {size.height}: "
-                    "the ratio of the sides must agree within 10 %. Leave out --height and --width, which follow from "
-                    "the image, or crop it"
+                    f"image_path: {path} is {width} x {height} (width x height), the clip {size.width} x "
+                    f"{size.height}: the ratio of the sides must agree within 10 %. Leave out --height and --width, "
+                    "which follow from the image, or crop it"
                 )
         video = inspect_clip(request.video_path, "video_path", size.num_frames)
         if video.is_still:

@@ -91,7 +91,7 @@ def _text_shapes(_: AnyFolder, config: WanAnimate2Config) -> TextShapes:
     )
 
 
-FAMILY = ModelFamily(
+FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     name="wan_animate_2",
     files=FolderFormat(
         transformer_classes=(TRANSFORMER_CLASS,),
