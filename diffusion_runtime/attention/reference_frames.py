@@ -111,7 +111,8 @@ class ReferenceFrameAttention(UlyssesAttention):
         if reference.is_written:
             self._write(k, v, self.first_head, context)
             return out
-        seen = self.frames(*by_frame(q, self._read(self.first_head, context), reference, context.layout), context)
+        keys = self._read(self.first_head, context)
+        seen = self.frames(*by_frame(q, keys, reference, context.layout), context.with_layout(None))
         merged = torch.empty(2, *seen.shape, dtype=torch.float32, device=q.device)
         del seen, merged
         return out
@@ -145,13 +146,13 @@ def by_frame(
     batch, num_queries, heads, head_dim = q.shape
     num_frames = num_queries // per_frame
     k, v = keys
-    if k.shape[0] != 1 or k.shape[1] % num_frames:
+    if k.shape[:2] != (1, num_frames * per_frame):
         raise ConfigError(
             f"reference frames: expected keys of one sample with {num_frames} frames, got {list(k.shape)} for queries "
             f"{list(q.shape)}"
         )
     rows = q.reshape(batch, num_frames, per_frame, heads, head_dim).transpose(0, 1).flatten(1, 2)
-    return rows, k[0].view(num_frames, -1, heads, head_dim), v[0].view(num_frames, -1, heads, head_dim)
+    return rows, k[0].view(num_frames, per_frame, heads, head_dim), v[0].view(num_frames, per_frame, heads, head_dim)
 
 
 def _tokens_per_frame(layout: TokenLayout | None) -> int:

@@ -22,10 +22,10 @@ PER_FRAME = GRID[1] * GRID[2]
 ROLE = "test.reference"
 
 
-def layer_of(choice: Any = None, **how: Any) -> ReferenceFrameAttention:
+def layer_of(choice: Any = None) -> ReferenceFrameAttention:
     register_role(ROLE, "cross")
-    config = None if choice is None else AttentionConfig.parse(choice)
-    policy = AttentionPolicy(environment=None, config=config, **how)
+    how = {} if choice is None else {"config": AttentionConfig.parse(choice)}
+    policy = AttentionPolicy(environment=None, **how)
     return ReferenceFrameAttention(HEADS, HEAD_DIM, layer=LayerInfo(4, 5), policy=policy, reference_role=ROLE)
 
 

@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     numpy.save(folder / "video.npy", video.astype(numpy.uint8))
     pixels = numpy.random.default_rng(0).integers(0, 256, (9, 6, 3), dtype=numpy.uint8)
     Image.fromarray(pixels).resize((64, 96)).save(folder / "fitting.png")
-    Image.fromarray(pixels).resize((61, 97)).save(folder / "near.png")
+    Image.fromarray(pixels).resize((66, 98)).save(folder / "near.png")
     Image.fromarray(pixels).resize((90, 50)).save(folder / "wide.png")
     return {path.stem: str(path) for path in folder.iterdir()}
 
