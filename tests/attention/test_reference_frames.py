@@ -64,6 +64,25 @@ def test_it_equals_a_call_under_a_mask(choice: Any, batch: int) -> None:
     assert counted == {"self": 2, ROLE: 1}
 
 
+def test_a_sparse_method_serves_the_clip() -> None:
+    """Tiles of one frame, each of which sees itself: with the reference, a frame sees two."""
+    tiles = {"backend": "sliding_tile_attn", "extra": {"window": [1, 1, 1], "tile_size": [1, *GRID[1:]]}}
+    layer, context = layer_of({"per_role": {"self": tiles}}), AttentionContext()
+    reference, (q, k, v) = heads(1, GRID[0] - NUM_BEFORE, 1), heads(2, GRID[0], 2)
+    grid = TokenLayout((GRID[0] - NUM_BEFORE, *GRID[1:]))
+    layer(*reference, dataclasses.replace(context, layout=grid, reference=ReferenceFrames(is_written=True)))
+    reading = ReferenceFrames(is_written=False, num_before=NUM_BEFORE)
+    found = layer(q, k, v, dataclasses.replace(context, layout=TokenLayout(GRID), reference=reading))
+    keys, values = (
+        torch.cat([own, of.expand(2, -1, -1, -1)], 1) for own, of in zip((k, v), reference[1:], strict=True)
+    )
+    frames = torch.arange(GRID[0]).repeat_interleave(PER_FRAME)
+    own = frames[:, None] == frames[None]
+    seen = torch.cat([own, mask()[:, len(frames) :]], dim=1)[None, None]
+    expected = attention(q.double(), keys.double(), values.double(), backend="reference", mask=seen)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+
+
 def test_a_backend_without_log_sum_exp_is_refused_when_the_layer_is_built() -> None:
     for choice in ("flex_attn", {"per_role": {ROLE: "flex_attn"}}):
         with pytest.raises(BackendUnavailableError, match=r"cannot do lse|no C\+\+ compiler"):

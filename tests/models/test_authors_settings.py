@@ -212,6 +212,7 @@ AUTHORS: dict[str, Authors] = {
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
+    *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {

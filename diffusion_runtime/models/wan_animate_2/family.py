@@ -38,7 +38,7 @@ from diffusion_runtime.text_encoders.t5 import umt5_library
 _PIXELS, _MULTIPLE = 800 * 640, 16
 # CLIP ViT-H/14 at 224 x 224, of the reference image and of the driving video's first frame.
 _NUM_IMAGE_TOKENS = 2 * 257
-_FEW_STEPS = published_defaults("wan2.2-animate-2-14b-distilled", "num_inference_steps", "guidance_scale")
+_FEW_STEPS = published_defaults("wan2.2-animate-2-14b-distilled", "num_inference_steps", "guidance_scale", "sampler")
 
 _Model = Model[WanAnimate2Config, LatentGeometry]
 
