@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.segments import Segment
@@ -130,7 +131,10 @@ class BatchRun:
         def conditioner() -> ImageConditioner:
             return self._loaded_image_conditioner().of_segment(segment, before)
 
-        denoiser = dataclasses.replace(self.denoiser(), settings=settings, image_conditioner=conditioner)
+        # What a segment sees of the one before is no part of the request, by which encodings are kept.
+        denoiser = dataclasses.replace(
+            self.denoiser(), settings=settings, image_conditioner=conditioner, encodings=KeptResults(0)
+        )
         with clock.stage("denoise", num_steps * count) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:
