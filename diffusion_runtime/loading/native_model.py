@@ -204,7 +204,7 @@ class PreparedModel:
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
-        if opened.weights.check(opened.modules(checked.transformer)):
+        if opened.weights.check(opened.modules(checked.transformer), changes=self.loras):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):

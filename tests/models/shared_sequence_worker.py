@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import fork_ranks
 
-from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
@@ -29,6 +29,10 @@ from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_R
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
+from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
+from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE as H3_TEXT_ROLE
+from diffusion_runtime.models.minimax_h3.transformer import MiniMaxH3Transformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
@@ -202,6 +206,33 @@ def forward(
     return out
 
 
+def fasth3(mesh: ProcessMesh) -> torch.Tensor:
+    """MiniMax-H3 with gates by Video Sparse Attention, of a clip with sound and an image to end with."""
+    register_role(H3_TEXT_ROLE, "cross")
+    choice = {"per_role": {"self": {"backend": "video_sparse_attn", "extra": {"sparsity": 0.5}}}}
+    geometry = MiniMaxH3Geometry(CHANNELS, 16, 4, (1, 2, 2), 5, 2, 40.0, (22, 345))
+    config = MiniMaxH3Config(2, 1, 3, 16, 24, 40, CHANNELS, 5, TEXT_DIM, 8, 12, 10, 2, 1e4, 1e-5, 1e-5, 1e-5)
+    torch.manual_seed(0)
+    policy = AttentionPolicy(config=AttentionConfig.parse(choice), environment=None, mesh=mesh)
+    model = MiniMaxH3Transformer(dataclasses.replace(config, has_gate=True), geometry, policy)
+    model.requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    # 7 x 5 x 3 tokens, which are eight tiles.
+    size = ClipSize(160, 96, 22, 24)
+    latents, last = torch.randn(2, *geometry.sample_shape(size)), torch.randn(2, CHANNELS, 1, 10, 6)
+    conditions = dataclasses.replace(Conditions.of(torch.randn(2, 8, TEXT_DIM), LENGTHS), picture_ranges=((1, 2),))
+    image = ImageCondition(last[:, :, :0], further=(last,), places=((6, 1.0),))
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    inputs = DenoiserInputs(conditions, size, image=image)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    rows = [row for row in context.recorder.report().rows if row.role == "self"]
+    assert all("block-sparse" in row.implementation for row in rows)
+    return out
+
+
 def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
@@ -218,6 +249,9 @@ def work(rank: int, folder: Path) -> None:
             measured[f"{name}, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
         together, alone = animate(mesh), animate(ProcessMesh())
         measured[f"wan_animate_2, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
+    mesh = ProcessMesh.create(ulysses_degree=2, ring_degree=1, branch_degree=1, ring_inside=False)
+    together, alone = fasth3(mesh), fasth3(ProcessMesh())
+    measured["fasth3, ulysses"] = float((together - alone).abs().max() / alone.abs().max())
     (folder / f"result-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()

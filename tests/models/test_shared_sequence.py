@@ -33,6 +33,11 @@ def test_two_processes_with_a_prefix_cache_equal_one(measured: list[dict[str, fl
         assert max(of_process[f"{name}, ulysses"] for of_process in measured) < 1e-5
 
 
+def test_two_processes_with_gates_of_text_and_sound_equal_one(measured: list[dict[str, float]]) -> None:
+    """MiniMax-H3 by Video Sparse Attention: every process holds the whole text, and gates go by heads."""
+    assert max(of_process["fasth3, ulysses"] for of_process in measured) < 1e-5
+
+
 @table(
     "name",
     ["flux1 to edit", "flux1 fill", "flux2 to edit", "flux3 to edit", "qwen_image to edit", "qwen_image at zero"],
