@@ -41,8 +41,12 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
+# Of the others, those that take 3 s and more: the joint blocks of FLUX.1 and Wan's cross-attention are in these too.
+ALSO_SLOW = ("flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow] if each == "flux3" else []) for each in NUM_KINDS]
+    "family", [pytest.param(each, marks=[pytest.mark.slow] if each in ALSO_SLOW else []) for each in NUM_KINDS]
 )
 def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     pipeline = load(tiny_folder_of(family))
