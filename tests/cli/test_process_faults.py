@@ -47,7 +47,10 @@ FAULTS = {
 
 
 # How a silence is judged is tested with a clock of the test's own in tests/parallel/test_signs_of_life.py.
-ALSO_SLOW = ("hangs while it loads", "stopped before they meet", "busy, and then stopped", "terminated often")
+ALSO_SLOW = (
+    *("hangs while it loads", "stopped before they meet", "busy, and then stopped"),
+    *("terminated often", "interrupted alone"),
+)
 
 
 @pytest.mark.parametrize(

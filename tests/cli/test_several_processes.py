@@ -124,6 +124,7 @@ def test_an_interrupted_run_keeps_what_is_finished(
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_resume_what_one_has_begun(alone: Path, tmp_path: Path) -> None:
     """One JSON object for both, and what was there before stays."""
     shutil.copytree(alone / "outputs", tmp_path / "outputs")

@@ -41,8 +41,8 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
-# Of the others, those that take 3 s and more: the joint blocks of FLUX.1 and Wan's cross-attention are in these too.
-ALSO_SLOW = ("flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
+# Those that take 3 s and more. Cross-attention (Wan, LTX-Video), joint blocks with a refiner (Z-Image, Krea 2) stay.
+ALSO_SLOW = ("flux1", "flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
 
 
 @pytest.mark.parametrize(
