@@ -6,6 +6,7 @@ folder and its authors differ."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -240,6 +241,7 @@ NOT_TAKEN = {"ltx-video-0.9.0": {"decode_timestep", "decode_noise_scale"}}
 MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 
 
+@functools.cache
 def rules_of(model_path: str) -> RequestRules:
     return inspect_pipeline(RuntimeConfig(model_path, device="cpu", offline=True)).rules
 
