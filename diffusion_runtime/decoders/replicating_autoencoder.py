@@ -8,7 +8,7 @@ encoded and decoded piece by piece to what it would be at once: `History` holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.decoders.clip_encoder import FrameNorm
-from diffusion_runtime.decoders.sample_decoder import SampleDecoder
+from diffusion_runtime.decoders.sample_decoder import SampleDecoder, Tiling
+from diffusion_runtime.decoders.vit_video_decoder import axes_of_tiles, join_tiles
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.parallel.collectives import RankGroup
 
 _EPS = 1e-6
+# Of the input or output of a convolution: cuDNN's kernels count with 32 bits, and torch's own, which it falls back to,
+# unfolds all of its input.
+MAX_NUMBERS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,21 @@ class CausalConvolution(nn.Conv3d):
         num_taps = self.kernel_size[0]
         if num_taps > 1:
             x = history.before(self, x, num_taps - 1, num_taps - self.stride[0])
-        return super().forward(x)
+        numbers = max(self.in_channels, self.out_channels) * x.shape[2] * x.shape[3] * x.shape[4]
+        return super().forward(x) if numbers <= MAX_NUMBERS else self._in_bands(x, -(-numbers // MAX_NUMBERS))
+
+    def _in_bands(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Compute bands of rows one after the other, each with the rows that it reads of its neighbours."""
+        (_, side, _), (_, step, _), (_, rows, columns) = self.kernel_size, self.stride, self.padding
+        x = F.pad(x, (columns, columns, rows, rows))
+        height = (x.shape[3] - side) // step + 1
+        size = -(-height // number)
+        bands = [
+            F.conv3d(x[:, :, :, start * step : (stop - 1) * step + side], self.weight, self.bias, self.stride)
+            for start in range(0, height, size)
+            for stop in [min(start + size, height)]
+        ]
+        return torch.cat(bands, dim=3)
 
 
 class ResidualBlock(nn.Module):
@@ -266,17 +284,41 @@ class ReplicatingAutoencoder(nn.Module):
         self.encoder = EncoderNetwork(sizes) if has_encoder else None
         self.decoder = DecoderNetwork(sizes)
 
-    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, pieces: Iterable[torch.Tensor], tiling: Tiling | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and deviation of the latents, [1, channels, latent frames, height, width].
 
-        pixels: in [-1, 1], [1, 3, frames, height, width]; frames are a multiple of four and one.
+        pieces: of the frames in [-1, 1], [1, 3, frames, height, width]: the first frame, then `frames_factor` each.
+        tiling: encodes tiles that are blended; None for the whole frame.
         """
         assert self.encoder is not None
-        history, step = History(), self.sizes.frames_factor
-        pieces = [pixels[:, :, :1], *(torch.split(pixels[:, :, 1:], step, dim=2) if pixels.shape[2] > 1 else ())]
-        moments = torch.cat([self.encoder(piece, history) for piece in pieces], dim=2)
+        histories: dict[tuple[int, int], History] = {}
+        moments = torch.cat([self._moments(piece, tiling, histories) for piece in pieces], dim=2)
         mean, log_variance = moments.chunk(2, dim=1)
         return mean, log_variance.clamp(-30.0, 20.0).mul(0.5).exp()
+
+    def _moments(
+        self, piece: torch.Tensor, tiling: Tiling | None, histories: dict[tuple[int, int], History]
+    ) -> torch.Tensor:
+        """Encode the next frames. histories: of each tile."""
+        assert self.encoder is not None
+        side = self.spatial_compression_ratio
+        rows, columns = axes_of_tiles([each // side for each in piece.shape[-2:]], tiling)
+        if len(rows.starts) * len(columns.starts) == 1:
+            return self.encoder(piece, histories.setdefault((0, 0), History()))
+        of_rows, of_columns = rows.times(side), columns.times(side)
+        tiles = [
+            self.encoder(
+                piece[..., top : top + of_rows.size, left : left + of_columns.size],
+                histories.setdefault((top, left), History()),
+            )[0]
+            for top in of_rows.starts
+            for left in of_columns.starts
+        ]
+        out = tiles[0].new_empty(1, *tiles[0].shape[:2], *(each // side for each in piece.shape[-2:]))
+        join_tiles(iter(tiles), rows, columns, out)
+        return out
 
     def decode(self, latents: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
         """Decode latents at once, [1, channels, frames, height, width], as diffusers' classes do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from diffusion_runtime.models import hub
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.untrusted.files import check_place, user_path
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
 from diffusion_runtime.weights.weight_files import (
     CONVERT,
@@ -38,6 +40,8 @@ EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
 _ASSETS = Path(__file__).parents[1] / "assets"
 EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
+
+_WELL_KNOWN_FILE = Path(__file__).with_name("well_known_files.yaml")
 
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -177,6 +181,18 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
         )
 
 
+def where_files_are(name: str) -> str:
+    """Return where ComfyUI's users get the files of a published model, and where they put them, as sentences."""
+    entries = read_packaged_yaml(_WELL_KNOWN_FILE)["files"]
+    known = [each for each in entries if any(fnmatch.fnmatchcase(name, pattern) for pattern in each["models"])]
+    texts = []
+    for each in known:
+        owner, repository, *rest = each["files"][0].split("/")
+        address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
+        texts.append(f"{' and '.join(each['parts'])}: {address}, into ComfyUI/models/{each['folder']}")
+    return "; ".join(texts)
+
+
 def fetch_weights(
     model_path: str,
     folder: AnyFolder,
@@ -265,6 +281,12 @@ def _download(
     variant: str | None = None,
 ) -> Path:
     """Download `hub_id` into the hub's cache, updating it when there is a network; return the folder."""
+    published = published_model_of(hub_id)
+    if published is not None and published.files_alone:
+        raise ModelLoadError(
+            f"{published.name}: its authors publish pickles, which are never read: give a file of its transformer by "
+            f"--model-path FILE.safetensors, and what it lacks is looked for beside it. {where_files_are(published.name)}"
+        )
     try:
         return hub.download(
             hub_id, revision=revision, offline=offline, weights=weights, elsewhere=elsewhere, variant=variant
