@@ -24,7 +24,9 @@ from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.generation.parts import PipelineParts
+from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
+from diffusion_runtime.generation.restored_clip import Restoration
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
@@ -145,7 +147,7 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            if len(batch) > 1 and settings.decides_per_sample:
+            if len(batch) > 1 and (settings.decides_per_sample or settings.pieces):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
@@ -310,18 +312,25 @@ class Pipeline:
     ) -> list[GeneratedMedia]:
         """Make a batch of resolved requests. remarks: added to the attention report."""
         cancellations = Cancellations(len(batch), on_progress)
-        clock = StageClock(self.device, None if on_progress is None else cancellations.watch)
+        watch = None if on_progress is None else cancellations.watch
+        clock = StageClock(self.device, watch)
         digests = input_digests(settings.shared)
         run = self._begun(batch, settings, remarks)
         participants, recorder = run.participants, run.recorder
-        with run.guarded():
-            latents, prompts = run.denoise(clock)
-            moved = participants.after_denoising(recorder)
-            made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
-            recipes = [
+        made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
+
+        def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
+            return [
                 {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
             ]
+
+        if settings.pieces:
+            return [self._restored(run, recipes_of, clock, watch, open_sink)]
+        with run.guarded():
+            latents, prompts = run.denoise(clock)
+            moved = participants.after_denoising(recorder)
+            recipes = recipes_of(prompts)
             clips: dict[int, tuple[torch.Tensor, Audio | None]] = {}
             participants.before_decoding()
             # One after the other: the decoder's activations are what needs the most memory.
@@ -349,6 +358,38 @@ class Pipeline:
             if cancellations.is_wanted(index)
         ]
 
+    def _restored(
+        self,
+        run: BatchRun,
+        recipes_of: Callable[[EncodedPrompts], list[dict[str, Any]]],
+        clock: StageClock,
+        on_progress: OnProgress | None,
+        open_sink: OpenSink | None,
+    ) -> GeneratedMedia:
+        """Make one request of a model that restores videos."""
+        restoration = Restoration(run, self.decoder, clock, on_progress)
+        with run.guarded():
+            with clock.stage("text", 1) as done:
+                prompts = run.encode()
+                done(1)
+            run.participants.after_text()
+            run.participants.before_decoding()
+            (recipe,) = recipes_of(prompts)
+            sink = None if open_sink is None else functools.partial(open_sink, 0)
+            clip = restoration.make(prompts, recipe, sink)
+            moved = run.participants.after_denoising(run.recorder)
+            timings = {**run.participants.finish(run.recorder), **moved}
+        load_timings, self._load_timings = self._load_timings, {}
+        return GeneratedMedia(
+            frames=clip.frames.numpy(),
+            fps=clip.fps,
+            recipe=recipe,
+            attention_report=run.recorder.report(),
+            timings={**load_timings, **clock.timings(0), **restoration.timings, **timings},
+            peak_memory=peaks(self.device),
+            audio=clip.audio,
+        )
+
 
 def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, str]:
     """Return the name of the sampling preset that a batch has, as recipes hold it."""
@@ -366,7 +407,8 @@ def _generate_apart(
     """Make one request after the other, for what is decided per sample: a forward pass has one batch. generate: as
     Pipeline._generate."""
     cancellations = Cancellations(len(batch), on_progress)
-    remark = f"step_cache decides for each request: the {len(batch)} of this batch were made one after the other"
+    why = "step_cache decides for each request" if BatchSettings.of(batch, sampling).decides_per_sample else "pieces"
+    remark = f"{why}: the {len(batch)} of this batch were made one after the other"
     made = []
     for index, request in enumerate(batch):
 

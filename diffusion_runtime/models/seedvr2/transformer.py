@@ -200,6 +200,9 @@ class SeedVR2Transformer(DiffusionTransformer):
     def num_blocks(self) -> int:
         return len(self.blocks)
 
+    def replay_refusal(self) -> str:
+        return "a clip has one forward pass of its size"
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
