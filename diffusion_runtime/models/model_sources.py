@@ -181,16 +181,15 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
         )
 
 
-def where_files_are(name: str) -> str:
-    """Return where ComfyUI's users get the files of a published model, and where they put them, as sentences."""
-    entries = read_packaged_yaml(_WELL_KNOWN_FILE)["files"]
-    known = [each for each in entries if any(fnmatch.fnmatchcase(name, pattern) for pattern in each["models"])]
-    texts = []
-    for each in known:
-        owner, repository, *rest = each["files"][0].split("/")
-        address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
-        texts.append(f"{' and '.join(each['parts'])}: {address}, into ComfyUI/models/{each['folder']}")
-    return "; ".join(texts)
+def addresses_of(name: str) -> dict[str, str]:
+    """Return where ComfyUI's users get the files of a published model, by component: the first known one of each."""
+    found: dict[str, str] = {}
+    for entry in read_packaged_yaml(_WELL_KNOWN_FILE)["files"]:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["models"]):
+            owner, repository, *rest = entry["files"][0].split("/")
+            address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
+            found |= {part: address for part in entry["parts"] if part not in found}
+    return found
 
 
 def fetch_weights(
@@ -284,8 +283,9 @@ def _download(
     published = published_model_of(hub_id)
     if published is not None and published.files_alone:
         raise ModelLoadError(
-            f"{published.name}: its authors publish pickles, which are never read: give a file of its transformer by "
-            f"--model-path FILE.safetensors, and what it lacks is looked for beside it. {where_files_are(published.name)}"
+            f"{published.name}: its authors publish pickles, which are never read. Download these into one folder, and "
+            "give the first by --model-path, the others are found beside it:"
+            + "".join(f"\n  {address}" for address in addresses_of(published.name).values())
         )
     try:
         return hub.download(

@@ -21,6 +21,9 @@ FILES = {"image_path": False, "video_path": False}
 FIELDS = ("video_first_frame", "piece_frames", "piece_overlap", "color_correction")
 # Height and width of what is made, in those of the file, where a request says neither.
 DEFAULT_SCALE = 2
+MAX_SCALE = 16
+# By suffix: images, and what may be an animation.
+_IMAGES, _EITHER = (".jpg", ".jpeg"), (".png", ".apng", ".webp", ".gif")
 _WHAT = "this model restores a video or an image; give one: --video-path FILE or --image-path FILE"
 
 
@@ -170,3 +173,41 @@ def pieces_of(num_frames: int, length: int, overlap: int) -> tuple[range, ...]:
 def shared_frames(pieces: tuple[range, ...]) -> list[int]:
     """Return how many frames each piece shares with the one before, 0 for the first."""
     return [0, *(before.stop - piece.start for before, piece in itertools.pairwise(pieces))]
+
+
+def upscale_request(
+    path: str | Path,
+    *,
+    scale: float | None = None,
+    size: tuple[int, int] | None = None,
+    **values: Any,
+) -> GenerationRequest:
+    """Return the request that restores a video or an image at another size, for a model such as SeedVR2.
+
+    scale: of height and width, None for twice; size: width and height in pixels, in place of it. values: further fields
+    of GenerationRequest, such as seed or color_correction.
+
+    Raises RequestError for a file that cannot be read, for both scale and size, and for a size that is none.
+    """
+    place = str(path)
+    source = source_of(**{"image_path": None, "video_path": None, _field_of(place): place}, first_frame=None)
+    if scale is not None and size is not None:
+        raise RequestError("scale, size: expected one of them, got both; each says how large the result is")
+    if size is not None:
+        width, height = size
+    else:
+        factor = DEFAULT_SCALE if scale is None else scale
+        if not 0 < factor <= MAX_SCALE:
+            raise RequestError(f"scale: expected a number above 0 and up to {MAX_SCALE}, got {factor:g}")
+        # Even, as videos need it.
+        height, width = (max(2, round(side * factor / 2) * 2) for side in (source.height, source.width))
+    named = {source.field: place, "height": height, "width": width}
+    return GenerationRequest(**{"prompt": Path(place).stem or "-", **named, **values})
+
+
+def _field_of(path: str) -> str:
+    """Return the request field for a file: of a video, of an animation, or of an image."""
+    suffix = Path(path).suffix.lower()
+    if suffix in _IMAGES or (suffix in _EITHER and inspect_clip(path, "video_path", 1).is_still):
+        return "image_path"
+    return "video_path"
