@@ -26,7 +26,7 @@ from diffusion_runtime.generation.one_generation import OneGeneration, SharedGen
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
-from diffusion_runtime.generation.restored_clip import Restoration
+from diffusion_runtime.generation.restored_clip import restore
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
@@ -326,7 +326,9 @@ class Pipeline:
             ]
 
         if settings.pieces:
-            return [self._restored(run, recipes_of, clock, watch, open_sink)]
+            made_of = restore(run, self.decoder, recipes_of, clock, watch, open_sink)
+            load_timings, self._load_timings = self._load_timings, {}
+            return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
         with run.guarded():
             latents, prompts = run.denoise(clock)
             moved = participants.after_denoising(recorder)
@@ -357,38 +359,6 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
-
-    def _restored(
-        self,
-        run: BatchRun,
-        recipes_of: Callable[[EncodedPrompts], list[dict[str, Any]]],
-        clock: StageClock,
-        on_progress: OnProgress | None,
-        open_sink: OpenSink | None,
-    ) -> GeneratedMedia:
-        """Make one request of a model that restores videos."""
-        restoration = Restoration(run, self.decoder, clock, on_progress)
-        with run.guarded():
-            with clock.stage("text", 1) as done:
-                prompts = run.encode()
-                done(1)
-            run.participants.after_text()
-            run.participants.before_decoding()
-            (recipe,) = recipes_of(prompts)
-            sink = None if open_sink is None else functools.partial(open_sink, 0)
-            clip = restoration.make(prompts, recipe, sink)
-            moved = run.participants.after_denoising(run.recorder)
-            timings = {**run.participants.finish(run.recorder), **moved}
-        load_timings, self._load_timings = self._load_timings, {}
-        return GeneratedMedia(
-            frames=clip.frames.numpy(),
-            fps=clip.fps,
-            recipe=recipe,
-            attention_report=run.recorder.report(),
-            timings={**load_timings, **clock.timings(0), **restoration.timings, **timings},
-            peak_memory=peaks(self.device),
-            audio=clip.audio,
-        )
 
 
 def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, str]:

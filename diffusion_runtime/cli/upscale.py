@@ -33,11 +33,15 @@ _LEFT_OUT = ("stream", "interactive", "attention_plot", "allow_url", "from_file"
 
 @dataclass(frozen=True)
 class _UpscaleFlags:
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A video or an image: mp4, mov, mkv, webm, gif, png, jpg.")]
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A video or an image: mp4, mov, mkv, webm, gif, png, jpg.")
+    ]
     model_file: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="A file of the model, as --model-path. Default: one that is found.", show_default=False
+            metavar="MODEL",
+            help="A file of the model, as --model-path. Default: one that is found.",
+            show_default=False,
         ),
     ] = None
     scale: Annotated[
@@ -94,7 +98,9 @@ def _of_generate(given: Mapping[str, Any]) -> dict[str, Any]:
 
     names = inspect.signature(generate).parameters
     return {
-        name: given.get(name, parameter.default) for name, parameter in names.items() if name not in ("context", "prompt")
+        name: given.get(name, parameter.default)
+        for name, parameter in names.items()
+        if name not in ("context", "prompt")
     }
 
 
@@ -125,7 +131,8 @@ def _model_of(own: _UpscaleFlags, given: Mapping[str, Any]) -> str:
 def _output_of(request: Any, given: Mapping[str, Any]) -> str | None:
     """Return the file that is written: named after the one that is read, with the size of the result."""
     if given["output_path"] is not None or len(given["seed"] or ()) > 1:
-        return given["output_path"]
+        named: str | None = given["output_path"]
+        return named
     from diffusion_runtime.session.outputs import DEFAULT_FOLDER, slug
 
     kind = given["file_format"] or ("png" if request.image_path is not None else "mp4")

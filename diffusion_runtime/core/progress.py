@@ -12,7 +12,8 @@ import torch
 
 from diffusion_runtime.errors import Cancelled
 
-# `clips`: whole clips that are made one after the other, as a tuning counts them; `pieces`: of a video that is restored.
+# `clips`: whole clips that are made one after the other, as a tuning counts them; `pieces`: of a video that is
+# restored.
 Stage: TypeAlias = Literal["text", "denoise", "decode", "clips", "pieces"]
 
 

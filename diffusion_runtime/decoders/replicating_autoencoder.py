@@ -1,5 +1,5 @@
-"""Causal autoencoder of videos whose convolutions begin with copies of the first frame (SeedVR2, arXiv:2506.05301), with
-its published tensor names: encoder and decoder.
+"""Causal autoencoder of videos whose convolutions begin with copies of the first frame (SeedVR2, arXiv:2506.05301),
+with its published tensor names: encoder and decoder.
 
 A latent frame is four frames, the first one a single frame. Every convolution over frames reads those before, of the
 first frame two copies; group norms are of each frame by itself, and so is the attention in the middle. So a clip is
@@ -93,8 +93,8 @@ class CausalConvolution(nn.Conv3d):
 
     def _in_bands(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Compute bands of rows one after the other, each with the rows that it reads of its neighbours."""
-        (_, side, _), (_, step, _), (_, rows, columns) = self.kernel_size, self.stride, self.padding
-        x = F.pad(x, (columns, columns, rows, rows))
+        side, step, padding = self.kernel_size[1], self.stride[1], int(self.padding[1])
+        x = F.pad(x, (padding,) * 4)
         height = (x.shape[3] - side) // step + 1
         size = -(-height // number)
         bands = [
@@ -284,9 +284,7 @@ class ReplicatingAutoencoder(nn.Module):
         self.encoder = EncoderNetwork(sizes) if has_encoder else None
         self.decoder = DecoderNetwork(sizes)
 
-    def encode(
-        self, pieces: Iterable[torch.Tensor], tiling: Tiling | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, pieces: Iterable[torch.Tensor], tiling: Tiling | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and deviation of the latents, [1, channels, latent frames, height, width].
 
         pieces: of the frames in [-1, 1], [1, 3, frames, height, width]: the first frame, then `frames_factor` each.
@@ -306,7 +304,8 @@ class ReplicatingAutoencoder(nn.Module):
         side = self.spatial_compression_ratio
         rows, columns = axes_of_tiles([each // side for each in piece.shape[-2:]], tiling)
         if len(rows.starts) * len(columns.starts) == 1:
-            return self.encoder(piece, histories.setdefault((0, 0), History()))
+            whole: torch.Tensor = self.encoder(piece, histories.setdefault((0, 0), History()))
+            return whole
         of_rows, of_columns = rows.times(side), columns.times(side)
         tiles = [
             self.encoder(
@@ -316,7 +315,7 @@ class ReplicatingAutoencoder(nn.Module):
             for top in of_rows.starts
             for left in of_columns.starts
         ]
-        out = tiles[0].new_empty(1, *tiles[0].shape[:2], *(each // side for each in piece.shape[-2:]))
+        out: torch.Tensor = tiles[0].new_empty(1, *tiles[0].shape[:2], *(each // side for each in piece.shape[-2:]))
         join_tiles(iter(tiles), rows, columns, out)
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,9 +18,10 @@ from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.frame_decoding import to_pixels
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
-from diffusion_runtime.media import Audio, ClipHeader
+from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.audio import has_sound, read_long_sound
-from diffusion_runtime.media.file_writer import FrameSink
+from diffusion_runtime.media.file_writer import FrameSink, OpenSink
+from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.models.video_restoration import VideoRestoration, shared_frames
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
@@ -32,7 +34,7 @@ _SOUND_RATE = 48000
 
 @dataclass(frozen=True)
 class RestoredClip:
-    """What is made of one request. frames: uint8 on the CPU, [frames, height, width, 3]; fps: of the file that it was
+    """Result of one request. frames: uint8 on the CPU, [frames, height, width, 3]; fps: of the file that it was
     made from, where the request says no other; audio: the file's."""
 
     frames: torch.Tensor
@@ -44,7 +46,9 @@ class Restoration:
     """One request of a model that restores videos, on its way. run: of the request; decoder: of the model; clock: of
     the generation."""
 
-    def __init__(self, run: BatchRun, decoder: LatentDecoder, clock: StageClock, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, run: BatchRun, decoder: LatentDecoder, clock: StageClock, on_progress: OnProgress | None
+    ) -> None:
         restoration = run.settings.sampling.restoration
         assert restoration is not None
         self._run = run
@@ -136,6 +140,38 @@ class Restoration:
             return None
         self._run.recorder.note(f"the sound is that of {source.path}")
         return read_long_sound(source.path, source.field, start, seconds, _SOUND_RATE)
+
+
+def restore(
+    run: BatchRun,
+    decoder: LatentDecoder,
+    recipes_of: Callable[[EncodedPrompts], list[dict[str, Any]]],
+    clock: StageClock,
+    on_progress: OnProgress | None,
+    open_sink: OpenSink | None,
+) -> GeneratedMedia:
+    """Make the one request of a run. recipes_of: encoded prompts -> the recipe of each request; open_sink: as of
+    Pipeline.generate. Raises what Restoration.make raises."""
+    restoration = Restoration(run, decoder, clock, on_progress)
+    with run.guarded():
+        with clock.stage("text", 1) as done:
+            prompts = run.encode()
+            done(1)
+        run.participants.after_text()
+        run.participants.before_decoding()
+        (recipe,) = recipes_of(prompts)
+        clip = restoration.make(prompts, recipe, None if open_sink is None else functools.partial(open_sink, 0))
+        moved = run.participants.after_denoising(run.recorder)
+        timings = {**run.participants.finish(run.recorder), **moved}
+    return GeneratedMedia(
+        frames=clip.frames.numpy(),
+        fps=clip.fps,
+        recipe=recipe,
+        attention_report=run.recorder.report(),
+        timings={**clock.timings(0), **restoration.timings, **timings},
+        peak_memory=peaks(run.device),
+        audio=clip.audio,
+    )
 
 
 def _blend_(pixels: torch.Tensor, before: torch.Tensor, first: int, shared: int) -> None:

@@ -163,14 +163,14 @@ def _write_npy(frames: FrameChunks, _fps: float, _recipe: str | None, path: Path
             file.write(numpy.ascontiguousarray(chunk).data)
 
 
-_ENCODERS: dict[str, Callable[[FrameChunks, int, str | None, Path], None]] = {
+_ENCODERS: dict[str, Callable[[FrameChunks, float, str | None, Path], None]] = {
     "mp4": _write_mp4,
     "gif": _write_gif,
     "webp": _write_webp,
     "png": _write_png,
     "npy": _write_npy,
 }
-_ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, int, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
+_ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, float, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
 
 
 def _durations(num_frames: int, fps: float, per_second: int) -> list[int]:

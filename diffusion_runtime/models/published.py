@@ -28,8 +28,8 @@ class PublishedModel:
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
     size of the download. told_by: a word that names of its files have, where another model has the same tensors; empty
     for none. files_alone: whether the hub has no folder of it that could be read, and users have its files. parts: the
-    keys of RuntimeConfig that name further folders of it, such as `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
-    document them.
+    keys of RuntimeConfig that name further folders of it, such as `upsampler_path` -> the class in such a folder.
+    request, presets: the values it was made for, as its authors document them.
     """
 
     name: str

@@ -32,7 +32,6 @@ from diffusion_runtime.models.seedvr2.source import SourceFrames, scaled
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
-from diffusion_runtime.rules.draft import filled
 from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS
 from diffusion_runtime.untrusted.known_settings import Allows, are_known, is_number, several, whole
 
@@ -123,7 +122,8 @@ class SeedVR2Decoder(VideoDecoder):
         whole, request = super().stream(latents, bands), self._request
         if request is None:
             return whole
-        num_frames = min(whole.num_frames, filled(request.num_frames))
+        assert request.num_frames is not None
+        num_frames = min(whole.num_frames, request.num_frames)
         return FrameStream(num_frames, self._finished(whole.chunks, request, num_frames))
 
     def _describe(self) -> None:
@@ -135,7 +135,9 @@ class SeedVR2Decoder(VideoDecoder):
         self, chunks: Iterator[torch.Tensor], request: GenerationRequest, num_frames: int
     ) -> Iterator[torch.Tensor]:
         """Yield the frames of a request without what was added to whole tokens, in the colours of its file."""
-        height, width = filled(request.height), filled(request.width)
+        height, width = request.height, request.width
+        assert height is not None
+        assert width is not None
         method, position = request.color_correction or "none", 0
         for chunk in chunks:
             made = chunk[:, : num_frames - position, :height, :width]
@@ -164,9 +166,7 @@ class SeedVR2Conditioner(ImageConditioner):
     autoencoder: with its encoder. The latents are sampled, as in training, from a generator of the request's seed.
     """
 
-    def __init__(
-        self, autoencoder: ReplicatingAutoencoder, scaling_factor: float, geometry: SeedVR2Geometry
-    ) -> None:
+    def __init__(self, autoencoder: ReplicatingAutoencoder, scaling_factor: float, geometry: SeedVR2Geometry) -> None:
         self._autoencoder = autoencoder
         self._factor = scaling_factor
         self._geometry = geometry

@@ -62,10 +62,7 @@ def rotations_of_window(shape: Extent, head_dim: int, num_text_tokens: int | Non
 def rotations_of_groups(groups: list[WindowGroup], head_dim: int, num_text_tokens: int | None) -> torch.Tensor:
     """Return the rotations of the tokens of all windows, group after group."""
     return torch.cat(
-        [
-            rotations_of_window(group.shape, head_dim, num_text_tokens).repeat(group.number, 1)
-            for group in groups
-        ]
+        [rotations_of_window(group.shape, head_dim, num_text_tokens).repeat(group.number, 1) for group in groups]
     )
 
 

@@ -24,7 +24,11 @@ class SourceFrames:
         if request.video_path is None:
             (path,) = image_paths(request, "image_path")
             return torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8))[None]
-        if self._cursor is None or self._cursor.path != request.video_path or start + (request.video_first_frame or 0) == 0:
+        if (
+            self._cursor is None
+            or self._cursor.path != request.video_path
+            or start + (request.video_first_frame or 0) == 0
+        ):
             self.close()
             self._cursor = FrameCursor(request.video_path, "video_path")
         return torch.from_numpy(self._cursor.read((request.video_first_frame or 0) + start, count))

@@ -127,10 +127,10 @@ class SeedVR2Block(nn.Module):
         product, further: q, k and v of video and text, one after the other in the last dimension.
         """
         layer, batch = self.attention, product.shape[0]
-        packed = product.unflatten(-1, (3, layer.num_heads, -1)).index_select(1, plan.order)
+        packed = torch.unflatten(product, -1, (3, layer.num_heads, -1)).index_select(1, plan.order)
         video = norm_and_rotate(packed, (self.video.norm_q, self.video.norm_k), plan.rotations)
         words = norm_and_rotate(
-            further.unflatten(-1, (3, layer.num_heads, -1)), (of_text.norm_q, of_text.norm_k), turns
+            torch.unflatten(further, -1, (3, layer.num_heads, -1)), (of_text.norm_q, of_text.norm_k), turns
         )
         num_words, start = further.shape[1], 0
         # In the order of windows.
@@ -144,7 +144,7 @@ class SeedVR2Block(nn.Module):
             size = attended.shape[1] - num_words
             out[:, start:stop] = attended[:, :size].reshape(batch, -1, *attended.shape[2:])
             if not self.is_last:
-                of_words += attended[:, size:].unflatten(0, (batch, group.number)).sum(1, dtype=torch.float32)
+                of_words += torch.unflatten(attended[:, size:], 0, (batch, group.number)).sum(1, dtype=torch.float32)
             start = stop
         of_words = of_words.div_(plan.num_windows).to(product.dtype)
         return out.index_select(1, plan.back).flatten(2), of_words.flatten(2)
@@ -172,7 +172,7 @@ def _end(
 def _side_by_side(tokens: torch.Tensor, group: WindowGroup, text: torch.Tensor) -> torch.Tensor:
     """Return windows as a batch, each with the text behind it: [B * windows, tokens + L, heads, head_dim]. tokens: [B,
     windows * tokens, heads, head_dim]; text: [B, L, heads, head_dim]."""
-    windows = tokens.unflatten(1, (group.number, -1))
+    windows = torch.unflatten(tokens, 1, (group.number, -1))
     words = text[:, None].expand(-1, group.number, -1, -1, -1)
     return torch.cat([windows, words], dim=2).flatten(0, 1)
 
@@ -238,7 +238,8 @@ class SeedVR2Transformer(DiffusionTransformer):
         waves = timestep_waves(timestep, NUM_WAVES).roll(NUM_WAVES // 2, dims=-1)
         hidden = F.silu(self.time_in(waves.to(self.out.weight.dtype)))
         # The rows of a channel are next to each other.
-        return self.time_out(F.silu(self.time_hidden(hidden))).float().unflatten(-1, (-1, _NUM_ROWS)).transpose(1, 2)
+        rows: torch.Tensor = self.time_out(F.silu(self.time_hidden(hidden))).float()
+        return torch.unflatten(rows, -1, (-1, _NUM_ROWS)).transpose(1, 2)
 
     def _finished(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Return x after the last norm, which has the timestep's shift and scale of attention, as in training."""

@@ -75,7 +75,11 @@ def _stream(
         return
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.attn.proj_out.{kind}", dim)], inner)
     mlp, hidden = f"{theirs}.mlp.{kind}", config.ffn_dim
-    up = [(f"{mlp}.proj_in_gate", hidden), (f"{mlp}.proj_in", hidden)] if config.is_gated else [(f"{mlp}.proj_in", hidden)]
+    up = (
+        [(f"{mlp}.proj_in_gate", hidden), (f"{mlp}.proj_in", hidden)]
+        if config.is_gated
+        else [(f"{mlp}.proj_in", hidden)]
+    )
     yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=not config.is_gated)
     yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{mlp}.proj_out", dim)], hidden, bias=not config.is_gated)
 
