@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def restoration(self) -> VideoRestoration | None:
-        """What a model that restores videos takes; None for any other."""
+        """Restoration of videos, in a model that is made for it; None for any other."""
         return self.control if isinstance(self.control, VideoRestoration) else None
 
     @property
