@@ -239,7 +239,8 @@ class SeedVR2Transformer(DiffusionTransformer):
         hidden = F.silu(self.time_in(waves.to(self.out.weight.dtype)))
         # The rows of a channel are next to each other.
         rows: torch.Tensor = self.time_out(F.silu(self.time_hidden(hidden))).float()
-        return torch.unflatten(rows, -1, (-1, _NUM_ROWS)).transpose(1, 2)
+        # Kernels read rows without gaps.
+        return torch.unflatten(rows, -1, (-1, _NUM_ROWS)).transpose(1, 2).contiguous()
 
     def _finished(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Return x after the last norm, which has the timestep's shift and scale of attention, as in training."""
