@@ -13,7 +13,7 @@ Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads *
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,8 @@ ROLE = "seedvr2.window"
 # Shift, scale and gate of attention and of the feed-forward network.
 _NUM_ROWS = 6
 _SCALES = (1, 4)
+# Of the groups of a plan, in their order.
+Contexts: TypeAlias = tuple[AttentionContext, ...]
 
 
 class SeedVR2Stream(nn.Module):
@@ -97,16 +99,18 @@ class SeedVR2Block(nn.Module):
         time: torch.Tensor,
         plans: tuple[WindowPlan, WindowPlan],
         turns: torch.Tensor | None,
-        context: AttentionContext,
+        contexts: tuple[Contexts, Contexts],
     ) -> None:
         """Run the block; x [B, S, D] and text [B, L, D] are overwritten. time: [B, 6, D], float32. plans: of windows as
-        they are and shifted. turns: rotations of the text, None for none."""
+        they are and shifted; contexts: of their groups. turns: rotations of the text, None for none."""
         of_text = self.video if self.text is None else self.text
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.video.rows(time)
         rows = (None,) * _NUM_ROWS if self.is_still else of_text.rows(time).unbind()
         product = self.video.qkv(norm_for((self.video.qkv,), x, self.video.norm, shift=shift, scale=scale))
         further = of_text.qkv(norm_for((of_text.qkv,), text, of_text.norm, shift=rows[0], scale=rows[1]))
-        attended, of_words = self._attend(product, further, of_text, plans[self.is_shifted], turns, context)
+        attended, of_words = self._attend(
+            product, further, of_text, plans[self.is_shifted], turns, contexts[self.is_shifted]
+        )
         assert self.video.out is not None
         _end(x, self.video, Branch(self.video.out(attended), gate), ffn_shift, ffn_scale, ffn_gate)
         if not self.is_last:
@@ -120,7 +124,7 @@ class SeedVR2Block(nn.Module):
         of_text: SeedVR2Stream,
         plan: WindowPlan,
         turns: torch.Tensor | None,
-        context: AttentionContext,
+        contexts: Contexts,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the tokens of video and text attended to, [B, S, heads * head_dim] and [B, L, ...].
 
@@ -136,11 +140,10 @@ class SeedVR2Block(nn.Module):
         # In the order of windows.
         out = product.new_empty(*packed.shape[:2], *packed.shape[3:])
         of_words = torch.zeros(words[0].shape, dtype=torch.float32, device=product.device)
-        for group in plan.groups:
+        for group, context in zip(plan.groups, contexts, strict=True):
             stop = start + group.num_tokens
             own = [_side_by_side(each[:, start:stop], group, text) for each, text in zip(video, words, strict=True)]
-            layout = TokenLayout(group.shape, num_suffix_tokens=num_words)
-            attended = layer(*own, context.with_layout(layout))
+            attended = layer(*own, context)
             size = attended.shape[1] - num_words
             out[:, start:stop] = attended[:, :size].reshape(batch, -1, *attended.shape[2:])
             if not self.is_last:
@@ -167,6 +170,12 @@ def _end(
     feed_forward: Any = stream.feed_forward
     normalized = norm_for((feed_forward.up,), x, stream.norm, shift=shift, scale=scale, branch=branch)
     add_branch_(x, Branch(feed_forward(normalized), gate))
+
+
+def _contexts_of(plan: WindowPlan, num_words: int, context: AttentionContext) -> Contexts:
+    """Return the contexts of a plan's groups, made before the blocks: a compiled block makes none."""
+    layouts = (TokenLayout(group.shape, num_suffix_tokens=num_words) for group in plan.groups)
+    return tuple(context.with_layout(layout) for layout in layouts)
 
 
 def _side_by_side(tokens: torch.Tensor, group: WindowGroup, text: torch.Tensor) -> torch.Tensor:
@@ -220,7 +229,8 @@ class SeedVR2Transformer(DiffusionTransformer):
         plans, turns = cached_for_request(
             "windows", (grid, num_words), context, lambda: self._plans(grid, num_words, latents.device)
         )
-        blocks = (overwriting(block, time, plans, turns, context) for block in self.blocks)
+        contexts = tuple(_contexts_of(plan, num_words, context) for plan in plans)
+        blocks = (overwriting(block, time, plans, turns, contexts) for block in self.blocks)
         first, entering = self.blocks[0], x
         assert isinstance(first, SeedVR2Block)
 

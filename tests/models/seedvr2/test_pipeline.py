@@ -158,6 +158,15 @@ def test_other_models_refuse_the_fields() -> None:
         shapes.resolve(GenerationRequest(prompt="a star", piece_frames=9))
 
 
+def test_the_authors_settings_are_the_defaults(pipeline: Pipeline, files: dict[str, str]) -> None:
+    """As in projects/inference_seedvr2_3b.py: one step from timestep 1000, without guidance. The colours as in the
+    programs in use."""
+    resolved = pipeline.resolve(request(files, "photo"))
+    assert (resolved.num_inference_steps, resolved.guidance_scale, resolved.color_correction) == (1, 1.0, "lab")
+    sampler = pipeline.rules.settings(resolved).build_sampler()
+    assert [step.timestep for step in sampler.steps(torch.device("cpu"))] == [1000.0]
+
+
 def test_the_size_follows_the_file(pipeline: Pipeline, files: dict[str, str]) -> None:
     resolved = pipeline.resolve(GenerationRequest(prompt="clip", video_path=files["clip"]))
     assert (resolved.height, resolved.width, resolved.num_frames) == (40, 52, 11)

@@ -179,9 +179,9 @@ def test_attention_within_windows_is_that_of_a_mask(loaded: tuple[str, Path]) ->
         product, further = (torch.randn(1, count, inner, generator=generator) for count in (2 * 34 * 26, 5))
         of_text = block.video if block.text is None else block.text
         expected = specification(product, further, block, grid, turns_text=transformer.config.turns_text)
-        made = block._attend(
-            product.clone(), further.clone(), of_text, plans[block.is_shifted], turns, AttentionContext()
-        )
+        plan = plans[block.is_shifted]
+        contexts = (AttentionContext(),) * len(plan.groups)
+        made = block._attend(product.clone(), further.clone(), of_text, plan, turns, contexts)
         for ours, theirs in zip(made, expected, strict=True):
             assert (ours - theirs).abs().max() < 1e-5
 
