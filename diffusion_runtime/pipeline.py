@@ -24,7 +24,9 @@ from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.generation.parts import PipelineParts
+from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
+from diffusion_runtime.generation.restored_clip import restore
 from diffusion_runtime.generation.segment_frames import segment_frames
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
@@ -146,7 +148,7 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            if len(batch) > 1 and (settings.decides_per_sample or len(settings.segments) > 1):
+            if len(batch) > 1 and (settings.decides_per_sample or settings.pieces or len(settings.segments) > 1):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
@@ -321,10 +323,23 @@ class Pipeline:
     ) -> list[GeneratedMedia]:
         """Make a batch of resolved requests. remarks: added to the attention report."""
         cancellations = Cancellations(len(batch), on_progress)
-        clock = StageClock(self.device, None if on_progress is None else cancellations.watch)
+        watch = None if on_progress is None else cancellations.watch
+        clock = StageClock(self.device, watch)
         digests = input_digests(settings.shared)
         run = self._begun(batch, settings, remarks)
         participants, recorder = run.participants, run.recorder
+        made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
+
+        def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
+            return [
+                {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
+                for request, notes in zip(batch, prompts.notes, strict=True)
+            ]
+
+        if settings.pieces:
+            made_of = restore(run, self.decoder, recipes_of, clock, watch, open_sink)
+            load_timings, self._load_timings = self._load_timings, {}
+            return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
         with run.guarded():
             is_whole, latents = len(settings.segments) == 1, torch.empty(0)
             moved: Mapping[str, float] = {}
@@ -333,11 +348,7 @@ class Pipeline:
                 moved = participants.after_denoising(recorder)
             else:
                 prompts = run.read_prompts(clock)
-            made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
-            recipes = [
-                {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
-                for request, notes in zip(batch, prompts.notes, strict=True)
-            ]
+            recipes = recipes_of(prompts)
             clips: dict[int, tuple[torch.Tensor, Audio | None]] = {}
             if is_whole:
                 participants.before_decoding()

@@ -12,8 +12,9 @@ import torch
 
 from diffusion_runtime.errors import Cancelled
 
-# `clips`: whole clips that are made one after the other, as a tuning counts them.
-Stage: TypeAlias = Literal["text", "denoise", "decode", "clips"]
+# `clips`: whole clips that are made one after the other, as a tuning counts them; `pieces`: of a video that is
+# restored.
+Stage: TypeAlias = Literal["text", "denoise", "decode", "clips", "pieces"]
 
 
 @dataclass(frozen=True)

@@ -452,7 +452,8 @@ class PreparedModel:
 
     def _load_image_conditioner(self) -> ImageConditioner:
         conditioner = self.model.load_image_conditioner(self.device, self.dtype)
-        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        conditioner = conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        return conditioner.in_tiles(self.description.config.vae_tiling)
 
     def _load_decoder(self) -> LatentDecoder:
         config = self.description.config

@@ -178,6 +178,10 @@ class ImageConditioner(ABC):
         """Return the same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
+    def in_tiles(self, choice: str) -> ImageConditioner:
+        """Return the same, encoding in the tiles that LatentDecoder.in_tiles decodes in; itself where it has none."""
+        return self
+
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
         """Libraries that compute it, for the report of attention that a library runs itself."""

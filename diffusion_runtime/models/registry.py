@@ -66,6 +66,7 @@ _families: dict[str, _Registered] = {
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
     "MiniMaxH3Transformer3DModel": _in_folder("minimax_h3"),
+    "SeedVR2Transformer3DModel": _in_folder("seedvr2"),
 }
 
 

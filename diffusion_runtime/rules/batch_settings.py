@@ -92,6 +92,12 @@ class BatchSettings:
         return any(path is not None for path in given) or self.sampling.control is not None
 
     @property
+    def pieces(self) -> tuple[range, ...]:
+        """The frames that are made together, of a video that is restored piece by piece; empty for any other."""
+        restoration = self.sampling.restoration
+        return () if restoration is None else restoration.pieces(self.shared, self.size)
+
+    @property
     def num_inference_steps(self) -> int:
         """Steps of the first stage."""
         return filled(self.shared.num_inference_steps)
@@ -135,6 +141,9 @@ class BatchSettings:
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
+        restoration = self.sampling.restoration
+        if restoration is not None and (advice := restoration.advice(self.shared, size)):
+            ways.insert(0, advice)
         return f"These need less: {', '.join(ways)}"
 
 

@@ -32,6 +32,11 @@ class ImageRules:
 
     def fill(self, draft: Draft) -> None:
         """Set the size that the images say. Raises RequestError for an image that is missing or cannot be used."""
+        restoration = self.sampling.restoration
+        if restoration is not None:
+            self.count(draft)
+            draft.fill(restoration.values(draft.values))
+            return
         if self.inputs.references is None and self.inputs.size_of_image is None:
             return
         # Before they are read.
