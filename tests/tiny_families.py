@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from tiny_anima import write_tiny_anima
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
 from tiny_flux3 import write_tiny_flux3
@@ -44,6 +45,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "minimax_h3": write_tiny_minimax_h3,
     "z_image": write_tiny_z_image,
     "krea2": write_tiny_krea2,
+    "anima": write_tiny_anima,
 }
 
 
