@@ -43,7 +43,9 @@ def write_tiny_anima(folder: Path) -> Path:
         part.save_pretrained(folder / name)
     index = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
     index["text_encoder"] = ["transformers", "Qwen3Model"]
-    index["tokenizer"], index["t5_tokenizer"] = (["transformers", each] for each in ("Qwen2Tokenizer", "T5TokenizerFast"))
+    index["tokenizer"], index["t5_tokenizer"] = (
+        ["transformers", each] for each in ("Qwen2Tokenizer", "T5TokenizerFast")
+    )
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "AnimaPipeline", **index}))
     return folder
 

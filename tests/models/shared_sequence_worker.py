@@ -19,6 +19,9 @@ from forked_ranks import fork_ranks
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
+from diffusion_runtime.models.anima import conditioner as anima_roles
+from diffusion_runtime.models.anima.config import AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.models.anima.transformer import AnimaTransformer
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -38,7 +41,7 @@ from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_RO
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 WORLD = 2
 CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
@@ -99,6 +102,14 @@ def krea2(policy: AttentionPolicy) -> DiffusionTransformer:
     return Krea2Transformer(config, GEOMETRY, policy)
 
 
+def anima(policy: AttentionPolicy) -> DiffusionTransformer:
+    for role in (anima_roles.SELF_ROLE, anima_roles.STATES_ROLE):
+        register_role(role, "cross")
+    conditioner = ConditionerConfig(TEXT_DIM, 8, 12, 2, 1, 16, 300, min_tokens=9)
+    config = AnimaTransformerConfig(2, 4, 12, 96, CHANNELS, 1, 12, 8, (1e4, 4e4, 3e4), conditioner)
+    return AnimaTransformer(config, GEOMETRY, policy)
+
+
 def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(CONTROL_SELF_ROLE, "self")
     register_role(CONTROL_TEXT_ROLE, "cross")
@@ -138,6 +149,7 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "qwen_image_21": qwen_image_21,
     "z_image": z_image,
     "krea2": krea2,
+    "anima": anima,
 }
 
 
@@ -151,7 +163,10 @@ def forward(
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(LATENTS, generator=generator)
     text = torch.randn(2, 8, TEXT_DIM, generator=generator)
-    conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
+    pooled = torch.randn(2, POOLED_DIM, generator=generator)
+    # Of families that read a second tokenizer's ids.
+    further = [TextStream(torch.tensor([[[0, 7], [1, 3], [0, 9]]] * 2).float(), (3, 1))] if build is anima else []
+    conditions = Conditions.of(text, LENGTHS, pooled=pooled, further=further)
     parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
     image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
     inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5, image=image)

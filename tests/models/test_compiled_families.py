@@ -32,6 +32,7 @@ NUM_KINDS = {
     "ltx_video": 1,
     "z_image": 2,
     "krea2": 2,
+    "anima": 1,
 }
 
 

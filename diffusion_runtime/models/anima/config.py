@@ -37,8 +37,8 @@ _CONDITIONER_NUMBERS = {
 
 @dataclass(frozen=True)
 class ConditionerConfig:
-    """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens; min_tokens:
-    what its tokens are filled up to with zeros, which the transformer attends to."""
+    """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens;
+    min_tokens: what its tokens are filled up to with zeros, which the transformer attends to."""
 
     source_dim: int
     dim: int

@@ -16,7 +16,7 @@ from diffusion_runtime.models.anima.config import (
 )
 from diffusion_runtime.models.anima.text import MAX_TOKENS, NUM_DIGITS, load_text_encoder
 from diffusion_runtime.models.anima.transformer import AnimaTransformer
-from diffusion_runtime.models.anima.weights import LORA_NAMES, pair_channels, transformer_pieces
+from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, pair_channels, transformer_pieces
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.published import published_defaults
@@ -28,7 +28,13 @@ _Model = Model[AnimaTransformerConfig, ImageGeometry]
 
 def _adapt(model: _Model) -> _Model:
     """Return the model with the weights of the text conditioner, which is a part of its transformer."""
-    weights = dataclasses.replace(model.weights, joined_components=(CONDITIONER,), arrange=pair_channels)
+    weights = dataclasses.replace(
+        model.weights,
+        joined_components=(CONDITIONER,),
+        shares_joined=True,
+        arrange=pair_channels,
+        is_ignored=is_unread,
+    )
     return dataclasses.replace(model, weights=weights)
 
 

@@ -71,9 +71,7 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
     """Load `text_encoder/` and both tokenizers of a diffusers folder. Raises ModelLoadError also where the encoder or
     the tokens are not those of the text conditioner."""
     template = PromptTemplate("", "", num_cropped=0)
-    model = load_language_model(
-        "qwen3", folder, device, dtype, template, max_tokens=MAX_TOKENS, num_layers_left_out=0
-    )
+    model = load_language_model("qwen3", folder, device, dtype, template, max_tokens=MAX_TOKENS, num_layers_left_out=0)
     config = read_transformer_config(folder).conditioner
     width = int(model.model.config.hidden_size)
     if width != config.source_dim:

@@ -14,7 +14,7 @@ from torch import nn
 from diffusion_runtime.models.anima.config import CONDITIONER, AnimaTransformerConfig, ConditionerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
-from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces
 
 _INWARD = ("to_q", "to_k", "to_v")
 
@@ -88,7 +88,13 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
     changed in place."""
     *owner, part, _ = name.split(".")
     # A text has no positions, so the transformer's attention to it turns nothing.
-    turning = {"qkv": len(rows) // 3 * 2, "kv": len(rows) // 2, "q": len(rows), "norm_q": len(rows), "norm_k": len(rows)}
+    turning = {
+        "qkv": len(rows) // 3 * 2,
+        "kv": len(rows) // 2,
+        "q": len(rows),
+        "norm_q": len(rows),
+        "norm_k": len(rows),
+    }
     if part not in turning or owner[-1] == "cross_attention":
         return
     config = transformer.config
@@ -96,6 +102,12 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
     head_dim = (config.conditioner if owner[0] == "conditioner" else config).head_dim
     heads = rows[: turning[part]].view(-1, 2, head_dim // 2, *rows.shape[1:])
     heads.copy_(heads.transpose(1, 2).reshape(heads.shape).clone())
+
+
+def is_unread(name: str) -> bool:
+    """Return whether a tensor of the authors' files is none of the model's: tables of positions, and numbers of its
+    training."""
+    return name.startswith(("pos_embedder.", "accum_")) or name.endswith("_extra_state")
 
 
 _BLOCK: Originals = {

@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 from diffusers import AnimaModularPipeline, ClassifierFreeGuidance
+from diffusers.models.transformers import transformer_cosmos
 from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
 from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
-from diffusers.models.transformers import transformer_cosmos
 from family_parity import assert_equal_runs, record_latents, relative
 from tables import table
 from tiny_anima import CHANNELS, TINY_SIZES
@@ -36,7 +36,7 @@ class Transforms:
     class InterpolationMode:
         NEAREST = "nearest"
 
-    class functional:  # noqa: N801 - torchvision's name
+    class functional:
         @staticmethod
         def resize(mask: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
             assert not mask.any()
@@ -70,16 +70,14 @@ def request(**values: Any) -> GenerationRequest:
 def run_theirs(
     theirs: Any, requests: list[GenerationRequest], noise: torch.Tensor
 ) -> tuple[list[torch.Tensor], numpy.ndarray]:
-    """One after the other: with a text of fewer than all tokens, as here, the zeros behind a prompt are otherwise as many
-    as the longest prompt of the batch has."""
+    """One after the other: where a text is filled up to fewer than 512 tokens, as here, their zeros behind a prompt
+    depend on the others of the batch."""
     each = [_run_one(theirs, item, noise[index : index + 1]) for index, item in enumerate(requests)]
     steps = [torch.cat(latents) for latents in zip(*(latents for latents, _ in each), strict=True)]
     return steps, numpy.concatenate([images for _, images in each])[:, None]
 
 
-def _run_one(
-    theirs: Any, item: GenerationRequest, noise: torch.Tensor
-) -> tuple[list[torch.Tensor], numpy.ndarray]:
+def _run_one(theirs: Any, item: GenerationRequest, noise: torch.Tensor) -> tuple[list[torch.Tensor], numpy.ndarray]:
     latents, step = [], theirs.scheduler.step
 
     def keep(*arguments: Any, **keywords: Any) -> Any:
