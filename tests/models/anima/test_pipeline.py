@@ -10,8 +10,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from diffusers import AnimaModularPipeline, ClassifierFreeGuidance
+from diffusers import AnimaModularPipeline, ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.models.transformers import transformer_cosmos
+from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
 from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
 from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from family_parity import assert_equal_runs, record_latents, relative
@@ -26,6 +28,7 @@ from diffusion_runtime.models.interface import DenoiserInputs
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Fewer and more tokens than the text is filled up to.
 PROMPTS = ("a red circle", "two objects: a blue star, and a green ring on a striped background. " * 4)
+SKIP = {"skip_layers": (1,), "skip_layer_scale": 2.8, "skip_layer_start": 0.2, "skip_layer_stop": 0.7}
 Pair = tuple[Pipeline, Any]
 
 
@@ -77,6 +80,25 @@ def run_theirs(
     return steps, numpy.concatenate([images for _, images in each])[:, None]
 
 
+# diffusers' layer skipping needs to know what a block returns; this one is not in its list.
+TransformerBlockRegistry.register(CosmosTransformerBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+
+
+def guider_of(item: GenerationRequest) -> Any:
+    if item.skip_layers is None:
+        return ClassifierFreeGuidance(guidance_scale=item.guidance_scale)
+    config = LayerSkipConfig(
+        indices=list(item.skip_layers), fqn="transformer_blocks", skip_attention=True, skip_ff=True
+    )
+    return SkipLayerGuidance(
+        guidance_scale=item.guidance_scale,
+        skip_layer_guidance_scale=item.skip_layer_scale,
+        skip_layer_guidance_start=item.skip_layer_start,
+        skip_layer_guidance_stop=item.skip_layer_stop,
+        skip_layer_config=config,
+    )
+
+
 def _run_one(theirs: Any, item: GenerationRequest, noise: torch.Tensor) -> tuple[list[torch.Tensor], numpy.ndarray]:
     latents, step = [], theirs.scheduler.step
 
@@ -86,7 +108,7 @@ def _run_one(theirs: Any, item: GenerationRequest, noise: torch.Tensor) -> tuple
         latents.append(result[0].clone())
         return result
 
-    theirs.update_components(guider=ClassifierFreeGuidance(guidance_scale=item.guidance_scale))
+    theirs.update_components(guider=guider_of(item))
     theirs.scheduler.step = keep
     try:
         images = theirs(
@@ -110,8 +132,10 @@ def _run_one(theirs: Any, item: GenerationRequest, noise: torch.Tensor) -> tuple
         [request(prompt=prompt, seed=seed, negative_prompt="a star" * seed) for seed, prompt in enumerate(PROMPTS)],
         [request(guidance_scale=1.0, height=40, width=8)],
         [request(guidance_scale=2.5, guidance_mode="two_pass", height=8, width=24)],
+        [request(guidance_scale=2.5, **SKIP, num_inference_steps=4)],
+        [request(guidance_scale=1.0, **SKIP, num_inference_steps=4)],
     ],
-    ["two prompts, one without a negative one", "no guidance", "an empty negative prompt"],
+    ["unequal prompts", "no guidance", "an empty negative prompt", "skip-layer guidance", "skip-layer guidance alone"],
 )
 def test_a_generation_equals_diffusers(
     pair: Pair, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
