@@ -534,6 +534,26 @@ FAMILIES = {
         ),
         text_files=(("t5_tokenizer/tokenizer.json", r"t5_tokenizer/\S+ is missing"),),
     ),
+    "moss_image": FamilyCase(
+        geometry=(8, 4, 1, (1, 1, 1)),
+        flow_shift=5.0,
+        layers={"moss_image.text_refiner": 2, "self": 3},
+        runs_once=frozenset({"moss_image.text_refiner"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("dim", 36), ("num_heads", 5), ("freq_dim", 15), ("latent_channels", 6)),
+            *misfits(("rope_base", "large"), ("text_dim", 1.5)),
+            Refusal({"patch_size": 1}, "key 'patch_size' is unknown to this runtime"),
+            in_file(SCHEDULER, "training_shift: expected a number above 0, got 0", training_shift=0),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 2", latent_channels=16),
+            in_file(INDEX, "expected MOSSImagePipeline, got 'MOSSImageEdit", _class_name="MOSSImageEditPipeline"),
+        ),
+        other_size=({"num_layers": 4}, ("layers.3.proj.q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3_5'", model_type="qwen3"),
+            Refusal({"text_dim": 48}, "its states are 16 wide, and the transformer takes text_dim, 48"),
+        ),
+        text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
+    ),
     "minimax_h3": FamilyCase(
         geometry=(6, 16, 4, (1, 2, 2)),
         takes_image=True,

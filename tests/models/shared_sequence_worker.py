@@ -32,6 +32,9 @@ from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_R
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
+from diffusion_runtime.models.moss_image.config import MossImageConfig
+from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE as MOSS_TEXT_ROLE
+from diffusion_runtime.models.moss_image.transformer import MossImageTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
@@ -110,6 +113,13 @@ def anima(policy: AttentionPolicy) -> DiffusionTransformer:
     return AnimaTransformer(config, GEOMETRY, policy)
 
 
+def moss_image(policy: AttentionPolicy) -> DiffusionTransformer:
+    """Four heads, with a multiple of 8 channels each."""
+    register_role(MOSS_TEXT_ROLE, "cross")
+    config = MossImageConfig(2, 4, 64, 96, TEXT_DIM, CHANNELS, 8, 10000.0)
+    return MossImageTransformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
+
+
 def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(CONTROL_SELF_ROLE, "self")
     register_role(CONTROL_TEXT_ROLE, "cross")
@@ -150,6 +160,7 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "z_image": z_image,
     "krea2": krea2,
     "anima": anima,
+    "moss_image": moss_image,
 }
 
 

@@ -33,6 +33,7 @@ NUM_KINDS = {
     "z_image": 2,
     "krea2": 2,
     "anima": 1,
+    "moss_image": 2,
 }
 
 
