@@ -22,8 +22,8 @@ from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate, position_rotations
 from diffusion_runtime.models.anima.config import ConditionerConfig
-from diffusion_runtime.models.anima.text import ids_of
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.token_ids import ids_of
 
 SELF_ROLE, STATES_ROLE = "anima.text_self", "anima.text_states"
 _EPS = 1e-6

@@ -14,7 +14,7 @@ from diffusion_runtime.models.anima.config import (
     read_geometry,
     read_transformer_config,
 )
-from diffusion_runtime.models.anima.text import MAX_TOKENS, NUM_DIGITS, load_text_encoder
+from diffusion_runtime.models.anima.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.anima.transformer import AnimaTransformer
 from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, pair_channels, transformer_pieces
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
@@ -22,6 +22,7 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER
 from diffusion_runtime.models.qwen_image.family import FAMILY as ORIGINAL
+from diffusion_runtime.text_encoders.token_ids import NUM_DIGITS
 
 _Model = Model[AnimaTransformerConfig, ImageGeometry]
 

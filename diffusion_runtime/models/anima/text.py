@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.anima.config import read_transformer_config
-from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_language_model
 from diffusion_runtime.text_encoders.loading import check_vocabulary
 from diffusion_runtime.text_encoders.t5 import load_t5_tokenizer
-from diffusion_runtime.text_encoders.tokenized import tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from diffusion_runtime.text_encoders.token_ids import TokenIds
 
 # Of either tokenizer, as diffusers' pipeline truncates.
 MAX_TOKENS = 512
 T5_TOKENIZER = "t5_tokenizer"
-# Ids are given in two digits: whole numbers up to 256 are exact in every dtype that conditions have, ids are not.
-NUM_DIGITS, _BASE = 2, 256
-
-
-def digits_of(ids: torch.Tensor) -> torch.Tensor:
-    """Return token ids [...] in their digits, [..., 2]."""
-    return torch.stack([ids // _BASE, ids % _BASE], dim=-1)
-
-
-def ids_of(digits: torch.Tensor) -> torch.Tensor:
-    """Return the token ids [...] of digits_of, int64."""
-    high, low = digits.round().long().unbind(-1)
-    return high * _BASE + low
+_NO_TEMPLATE = PromptTemplate("", "", num_cropped=0)
 
 
 class AnimaTextEncoder(TextEncoder):
@@ -44,34 +28,25 @@ class AnimaTextEncoder(TextEncoder):
 
     library = "transformers"
 
-    def __init__(self, language_model: LanguageModelEncoder, t5_tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, language_model: LanguageModelEncoder, t5_ids: TokenIds) -> None:
         self.language_model = language_model
-        self.t5_tokenizer = t5_tokenizer
+        self.t5_ids = t5_ids
         self.max_tokens = language_model.max_tokens
         self.implementation = language_model.implementation
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """Encode prompts. Tokens that either tokenizer cuts are counted."""
-        states = self.language_model.encode(prompts)
-        rows = [tokenize(self.t5_tokenizer, prompt, self.max_tokens) for prompt in prompts]
-        lengths = tuple(len(row.ids) for row in rows)
-        ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for values, row in zip(ids, rows, strict=True):
-            values[: len(row.ids)] = torch.tensor(row.ids)
-        cut = EncoderCut("T5's tokenizer", tuple(row.num_cut_tokens for row in rows), self.max_tokens)
-        return dataclasses.replace(
-            states,
-            further=(TextStream(digits_of(ids).to(states.embeddings), lengths),),
-            encoder="the language model",
-            further_cuts=(cut,),
-        )
+        states, (ids, cut) = self.language_model.encode(prompts), self.t5_ids.of(prompts)
+        ids = ids.to(states.embeddings.device, states.embeddings.dtype)
+        return dataclasses.replace(states, further=(ids,), encoder="the language model", further_cuts=(cut,))
 
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> AnimaTextEncoder:
     """Load `text_encoder/` and both tokenizers of a diffusers folder. Raises ModelLoadError also where the encoder or
     the tokens are not those of the text conditioner."""
-    template = PromptTemplate("", "", num_cropped=0)
-    model = load_language_model("qwen3", folder, device, dtype, template, max_tokens=MAX_TOKENS, num_layers_left_out=0)
+    model = load_language_model(
+        "qwen3", folder, device, dtype, _NO_TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0
+    )
     config = read_transformer_config(folder).conditioner
     width = int(model.model.config.hidden_size)
     if width != config.source_dim:
@@ -81,4 +56,4 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
         )
     tokenizer = load_t5_tokenizer(folder / T5_TOKENIZER)
     check_vocabulary(folder / T5_TOKENIZER, len(tokenizer), config.vocab_size)
-    return AnimaTextEncoder(model, tokenizer)
+    return AnimaTextEncoder(model, TokenIds(tokenizer, "T5's tokenizer", MAX_TOKENS))

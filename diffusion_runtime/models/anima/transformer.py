@@ -126,7 +126,7 @@ class AnimaBlock(ModulatedBlock):
 
     @property
     def modulations(self) -> tuple[BlockModulation, ...]:
-        """Those of self-attention, cross-attention and feed-forward."""
+        """Modulations of self-attention, cross-attention and feed-forward."""
         return self.modulation, self.cross_modulation, self.ffn_modulation
 
     def forward(
