@@ -537,10 +537,12 @@ FAMILIES = {
     "moss_image": FamilyCase(
         geometry=(8, 4, 1, (1, 1, 1)),
         flow_shift=5.0,
+        # Its levels follow from the number of steps and the shift together.
+        sigmas=None,
         layers={"moss_image.text_refiner": 2, "self": 3},
         runs_once=frozenset({"moss_image.text_refiner"}),
         refusals=(
-            *misfits(("num_layers", 0), ("dim", 36), ("num_heads", 5), ("freq_dim", 15), ("latent_channels", 6)),
+            *misfits(("num_layers", 0), ("dim", 36), ("num_heads", 0), ("freq_dim", 15), ("latent_channels", 6)),
             *misfits(("rope_base", "large"), ("text_dim", 1.5)),
             Refusal({"patch_size": 1}, "key 'patch_size' is unknown to this runtime"),
             in_file(SCHEDULER, "training_shift: expected a number above 0, got 0", training_shift=0),
@@ -550,7 +552,7 @@ FAMILIES = {
         other_size=({"num_layers": 4}, ("layers.3.proj.q.weight",)),
         text_refusals=(
             in_file("text_encoder/config.json", "model_type: expected 'qwen3_5'", model_type="qwen3"),
-            Refusal({"text_dim": 48}, "its states are 16 wide, and the transformer takes text_dim, 48"),
+            Refusal({"text_dim": 48}, "its states are 32 wide, and the transformer takes text_dim, 48"),
         ),
         text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
     ),
