@@ -17,8 +17,9 @@ CHANNELS, DIM, FFN_DIM, HEADS, LAYERS, WAVES = 8, 32, 40, 2, 3, 16
 TINY_SIZES: dict[str, int] = {"height": 16, "width": 24}
 
 
-def write_tiny_moss_image(folder: Path) -> Path:
-    """Write a whole folder and return its path; its weights are the same always."""
+def write_tiny_moss_image(folder: Path, *, num_layers: int = LAYERS) -> Path:
+    """Write a whole folder and return its path; its weights are the same always. num_layers: more than 22 of published
+    models, whose block 22 guidance leaves out."""
     from tiny_flux2 import lively
     from tiny_flux3 import tiny_autoencoder
     from transformers.utils import logging as transformers_logging
@@ -30,7 +31,7 @@ def write_tiny_moss_image(folder: Path) -> Path:
         parts = {"vae": tiny_autoencoder(), "text_encoder": lively(text_encoder), "tokenizer": tokenizer}
         for name, part in parts.items():
             part.save_pretrained(folder / name)
-    sizes = {"dim": DIM, "ffn_dim": FFN_DIM, "num_heads": HEADS, "num_layers": LAYERS, "text_dim": HIDDEN}
+    sizes = {"dim": DIM, "ffn_dim": FFN_DIM, "num_heads": HEADS, "num_layers": num_layers, "text_dim": HIDDEN}
     sizes |= {"freq_dim": WAVES, "latent_channels": CHANNELS, "rope_base": 10000.0}
     scheduler = {"num_train_timesteps": 1000, "shift": 5.0, "training_shift": 1.0}
     files = {
@@ -48,21 +49,21 @@ def write_tiny_moss_image(folder: Path) -> Path:
     for name, values in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(values))
-    save_file(tiny_weights(HIDDEN), folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(tiny_weights(HIDDEN, num_layers), folder / "transformer" / "diffusion_pytorch_model.safetensors")
     return folder
 
 
-def tiny_weights(text_dim: int) -> dict[str, torch.Tensor]:
+def tiny_weights(text_dim: int, num_layers: int = LAYERS) -> dict[str, torch.Tensor]:
     """Sines of a number of each weight, in the order of their names, without the table of positions."""
     weights = {}
-    for index, (name, shape) in enumerate(sorted(_shapes(text_dim))):
+    for index, (name, shape) in enumerate(sorted(_shapes(text_dim, num_layers))):
         values = torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) * 12.9898 + index)
         values = values * (0.2 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
         weights[name] = values.view(shape).float() + ("norm" in name)
     return {**weights, "rope.bands": torch.ones(2)}
 
 
-def _shapes(text_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(text_dim: int, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     def linear(name: str, inward: int, out: int, *, bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{name}.weight", (out, inward)
         if bias:
@@ -76,7 +77,10 @@ def _shapes(text_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from linear("video_head_modulation", DIM, 2 * DIM)
     yield from linear("final_linear_video", DIM, CHANNELS, bias=False)
     yield "final_norm_video.weight", (DIM,)
-    blocks = [*(f"text_embedder.blocks.{index}" for index in range(2)), *(f"layers.{index}" for index in range(LAYERS))]
+    blocks = [
+        *(f"text_embedder.blocks.{index}" for index in range(2)),
+        *(f"layers.{index}" for index in range(num_layers)),
+    ]
     for block in blocks:
         for name, size in (("norm1", DIM), ("norm2", DIM), ("q_norm", DIM // HEADS), ("k_norm", DIM // HEADS)):
             yield f"{block}.{name}.weight", (size,)

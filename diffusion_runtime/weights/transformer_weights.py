@@ -340,6 +340,9 @@ def _joined(folder: AnyFolder, component: str, further: Sequence[str], own: Sour
     def open_files(stack: contextlib.ExitStack) -> Rows:
         rows = dict(of_folder(component, stack) if own is None else own(stack))
         for name in further:
+            if any(tensor.startswith(f"{name}.") for tensor in rows):
+                # The transformer's own files have them.
+                continue
             rows.update({f"{name}.{tensor}": stored for tensor, stored in of_folder(name, stack).items()})
         return rows
 

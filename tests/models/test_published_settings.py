@@ -22,6 +22,7 @@ from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_z_image import write_tiny_z_image
 
@@ -73,6 +74,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
+    **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
