@@ -32,6 +32,7 @@ from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import position_rotations
 from diffusion_runtime.layers.rotated_attention import rotated_attention
+from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.moss_image.config import MossImageConfig
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -140,7 +141,8 @@ class MossImageTransformer(DiffusionTransformer):
         assert isinstance(first, MossImageBlock)
 
         def modulated_input() -> ModulatedInput:
-            return ModulatedInput(modulated_norm(entering, first.norm.as_norm, shift=rows[0], scale=rows[1]))
+            with held_weights(first):
+                return ModulatedInput(modulated_norm(entering, first.norm.as_norm, shift=rows[0], scale=rows[1]))
 
         blocks = (overwriting(block, rows, rotations, joint) for block in self.blocks)
         (x,) = context.run_blocks(blocks, (x,), num_tokens, modulated_input)
