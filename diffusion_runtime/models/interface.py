@@ -155,7 +155,8 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the guidance of a batch around a prediction that reads `step.branch`; models with a guidance of their
         own make it here. inputs: of the conditional branch."""
         combine = rescaled(self.combine_guidance, inputs.request.guidance_rescale or 0.0)
-        return with_guidance(predict, guidance.scale, guidance.mode, combine, guidance.branches, guidance.wrappers)
+        others = guidance.branches, guidance.wrappers, guidance.skip
+        return with_guidance(predict, guidance.scale, guidance.mode, combine, *others)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""

@@ -19,6 +19,9 @@ from forked_ranks import fork_ranks
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
+from diffusion_runtime.models.anima import conditioner as anima_roles
+from diffusion_runtime.models.anima.config import AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.models.anima.transformer import AnimaTransformer
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -33,6 +36,9 @@ from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE as H3_TEXT_ROLE
 from diffusion_runtime.models.minimax_h3.transformer import MiniMaxH3Transformer
+from diffusion_runtime.models.moss_image.config import MossImageConfig
+from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE as MOSS_TEXT_ROLE
+from diffusion_runtime.models.moss_image.transformer import MossImageTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
@@ -105,6 +111,21 @@ def krea2(policy: AttentionPolicy) -> DiffusionTransformer:
         joint, text, **sizes, num_channels=CHANNELS, axes=(4, 4, 4), theta=1000.0, num_waves=8, eps=1e-5
     )
     return Krea2Transformer(config, GEOMETRY, policy)
+
+
+def anima(policy: AttentionPolicy) -> DiffusionTransformer:
+    for role in (anima_roles.SELF_ROLE, anima_roles.STATES_ROLE):
+        register_role(role, "cross")
+    conditioner = ConditionerConfig(TEXT_DIM, 8, 12, 2, 1, 16, 300, min_tokens=9)
+    config = AnimaTransformerConfig(2, 4, 12, 96, CHANNELS, 1, 12, 8, (1e4, 4e4, 3e4), conditioner)
+    return AnimaTransformer(config, GEOMETRY, policy)
+
+
+def moss_image(policy: AttentionPolicy) -> DiffusionTransformer:
+    """Four heads, with a multiple of 8 channels each."""
+    register_role(MOSS_TEXT_ROLE, "cross")
+    config = MossImageConfig(2, 4, 64, 96, TEXT_DIM, CHANNELS, 8, 10000.0)
+    return MossImageTransformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
 def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
@@ -182,6 +203,8 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "qwen_image_21": qwen_image_21,
     "z_image": z_image,
     "krea2": krea2,
+    "anima": anima,
+    "moss_image": moss_image,
 }
 # What a transformer does with its tokens is the same in a ring: text beside the grid, images to edit, a control.
 IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2")
@@ -198,7 +221,10 @@ def forward(
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(LATENTS, generator=generator)
     text = torch.randn(2, 8, TEXT_DIM, generator=generator)
-    conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
+    pooled = torch.randn(2, POOLED_DIM, generator=generator)
+    # Of families that read a second tokenizer's ids.
+    further = [TextStream(torch.tensor([[[0, 7], [1, 3], [0, 9]]] * 2).float(), (3, 1))] if build is anima else []
+    conditions = Conditions.of(text, LENGTHS, pooled=pooled, further=further)
     parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
     image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
     inputs = DenoiserInputs(conditions, SIZE, guidance=3.5, image=image)

@@ -23,6 +23,7 @@ from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
@@ -79,6 +80,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
     "seedvr2-3b": write_tiny_seedvr2,
     "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
+    **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
