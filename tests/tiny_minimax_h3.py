@@ -13,6 +13,8 @@ from tiny_qwen_image_21 import tiny_qwen3_vl
 CHANNELS, AUDIO_CHANNELS = 6, 5
 # 7 latent frames of 2 x 3 tokens, and 37 moments of sound on each side.
 TINY_SIZES: dict[str, int] = {"height": 64, "width": 96, "num_frames": 22}
+# Of what is given: a clip that takes its ratio from an image or a video, and an image that is referred to.
+TINY_EDGES = {"canvas_short_edge": 64, "canvas_max_pixels": 64 * 96, "reference_image_short_edge": 96}
 
 
 def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
@@ -38,20 +40,21 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
             "tokenizer": tokenizer,
             "processor": Qwen2VLImageProcessorPil(patch_size=16),
         }
+        parts["transformer_ref"] = tiny_transformer()
     for name, part in parts.items():
         part.save_pretrained(folder / name)
     names = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
     names["text_encoder"] = ["transformers", "Qwen3VLForConditionalGeneration"]
     names["tokenizer"] = ["transformers", "Qwen2TokenizerFast"]
     names["processor"] = ["transformers", "Qwen3VLProcessor"]
-    index = {"_class_name": "MiniMaxH3Pipeline", **names}
+    index = {"_class_name": "MiniMaxH3Pipeline", **names, **TINY_EDGES}
     if is_modular:
-        # The other transformer is not here.
         entries = {
             name: [*pair, {"pretrained_model_name_or_path": "ORG/NAME", "subfolder": name, "type_hint": pair}]
-            for name, pair in {**names, "transformer_ref": names["transformer"]}.items()
+            for name, pair in names.items()
         }
-        index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks", **entries}
+        class_name = "MiniMaxH3ModularPipeline"
+        index = {"_class_name": class_name, "_blocks_class_name": "MiniMaxH3Blocks", **entries, **TINY_EDGES}
     (folder / f"{'modular_' * is_modular}model_index.json").write_text(json.dumps(index))
     (folder / "generation.json").write_text(json.dumps({"num_frames": [22, 345]}))
     return folder

@@ -30,6 +30,7 @@ from diffusion_runtime.request.fields import (
     InputFile,
     Levels,
     MaskFile,
+    MediaFiles,
     Number,
     OneOf,
     RequestField,
@@ -315,6 +316,13 @@ class GenerationRequest:
         FrameConditions(),
         flag="--condition-at",
         refusal="this model takes no images at frames of their own; leave --condition-at out",
+    )
+    # What the video shows or sounds like, in an order that the prompt can refer to: <Picture 1>, <Audio 1>, <Video 1>.
+    references: tuple[str, ...] | None = _input_field(
+        "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
+        MediaFiles(),
+        flag="--reference",
+        refusal="this model takes no references of several kinds; --image-path is for images, or leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",

@@ -61,6 +61,12 @@ class ImageRules:
                 "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
                 "--mask-path FILE"
             )
+        if draft.references is None and "references" in needed:
+            raise RequestError(
+                f"references: this model makes {self.sampling.product} from references; give one: --reference FILE"
+            )
+        if self.inputs.media is not None:
+            self.inputs.media.files(paths_of("references", draft.references))
         takes_several = references or self.sampling.control
         paths, expected = paths_of("image_path", draft.image_path), 1 if takes_several is None else takes_several.most
         if len(paths) > expected:
@@ -81,6 +87,8 @@ class ImageRules:
                 "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
             )
         self._check_frame_conditions(request, size)
+        if self.inputs.media is not None:
+            self.inputs.media.shapes(request, size)
         if control is not None:
             control.check(request, size)
         if control is not None or self.inputs.references is not None:
@@ -114,6 +122,8 @@ class ImageRules:
         if self.inputs.references is not None:
             paths = image_paths(settings.shared, "image_path")
             remarks += self.inputs.references.remarks(paths, settings.size.height, settings.size.width)
+        if self.inputs.media is not None:
+            remarks += self.inputs.media.remarks(settings.shared, settings.size)
         return remarks if control is None else [*remarks, *control.remarks(settings.shared, settings.size)]
 
 

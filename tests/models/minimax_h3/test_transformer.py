@@ -170,7 +170,7 @@ def test_steps_share_the_refined_text_and_rows_made_before(
     assert counts == {"self": 3 * 3, TEXT_ROLE: 2}
     notes = " ".join(report.notes)
     assert "video and sound: rows of 3 timesteps" in notes
-    assert "images: rows of 1 timestep" in notes
+    assert "given tokens: rows of 1 timestep" in notes
 
 
 def test_padding_is_lengths_and_what_is_no_grid_is_text(ours: MiniMaxH3Transformer) -> None:
