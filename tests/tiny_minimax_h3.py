@@ -22,6 +22,7 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
     published folders have; the other index says the same."""
     import torch
     from diffusers import MiniMaxH3Scheduler
+    from transformers.tokenization_utils_base import AddedToken
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.utils import logging as transformers_logging
 
@@ -30,6 +31,9 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
         torch.manual_seed(0)
         # More layers than are read.
         text_encoder, tokenizer = tiny_qwen3_vl(num_layers=51)
+        tokenizer.add_tokens([AddedToken("<|video_pad|>", special=True)], special_tokens=True)
+        text_encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        text_encoder.config.video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
         parts = {
             "scheduler": MiniMaxH3Scheduler(shift=12.0),
             "audio_scheduler": MiniMaxH3Scheduler(shift=3.0),
@@ -43,6 +47,10 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
         parts["transformer_ref"] = tiny_transformer()
     for name, part in parts.items():
         part.save_pretrained(folder / name)
+    size = {"shortest_edge": 4096, "longest_edge": 25165824}
+    patches = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    of_videos = {"size": size, **patches, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "processor" / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     names = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
     names["text_encoder"] = ["transformers", "Qwen3VLForConditionalGeneration"]
     names["tokenizer"] = ["transformers", "Qwen2TokenizerFast"]

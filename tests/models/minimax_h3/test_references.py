@@ -161,3 +161,173 @@ def test_velocities_equal_those_of_diffusers(
     arguments = inputs(transformer, lengths, size, references)
     expected = run_theirs(of_diffusers, transformer, references, *arguments)
     assert relative(transformer(*arguments, AttentionContext()), expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def ours(tiny_minimax_h3_folder: Path) -> Pipeline:
+    return load_pipeline(str(tiny_minimax_h3_folder), device="cpu", workflow="ref2va")
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_minimax_h3_folder: Path) -> Any:
+    """The pipeline, whose clips may be short."""
+    import diffusers
+    from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
+    from transformers import Qwen2Tokenizer, Qwen3VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class OfShortClips(diffusers.MiniMaxH3ModularPipeline):
+        min_duration = 0.0
+
+    folder = tiny_minimax_h3_folder
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder / "tokenizer")
+    marks = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    pipeline = OfShortClips(blocks=MiniMaxH3Blocks())
+    parts = {
+        name: getattr(diffusers, made_by).from_pretrained(folder / name)
+        for name, made_by in (
+            ("transformer_ref", "MiniMaxH3Transformer3DModel"),
+            ("vae", "AutoencoderKLMiniMaxH3"),
+            ("audio_vae", "AutoencoderKLMiniMaxH3Audio"),
+            ("scheduler", "MiniMaxH3Scheduler"),
+            ("audio_scheduler", "MiniMaxH3Scheduler"),
+        )
+    }
+    encoder = Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    pipeline.update_components(**parts, **TINY_EDGES, text_encoder=encoder, tokenizer=tokenizer)
+    # transformers makes the processor of torchvision; these are what the pipeline takes of it.
+    pipeline.processor = SimpleNamespace(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
+        video_processor=VideoProcessor(),
+        create_mm_token_type_ids=lambda rows: [[1 + marks.index(i) if i in marks else 0 for i in row] for row in rows],
+    )
+    return pipeline
+
+
+class VideoProcessor:
+    """The patches of transformers' class, whose scaling needs torchvision: sizes of which none is needed."""
+
+    temporal_patch_size = 2
+
+    def __call__(self, *, videos: list[numpy.ndarray], **_: Any) -> dict[str, torch.Tensor]:
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+        patches, grids = [], []
+        for video in videos:
+            frames, height, width, _ = video.shape
+            assert smart_resize(frames, height, width, 2, 32, 4096, 25165824) == (height, width)
+            pixels = torch.from_numpy(video).permute(0, 3, 1, 2)[None].float().div(255).sub(0.5).div(0.5)
+            made, *grid = Qwen3VLVideoProcessor.patchify(None, pixels, 16, 2, 2)
+            patches.append(made[0])
+            grids.append(grid)
+        return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+
+
+def picture(path: Path, width: int, height: int) -> str:
+    pixels = numpy.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+def video(path: Path, width: int, height: int, seconds: float, *, rate: int = 24, sound: int | None = None) -> str:
+    """A moving test picture, without loss, so that every decoder gives the same; sound: its rate."""
+    source = ["-f", "lavfi", "-i", f"testsrc=size={width}x{height}:rate={rate}"]
+    heard = [] if sound is None else ["-f", "lavfi", "-i", f"sine=frequency=300:sample_rate={sound}"]
+    codecs = ["-c:v", "libx264rgb", "-crf", "0", *([] if sound is None else ["-c:a", "flac"])]
+    command = [find_ffmpeg(), "-v", "error", "-y", *source, *heard, "-t", str(seconds), *codecs, str(path)]
+    subprocess.run(command, check=True)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One with the name of another kind, to be told by its content."""
+    folder = tmp_path_factory.mktemp("references")
+    return {
+        "wide": picture(folder / "wide.png", 150, 70),
+        "tall": picture(folder / "tall.jpg.png", 40, 120),
+        "loud": video(folder / "loud.mkv", 120, 80, 2, sound=22050),
+        "silent": video(folder / "silent.mp4", 64, 96, 1),
+        "fast": video(folder / "fast.mp4", 96, 64, 1, rate=30),
+        "voice": write_wave(folder / "voice.wav", seconds=0.4, rate=16000),
+        "music": write_wave(folder / "music.wav", seconds=2.0, rate=8000, pitch=200),
+    }
+
+
+def reference_of(path: str) -> Any:
+    """What diffusers takes, read by ffmpeg here: its own reader needs another package."""
+    from diffusers.modular_pipelines.minimax_h3 import (
+        MiniMaxH3AudioReference,
+        MiniMaxH3ImageReference,
+        MiniMaxH3VideoReference,
+    )
+
+    if path.endswith(".png"):
+        return MiniMaxH3ImageReference(image=Image.open(path).convert("RGB"))
+
+    def decoded(*output: str) -> bytes:
+        return subprocess.run([find_ffmpeg(), "-v", "error", "-i", path, *output, "-"], capture_output=True).stdout
+
+    if path.endswith(".wav"):
+        rate = 16000 if "voice" in path else 8000
+        samples = numpy.frombuffer(decoded("-f", "f32le"), "<f4").reshape(-1, 2).T.copy()
+        return MiniMaxH3AudioReference(audio=torch.from_numpy(samples), sample_rate=rate)
+    width, height = {"loud": (120, 80), "silent": (64, 96), "fast": (96, 64)}[Path(path).stem]
+    raw = numpy.frombuffer(decoded("-f", "rawvideo", "-pix_fmt", "rgb24"), numpy.uint8)
+    frames = raw.reshape(-1, height, width, 3)
+    sound = numpy.frombuffer(decoded("-f", "f32le"), "<f4").copy()[None] if "loud" in path else None
+    return MiniMaxH3VideoReference(
+        frames=frames,
+        fps=30.0 if "fast" in path else 24.0,
+        audio=None if sound is None else torch.from_numpy(sound),
+        sample_rate=None if sound is None else 22050,
+    )
+
+
+def resampled_by_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchaudio is another package; its resampling is compared by itself."""
+    import sys
+
+    from diffusion_runtime.media.resampling import resampled
+
+    def resample(rate: int, new_rate: int) -> Any:
+        return lambda samples: resampled(samples, rate, new_rate)
+
+    monkeypatch.setitem(sys.modules, "torchaudio", SimpleNamespace(transforms=SimpleNamespace(Resample=resample)))
+
+
+@table("names", [("wide", "loud", "voice"), ("music", "silent", "tall", "fast", "wide")])
+def test_a_clip_equals_that_of_diffusers(
+    ours: Pipeline, theirs: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    paths = tuple(files[name] for name in names)
+    request = GenerationRequest(
+        "a red circle of <Picture 1>", **TINY_SIZES, num_inference_steps=NUM_STEPS, seed=3, references=paths
+    )
+    size, geometry = SHORT, ours.rules.sampling.geometry
+    assert isinstance(geometry, MiniMaxH3Geometry)
+    kept = record_latents(monkeypatch)
+    ours(request)
+    noise = geometry.parts(initial_noise(geometry.sample_shape(size), [3]), size)
+    assert noise.audio is not None
+    resampled_by_diffusers(monkeypatch)
+    state = theirs(
+        prompt=request.prompt,
+        **TINY_SIZES,
+        references=[reference_of(path) for path in paths],
+        num_inference_steps=NUM_STEPS + 1,
+        latents=noise.video,
+        audio_latents=noise.audio[0].permute(2, 0, 1),
+        # Of the noise of the pictures.
+        generator=torch.Generator().manual_seed(42),
+        output_type="np",
+    )
+    found = geometry.parts(kept[-1], size)
+    assert found.audio is not None
+    for of_ours, of_theirs in (
+        (found.video, state.get("latents")),
+        (found.audio[0].permute(2, 0, 1), state.get("audio_latents")),
+    ):
+        assert (of_ours - of_theirs).norm() <= 1e-4 * of_theirs.norm()
+    # The steps did something.
+    assert (found.video - noise.video).abs().max() > 0.5
