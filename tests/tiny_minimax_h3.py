@@ -22,8 +22,8 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
     published folders have; the other index says the same."""
     import torch
     from diffusers import MiniMaxH3Scheduler
-    from transformers.tokenization_utils_base import AddedToken
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.tokenization_utils_base import AddedToken
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -27,19 +27,19 @@ from diffusion_runtime.core.runtime_options import options_of
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.request.fields import (
-    MAX_REFERENCES,
     MAX_COUNT,
     MAX_LEVELS,
+    MAX_REFERENCES,
     MAX_SCALE,
     Blocks,
     Count,
     ImageFile,
     Levels,
+    MediaFiles,
     Number,
     OneOf,
     Scales,
     SeedNumber,
-    MediaFiles,
     SoundFile,
     Text,
     VideoFile,

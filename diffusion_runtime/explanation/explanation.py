@@ -91,7 +91,8 @@ class Explanation:
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of."""
+    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. references: a line
+    about each one of several kinds."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -106,6 +107,7 @@ class Explanation:
     is_bound: bool
     is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return one line; `schedule` has every layer and step."""
@@ -159,6 +161,7 @@ class Explanation:
             "request": self.request.to_dict(),
             "grid": list(self.grid),
             "num_text_tokens": self.num_text_tokens,
+            "references": list(self.references),
             "num_steps": self.num_steps,
             "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
@@ -199,6 +202,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
     text = 0 if widest is None else widest.num_text_tokens
+    media = prepared.model.inputs.media
     schedule = tuple(_joined(rows) for rows in zip(*(stage.schedule for stage in stages), strict=True))
     return Explanation(
         description=prepared.description,
@@ -210,6 +214,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         num_forwards=sum(each.num for group in groups for each in group.passes),
         is_joined=planned.is_guided and planned.is_batched,
         is_in_chunks=prepared.rules.sampling.is_causal,
+        references=() if media is None else tuple(media.describe(request, planned.size)),
         schedule=schedule,
         parts=_parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight),
         is_bound=any(each is None for row in schedule for each in row.density),

@@ -1,4 +1,4 @@
-"""Resampling of sound by windowed sinc interpolation, with torchaudio's defaults (Smith, "Digital Audio Resampling")."""
+"""Resampling of sound by windowed sinc interpolation (Smith, "Digital Audio Resampling"), as torchaudio's default."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class FolderFormat:
     that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
     diffusers, whose ControlNets its models take; None where they take none. unread: further components and folders that
     a repository may have and that are neither read nor downloaded -> the request field that one would set, empty for
-    none. workflows: modes beside the first one, by the name that RuntimeConfig.workflow has -> component of the model ->
-    the component of the folder that takes its place.
+    none. workflows: modes beside the first one, by the name that RuntimeConfig.workflow has -> component of the model
+    -> the component of the folder that takes its place.
     """
 
     transformer_classes: tuple[str, ...]

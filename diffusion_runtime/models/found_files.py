@@ -285,8 +285,8 @@ class _Search:
             if any(self.path.name in known.names for known in self._known(component)):
                 raise ConfigError(
                     f"model_path: {self.path}: by its name it is the {component} of {self.like}, which takes "
-                    f"other requests; use the file of the transformer, or --like the model of that one. To run it as the "
-                    f"transformer all the same: --model-path {self.like} --transformer-path FILE"
+                    f"other requests; use the file of the transformer, or give --like the model of that one. To run it "
+                    f"as the transformer all the same: --model-path {self.like} --transformer-path FILE"
                 )
 
     def _chosen(self, component: str, key: str) -> Path | None:

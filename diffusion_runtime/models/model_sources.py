@@ -128,9 +128,10 @@ class ConfigFolder:
 def find_configs(
     model_path: str, *, revision: str | None = None, offline: bool = False, workflow: str | None = None
 ) -> ConfigFolder:
-    """Return the json of a model for callers that read nothing else: for a published model the hub's cached files, else
-    those in the package, so that neither the network nor a download is needed. workflow: of RuntimeConfig. Any other, and a published model at a
-    revision that is not in the cache, as resolve_model_folder, whose errors it raises."""
+    """Return the json of a model for callers that read nothing else: for a published model the hub's cached files,
+    else those in the package, so that neither the network nor a download is needed. workflow: of RuntimeConfig. Any
+    other, and a published model at a revision that is not in the cache, as resolve_model_folder, whose errors it
+    raises."""
     model_path, revision = _at_revision(model_path, revision)
     published = published_model_of(model_path, workflow)
     packaged = None if published is None else packaged_folder(published.model_path)

@@ -62,8 +62,8 @@ def open_folder(
     a folder without one as it is. backend: of RuntimeConfig; `native` refuses what no family stands for. workflow: of
     RuntimeConfig, where a native model runs.
 
-    Raises ConfigError for a workflow that the family does not have, and ModelLoadError for code that comes with the folder, a component that leaves its repository or names a place
-    of this machine from the hub, and what is missing.
+    Raises ConfigError for a workflow that the family does not have, and ModelLoadError for code that comes with the
+    folder, a component that leaves its repository or names a place of this machine from the hub, and what is missing.
     """
     has_both = all((folder.path / name).is_file() for name in (INDEX_FILE, MODULAR_INDEX_FILE))
     if not is_modular(folder.path):

@@ -27,9 +27,9 @@ class PublishedModel:
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
     size of the download. told_by: a word that names of its files have, where another model has the same tensors; empty
-    for none. workflow: of RuntimeConfig, that its folder is opened for; None for the first one. parts: the keys of RuntimeConfig that name further folders of it, such as
-    `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
-    document them.
+    for none. workflow: of RuntimeConfig, that its folder is opened for; None for the first one. parts: the keys of
+    RuntimeConfig that name further folders of it, such as `upsampler_path` -> the class in such a folder. request,
+    presets: the values it was made for, as its authors document them.
     """
 
     name: str

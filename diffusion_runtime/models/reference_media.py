@@ -20,10 +20,12 @@ FIELD = "references"
 
 @dataclass(frozen=True)
 class ReferenceShape:
-    """Sizes of one reference in a model. pictures: latent frames, height and width; None for a sound. num_moments:
-    latents of its sound on each side; 0 without one. num_text_tokens: that stand for it among those of the prompt.
-    remarks: what is not used as it is, as clauses."""
+    """Sizes of one reference in a model. num_tokens: that the transformer sees beside those of the prompt. pictures:
+    latent frames, height and width; None for a sound. num_moments: latents of its sound on each side; 0 without one.
+    num_text_tokens: that stand for it among those of the prompt, at most. remarks: what is not used as it is, as
+    clauses."""
 
+    num_tokens: int
     pictures: tuple[int, int, int] | None
     num_moments: int = 0
     num_text_tokens: int = 0
@@ -89,6 +91,10 @@ class ReferenceMedia:
         pictures = (picture_remarks(file.path, FIELD) for file in files if file.kind == IMAGE)
         return [*itertools.chain.from_iterable(pictures), *own]
 
+    def num_tokens(self, request: GenerationRequest, size: ClipSize) -> int:
+        """Return the tokens of all references together, those with the prompt included. Raises what `shapes` raises."""
+        return sum(each.num_tokens + each.num_text_tokens for each in self.shapes(request, size))
+
     def describe(self, request: GenerationRequest, size: ClipSize) -> list[str]:
         """Return a line about each reference: its kind, its path and what it becomes. Raises what `shapes` raises."""
         lines = []
@@ -97,6 +103,6 @@ class ReferenceMedia:
         ):
             parts = [] if shape.pictures is None else ["{} x {} x {} latents".format(*shape.pictures)]
             parts += [f"{shape.num_moments} latents of sound a side"] * (shape.num_moments > 0)
-            parts += [f"{shape.num_text_tokens} tokens with the prompt"] * (shape.num_text_tokens > 0)
-            lines.append(f"{number}: {file.kind} {file.path}: {', '.join(parts)}")
+            tokens = f"{shape.num_tokens} tokens, and {shape.num_text_tokens} at most with the prompt"
+            lines.append(f"{number}: {file.kind} {file.path}: {', '.join(parts)}: {tokens}")
         return lines

@@ -21,6 +21,7 @@ from diffusion_runtime.request.generation_request import (
 )
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
+from diffusion_runtime.untrusted.files import named
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class ImageRules:
 
     def fill(self, draft: Draft) -> None:
         """Set the size that the images say. Raises RequestError for an image that is missing or cannot be used."""
+        if self.inputs.media is not None and draft.image_path is not None:
+            raise RequestError(
+                "image_path: this model takes images as references, in an order that counts: write --reference FILE"
+            )
         if self.inputs.references is None and self.inputs.size_of_image is None:
             return
         # Before they are read.
@@ -42,8 +47,15 @@ class ImageRules:
         elif self.inputs.size_of_image is not None and (
             paths := paths or paths_of("last_image_path", draft.last_image_path)
         ):
+            if draft.height is not None and draft.width is not None:
+                return
             width, height = inspect_picture(paths[0]).size
-            draft.fill(dict(zip(("height", "width"), self.inputs.size_of_image((height, width)), strict=True)))
+            try:
+                size = self.inputs.size_of_image((height, width))
+            except RequestError as error:
+                field = "last_image_path" if draft.image_path is None else "image_path"
+                raise RequestError(f"{named(field, paths[0])}: {error}, or give --height and --width") from error
+            draft.fill(dict(zip(("height", "width"), size, strict=True)))
 
     def count(self, draft: Draft) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""

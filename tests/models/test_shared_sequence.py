@@ -20,7 +20,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["flux1", "flux2", "qwen_image", "z_image", "krea2", "wan_vace"])
+@pytest.mark.parametrize("name", ["flux1", "flux2", "qwen_image", "z_image", "krea2", "wan_vace", "minimax_h3"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_two_processes_equal_one(measured: list[dict[str, float]], name: str, kind: str) -> None:
     for of_process in measured:

@@ -91,7 +91,8 @@ FAMILY = ModelFamily(
         shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=NUM_LAYERS, sees=True),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
+    # It decodes in tiles without being asked, which processes share.
+    decoding=Decoding(load=codec.load_decoder, is_shared=True, tiling=codec.tiling, attention=codec.decoder_attention),
     read_config=read_transformer_config,
     config_of_file=config_of_file,
     read_geometry=read_geometry,

@@ -85,8 +85,9 @@ def _shape_of(
     if file.sound_rate is not None:
         seconds = sound_seconds(file.path, FIELD, size.num_frames / FPS)
         num_moments = math.ceil(seconds * geometry.audio_rate)
+    of_sound = num_moments * geometry.num_audio_bins
     if file.kind == SOUND:
-        return ReferenceShape(None, num_moments, _NUM_LABEL_TOKENS)
+        return ReferenceShape(of_sound, None, num_moments, _NUM_LABEL_TOKENS)
     if file.kind == IMAGE:
         height, width = image_size(geometry, file.path)
         seen = preparations.images.whole_tokens(1, height, width)
@@ -100,8 +101,8 @@ def _shape_of(
         fewest = geometry.fewest_frames
         if count < fewest:
             raise RequestError(
-                f"expected {fewest} frames or more at {FPS} a second ({fewest / FPS:.2f} s), got {count}; give a longer "
-                "video, or a frame of it as an image"
+                f"expected {fewest} frames or more at {FPS} a second ({fewest / FPS:.2f} s), got {count}; give a "
+                "longer video, or a frame of it as an image"
             )
         seen_frames = len(frames_seen(count))
         preparation = preparations.videos
@@ -116,7 +117,8 @@ def _shape_of(
             remarks += (f"its {facts.fps:.4g} frames a second become {FPS}: frames are {verb}",)
     side = preparation.patch * preparation.merge
     num_text = blocks * (seen[0] // side * (seen[1] // side) + 2 + _NUM_LABEL_TOKENS) + _NUM_LABEL_TOKENS
-    return ReferenceShape(pictures, num_moments, num_text, remarks)
+    num_tokens = of_sound + math.prod(pictures) // math.prod(geometry.patch)
+    return ReferenceShape(num_tokens, pictures, num_moments, num_text, remarks)
 
 
 def _latents(geometry: MiniMaxH3Geometry, size: Size) -> Size:

@@ -6,9 +6,10 @@
     text   -> refiner +                                          +-> modulated norm -> projection -> audio velocity
 
 The sequence is the grid of the video, images that the clip is made from or references of any kind in their order, the
-sound, and the text last, whose padding is lengths; the published order is another, which attention does not see. Video and sound come and go as one flat tensor.
-Projections of latents, the timestep's network and the last projections are float32, as in training. Shapes in this
-file: B batch, S grid tokens, G given tokens, A audio tokens, L text tokens, D width.
+sound, and the text last, whose padding is lengths; the published order is another, which attention does not see. Video
+and sound come and go as one flat tensor. Projections of latents, the timestep's network and the last projections are
+float32, as in training. Shapes in this file: B batch, S grid tokens, G given tokens, A audio tokens, L text tokens, D
+width.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.layers.embeddings import unpatchify
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.models.interface import DenoiserInputs, GivenMedia, ImageCondition
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
@@ -331,3 +332,84 @@ def test_a_clip_equals_that_of_diffusers(
         assert (of_ours - of_theirs).norm() <= 1e-4 * of_theirs.norm()
     # The steps did something.
     assert (found.video - noise.video).abs().max() > 0.5
+
+
+@table(
+    ("names", "values", "told"),
+    [
+        ((), {}, "references: this model makes videos from references; give one: --reference FILE"),
+        (("wide",) * 10, {}, "references .*: expected at most 9 images, got 10: use 9"),
+        (("loud",) * 4, {}, "references .*: expected at most 3 videos, got 4: use 3"),
+        (("voice", "music"), {}, "expected an image or a video with a sound, got sounds alone"),
+        (("wide",) * 13, {}, "references .*: expected at most 12 files, got 13: use 12"),
+        (("thin",), {}, "thin.png: expected sides of a ratio from 1:4 to 4:1, got 20 x 100 .*; crop it"),
+        (("short",), {}, "short.mp4: expected 22 frames or more at 24 a second .*, got 12; give a longer"),
+        (("renamed",), {}, "renamed.bin: its content is that of a .mp4 file; expected its name to end so"),
+        (("text",), {}, "text.png: expected an image .*; its content is none of them"),
+        (("wide",), {"image_path": "wide"}, "image_path: this model takes images as references"),
+    ],
+)
+def test_what_a_request_with_references_may_not_say(
+    ours: Pipeline, files: dict[str, str], tmp_path: Path, names: tuple[str, ...], values: dict[str, str], told: str
+) -> None:
+    wrong = {
+        "thin": picture(tmp_path / "thin.png", 20, 100),
+        "short": video(tmp_path / "short.mp4", 64, 64, 0.5),
+        "renamed": str(tmp_path / "renamed.bin"),
+        "text": str(tmp_path / "text.png"),
+    }
+    Path(wrong["renamed"]).write_bytes(Path(files["silent"]).read_bytes())
+    Path(wrong["text"]).write_text("an image")
+    paths = tuple({**files, **wrong}[name] for name in names)
+    given: dict[str, Any] = {name: files[value] for name, value in values.items()}
+    with pytest.raises(RequestError, match=told):
+        ours.resolve(GenerationRequest("a star", **TINY_SIZES, references=paths, **given))
+
+
+def test_other_models_take_no_references(tiny_minimax_h3_folder: Path, files: dict[str, str]) -> None:
+    rules = inspect_pipeline(RuntimeConfig(str(tiny_minimax_h3_folder), device="cpu")).rules
+    with pytest.raises(RequestError, match="references: this model takes no references of several kinds, as minimax"):
+        rules.resolve(GenerationRequest("a star", **TINY_SIZES, references=(files["wide"],)))
+    path = picture(Path(files["wide"]).with_name("long.png"), 150, 30)
+    with pytest.raises(RequestError, match=r"image_path: .*: expected sides of a ratio from 1:4 to 4:1, got 150 x 30"):
+        rules.resolve(GenerationRequest("a star", num_frames=22, image_path=path))
+
+
+def test_a_workflow_that_the_family_does_not_have() -> None:
+    with pytest.raises(ConfigError, match="workflow: 'ref2va': wan models have no such workflow; leave it out"):
+        inspect_pipeline(RuntimeConfig("shapes", device="cpu", workflow="ref2va"))
+
+
+def test_references_are_counted_and_shown(ours: Pipeline, files: dict[str, str], tiny_minimax_h3_folder: Path) -> None:
+    """The plan of memory counts at least the rows that the pass has, and each is named."""
+    media = ours.rules.inputs.media
+    assert media is not None
+    request = ours.resolve(
+        GenerationRequest("a star", **TINY_SIZES, references=(files["loud"], files["wide"], files["voice"]))
+    )
+    condition = ours.parts.image_conditioner.condition(request, SHORT)
+    found = [
+        (None if each.pictures is None else each.pictures.shape[2:], 0 if each.sound is None else each.sound.shape[2])
+        for each in condition.media
+    ]
+    shapes = media.shapes(request, SHORT)
+    assert [(each.pictures, each.num_moments) for each in shapes] == found
+    text = ours.parts.text_encoder.of_request(request).encode([request.prompt])
+    longest = sum(each.num_text_tokens for each in shapes)
+    assert text.lengths[0] - len("a star") <= longest <= text.lengths[0] + 8 * len(text.picture_ranges) + 24
+    lines = media.describe(request, SHORT)
+    assert [line.partition(" /")[0] for line in lines] == ["1: video", "2: image", "3: sound"]
+    assert "7 x 4 x 6 latents, 37 latents of sound a side: 116 tokens" in lines[0]
+    prepared = prepare(RuntimeConfig(str(tiny_minimax_h3_folder), device="cpu", workflow="ref2va"))
+    explained = explain(prepared, request)
+    assert explained.references == tuple(lines)
+    one = explain(prepared, dataclasses.replace(request, references=request.references[1:]))
+    assert explained.num_text_tokens - one.num_text_tokens >= 116
+
+
+def test_media_that_are_values_are_files_that_end_as_their_content(files: dict[str, str]) -> None:
+    contents = [Path(files[name]).read_bytes() for name in ("voice", "wide", "silent")]
+    request = GenerationRequest("a star", references=tuple(contents))  # type: ignore[arg-type]
+    assert request.references is not None
+    assert [Path(path).suffix for path in request.references] == [".wav", ".png", ".mp4"]
+    assert all(str(each).startswith("data:sha256:") for each in request.recorded()["references"])
