@@ -37,9 +37,9 @@ def reference_positions(
     for each in references:
         frames, *sides = each.pictures or (0, height, width)
         if each.num_moments:
-            found.append(sound_positions(each.num_moments, *sides, now))
+            found.append(sound_positions(each.num_moments, sides[0], sides[1], now))
         if frames:
-            found.append(grid_positions(now + frame_times(frames), *sides))
+            found.append(grid_positions(now + frame_times(frames), sides[0], sides[1]))
         length = float(_ends(frames)[-1]) if frames > 1 else float(frames)
         now += max(length, each.num_moments)
     return found, now
