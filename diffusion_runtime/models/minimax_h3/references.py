@@ -49,7 +49,7 @@ _VIDEO_PIXELS = 4096, 25165824
 
 @dataclasses.dataclass(frozen=True)
 class Preparations:
-    """How the language model's vision half takes images and videos."""
+    """Preparation of images and of videos for the language model's vision half."""
 
     images: PatchPreparation
     videos: PatchPreparation
