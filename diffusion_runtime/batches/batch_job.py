@@ -31,7 +31,7 @@ class BatchJob:
     config: Mapping[str, Any]
     loras: Mapping[str, Any]
     file_format: str | None = None
-    max_batch_size: int = 4
+    max_batch_size: int | None = None
     resumes: bool = False
     ray: str | None = None
     replicas: tuple[int, int] = (1, 1)
@@ -52,7 +52,7 @@ class BatchJob:
 
     @property
     def window(self) -> int:
-        return _WINDOW * self.max_batch_size
+        return _WINDOW * (self.max_batch_size or 4)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from diffusion_runtime.batches.rows import Row
 from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeError
 from diffusion_runtime.media.publish import publish_bytes
 from diffusion_runtime.serving.engine_process import EngineProcess
-from diffusion_runtime.serving.engines import EngineLost, Refused
+from diffusion_runtime.serving.engines import EngineLost, Refused, batch_size
 from diffusion_runtime.untrusted.media_kinds import HEAD_BYTES, container_of
 
 # Of a row: where its file goes, by its number of frames; what is known of one that is there.
@@ -58,7 +58,7 @@ class Maker:
         self,
         given: Mapping[str, Any],
         model: str,
-        max_batch_size: int,
+        max_batch_size: int | None,
         target: Target,
         found: Found,
         say: Callable[[str], None] = lambda _: None,
@@ -85,7 +85,7 @@ class Maker:
     async def load(self) -> None:
         """Read the weights. Raises what `load_pipeline` raises."""
         self._engine.send("load")
-        await self._until("ready")
+        self._batch_size = batch_size(self._max_batch_size, (await self._until("ready"))["card"])
 
     async def close(self) -> None:
         """End the engine at once."""
@@ -114,7 +114,7 @@ class Maker:
                     checked.append(outcome)
             checked.sort(key=lambda each: each.key)
             while checked:
-                group = [each for each in checked[: self._max_batch_size] if each.key == checked[0].key]
+                group = [each for each in checked[: self._batch_size] if each.key == checked[0].key]
                 del checked[: len(group)]
                 async for outcome in self._make(group):
                     yield outcome
@@ -193,8 +193,9 @@ class Maker:
         code = await engine.run()
         inbox.put_nowait({"type": "ended", "exit_code": code})
 
-    async def _until(self, kind: str) -> None:
-        """Read messages until one of a kind comes. Raises the error for which the model cannot be loaded."""
+    async def _until(self, kind: str) -> dict[str, Any]:
+        """Read messages until one of a kind comes, and return it. Raises the error for which the model cannot be
+        loaded."""
         while (message := await self._inbox.get())["type"] != kind:
             if message["type"] == "load_failed":
                 raise error_of(message)
@@ -202,6 +203,7 @@ class Maker:
                 raise EngineLost(f"the engine ended with code {message['exit_code']} before its model was loaded")
             if message["type"] == "loading":
                 self._say(f"loading: {message['stage']}")
+        return message
 
     @contextlib.contextmanager
     def _paths(self, row: Row) -> Iterator[tuple[dict[str, list[str]], dict[str, str]]]:

@@ -128,7 +128,7 @@ class _RowSource:
         self._state = job.rows.state
         self._folder = str(folder.folder.absolute())
         self._model = job.model
-        self._window, self._group = job.window, job.max_batch_size
+        self._window, self._group = job.window, job.max_batch_size or 4
         self._manifest_bytes = folder.manifest_bytes
 
     def rows(self) -> Iterator[Row]:

@@ -85,8 +85,8 @@ def _replicas(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _at_least_1(flag: str, value: int) -> int:
-    if value < 1:
+def _at_least_1(flag: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
         raise ConfigError(f"{flag}: expected 1 or more, got {value}")
     return value
 
@@ -95,8 +95,11 @@ def _at_least_1(flag: str, value: int) -> int:
 class _RowFlags:
     rows: Annotated[str, typer.Argument(metavar="ROWS", help="A .jsonl or .parquet file; - is JSON lines on stdin.")]
     max_batch_size: Annotated[
-        int, options.option(_ROWS, "Rows of equal settings that run together.", "--max-batch-size", metavar="N")
-    ] = 4
+        int | None,
+        options.option(
+            _ROWS, "Rows of equal settings that run together; 4, or 1 on a CPU.", "--max-batch-size", metavar="N"
+        ),
+    ] = None
     named_lora: Annotated[
         list[str] | None,
         options.option(_ROWS, "A LoRA that rows may name.", "--named-lora", metavar="NAME=FILE[@0.8]"),

@@ -195,7 +195,7 @@ def _limit_flags() -> tuple[inspect.Parameter, ...]:
     texts = {
         "max_queue": "Jobs that may wait.",
         "max_queue_per_key": "Jobs of one key that may wait.",
-        "max_batch_size": "Requests that run together.",
+        "max_batch_size": "Requests that run together; 4, or 1 on a CPU.",
         "max_overtakes": "How often a job may be overtaken by a batch.",
         "request_timeout": "Seconds that a job may run.",
         "queue_timeout": "Seconds that a job may wait; 0: any.",

@@ -68,6 +68,15 @@ class Engines(Protocol):
         """Let go of it; what runs has ended."""
 
 
+def batch_size(asked: int | None, card: Mapping[str, Any]) -> int:
+    """Return how many requests run together: what was asked for, else 4, or 1 on a CPU. There a batch takes 0.6 to 0.8
+    of the time of single runs, and rounds otherwise: prompts of unequal lengths change 1 value in 1000 by 1 of 255.
+
+    card: as of ServedModel.card.
+    """
+    return asked or (1 if card.get("device") == "cpu" else 4)
+
+
 def versions() -> dict[str, str]:
     """Return what must be equal in a server and its engines, or the same request has other bytes. Builds of one
     version, such as 2.13.0+cu130, count as equal. Imports none of the packages."""

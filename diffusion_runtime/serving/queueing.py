@@ -39,10 +39,11 @@ def refuse(waiting: Sequence[WaitingJob], owner: str, limits: Limits) -> str | N
     return None
 
 
-def next_batch(waiting: Sequence[WaitingJob], limits: Limits, num_free: int = 1) -> NextBatch:
+def next_batch(waiting: Sequence[WaitingJob], max_size: int, max_overtakes: int, num_free: int = 1) -> NextBatch:
     """Return the first waiting job with later ones of its key. First in, first out: a job that joins runs before those
-    between, each of which may be overtaken `max_overtakes` times. num_free: replicas that can begin a batch; each of
-    the others is left a job, which is done sooner there than in this batch."""
+    between, each of which may be overtaken `max_overtakes` times. max_size: requests that run together.
+    num_free: replicas that can begin a batch; each of the others is left a job, which is done sooner there than in this
+    batch."""
     if not waiting:
         return NextBatch()
     head = waiting[0]
@@ -50,11 +51,11 @@ def next_batch(waiting: Sequence[WaitingJob], limits: Limits, num_free: int = 1)
     between: list[WaitingJob] = []
     overtaken: tuple[str, ...] = ()
     for job in waiting[1:]:
-        if size >= limits.max_batch_size or len(chosen) > len(waiting) - num_free:
+        if size >= max_size or len(chosen) > len(waiting) - num_free:
             break
-        if job.key != head.key or size + job.size > limits.max_batch_size:
+        if job.key != head.key or size + job.size > max_size:
             between.append(job)
-        elif all(each.overtaken < limits.max_overtakes for each in between):
+        elif all(each.overtaken < max_overtakes for each in between):
             chosen.append(job.id)
             size += job.size
             overtaken = tuple(each.id for each in between)

@@ -137,8 +137,10 @@ class Replicas:
         """Return what is to be known of each replica, without a path or a name of a machine."""
 
         def known(each: KeptEngine) -> dict[str, Any]:
-            reason = each.loading if each.is_crashing else "the model cannot be loaded; the server's log says why"
-            why = {"reason": reason} if each.state == "failed" else {}
+            why = {}
+            if each.state == "failed" and each.failure is not None:
+                public = "the model cannot be loaded; the server's log says why"
+                why = {"reason": each.failure["message"] if each.is_crashing else public}
             return {"replica": each.index, "state": each.state, "restarts": each.restarts, **why}
 
         return [known(each) for each in self.all]

@@ -34,8 +34,9 @@ _ABOVE_ZERO = (
 class Limits:
     """Bounds on requests, the queue and the storage.
 
-    max_pixels: width x height of a frame. max_overtakes: how often a waiting job may be overtaken by jobs that join a
-    batch. request_timeout: seconds that a job may run; queue_timeout: seconds that it may wait, 0 for any. max_body,
+    max_pixels: width x height of a frame. max_batch_size: requests that run together, None for what
+    `engines.batch_size` says. max_overtakes: how often a waiting job may be overtaken by jobs that join a batch.
+    request_timeout: seconds that a job may run; queue_timeout: seconds that it may wait, 0 for any. max_body,
     max_storage: bytes. max_upload_pixels: of an image that is sent. keep: seconds that a finished job is kept. drain:
     seconds that running jobs have to finish after SIGTERM. read_timeout: seconds between two parts of a request.
     hang_timeout: seconds without progress of a batch after which its engine is replaced. idle: seconds without a job
@@ -44,7 +45,7 @@ class Limits:
 
     max_queue: int = 64
     max_queue_per_key: int = 16
-    max_batch_size: int = 4
+    max_batch_size: int | None = None
     max_overtakes: int = 8
     request_timeout: float = 3600.0
     queue_timeout: float = 0.0
@@ -62,8 +63,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_queue_per_key", "max_batch_size", "max_pixels", "max_frames", "max_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {value}")
         for name in ("max_overtakes", "queue_timeout", "drain", "idle"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")

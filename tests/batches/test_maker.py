@@ -47,7 +47,7 @@ class ScriptedEngine:
 
     def send(self, kind: str, /, **values: Any) -> None:
         if kind == "load":
-            self._say({"type": "ready"})
+            self._say({"type": "ready", "card": {"device": "cuda"}})
             return
         if self._end.done():
             raise EngineLost("gone")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engine_process import LocalEngines
+from diffusion_runtime.serving.engines import batch_size
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import VIDEO, Job, Jobs, new_id
 from diffusion_runtime.serving.metrics import Metrics
@@ -19,18 +20,19 @@ from diffusion_runtime.serving.settings import Limits, ServerSettings
 def test_every_job_runs_once_in_batches_of_one_key_and_none_is_overtaken_too_often() -> None:
     draw = random.Random(0)
     for _ in range(300):
-        limits = Limits(max_batch_size=draw.randint(1, 5), max_overtakes=draw.randint(0, 3))
+        max_size, max_overtakes = draw.randint(1, 5), draw.randint(0, 3)
         sizes = [draw.randint(1, 3) for _ in range(draw.randint(1, 12))]
         jobs = [WaitingJob(str(number), draw.choice("abc"), size=size) for number, size in enumerate(sizes)]
         waiting, ran = list(jobs), []
         overtaken = dict.fromkeys((job.id for job in jobs), 0)
         while waiting:
-            batch = next_batch([WaitingJob(j.id, j.key, "", j.size, overtaken[j.id]) for j in waiting], limits)
+            seen = [WaitingJob(j.id, j.key, "", j.size, overtaken[j.id]) for j in waiting]
+            batch = next_batch(seen, max_size, max_overtakes)
             chosen = [job for job in waiting if job.id in batch.ids]
             assert batch.ids[0] == waiting[0].id
             assert [job.id for job in chosen] == list(batch.ids)
             assert len({job.key for job in chosen}) == 1
-            assert len(chosen) == 1 or sum(job.size for job in chosen) <= limits.max_batch_size
+            assert len(chosen) == 1 or sum(job.size for job in chosen) <= max_size
             last = waiting.index(chosen[-1])
             assert set(batch.overtaken) == {job.id for job in waiting[:last]} - set(batch.ids)
             for job_id in batch.overtaken:
@@ -38,17 +40,20 @@ def test_every_job_runs_once_in_batches_of_one_key_and_none_is_overtaken_too_oft
             ran += batch.ids
             waiting = [job for job in waiting if job.id not in batch.ids]
         assert sorted(ran) == sorted(job.id for job in jobs)
-        assert max(overtaken.values()) <= limits.max_overtakes
-    assert next_batch([], Limits()).ids == ()
+        assert max(overtaken.values()) <= max_overtakes
+    assert next_batch([], 4, 8).ids == ()
+
+
+def test_requests_run_alone_on_a_cpu_unless_someone_says_so() -> None:
+    assert [batch_size(asked, {"device": device}) for asked in (None, 3) for device in ("cpu", "cuda")] == [1, 4, 3, 3]
 
 
 def test_a_job_joins_past_others_and_stops_before_one_that_waited_enough() -> None:
-    limits = Limits(max_batch_size=3, max_overtakes=2)
     waiting = [WaitingJob("1", "a"), WaitingJob("2", "b", overtaken=1), WaitingJob("3", "a"), WaitingJob("4", "a")]
-    assert next_batch(waiting, limits).ids == ("1", "3", "4")
-    assert next_batch(waiting, limits).overtaken == ("2",)
+    assert next_batch(waiting, 3, 2).ids == ("1", "3", "4")
+    assert next_batch(waiting, 3, 2).overtaken == ("2",)
     waiting[1] = WaitingJob("2", "b", overtaken=2)
-    assert next_batch(waiting, limits).ids == ("1",)
+    assert next_batch(waiting, 3, 2).ids == ("1",)
 
 
 def test_admission_is_bounded_in_all_and_per_key_and_says_when_to_come_again() -> None:

@@ -111,10 +111,17 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
     given: dict[str, Any] = {"config": config, "loras": {}, "names": {}, "warm_up": False, "preview": "off"}
     given |= {"storage": str(storage), "probe": "another text"}
 
+    async def say_alive(host: Host) -> None:
+        # As a server does; the engine of a busy machine loads for longer than GONE_SECONDS.
+        while True:
+            host.alive()
+            await asyncio.sleep(1.0)
+
     async def run() -> None:
         host = Host()
         await host.start(json.dumps(given), 0, 1, "", 0)
         assert not host.is_shared
+        heard = asyncio.create_task(say_alive(host))
         messages = host.attach()
 
         async def until(kind: str) -> dict[str, Any]:
@@ -154,6 +161,8 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         host.kill()
         assert (await until("ended"))["code"] != 0
         assert host.exit_code() is not None
+        heard.cancel()
+        host._own.cleanup()
 
     asyncio.run(run())
 

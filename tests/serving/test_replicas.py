@@ -29,7 +29,7 @@ from diffusion_runtime.serving.settings import Limits, ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
 
 ENOUGH = 20.0
-CARD = {"family": "scripted", "dtype": "bfloat16", "device": "cpu"}
+CARD = {"family": "scripted", "dtype": "bfloat16", "device": "cuda"}
 
 
 class ScriptedEngine:

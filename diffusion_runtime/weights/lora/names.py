@@ -74,8 +74,8 @@ class LoraNames:
         return self.absent.get(module) or self.absent.get(_NUMBER.sub("{}", module, count=1))
 
     def reason_resized(self, module: str) -> str | None:
-        """Return what this module of diffusers' is in a model whose inputs are of another width, where the family declares it;
-        None otherwise."""
+        """Return what this module of diffusers' is in a model whose inputs are of another width, where the family
+        declares it; None otherwise."""
         return self.resized.get(module) or self.resized.get(_NUMBER.sub("{}", module, count=1))
 
     @functools.cached_property
