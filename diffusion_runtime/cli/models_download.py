@@ -73,7 +73,7 @@ def download(
             places = [hub.download_file(hub_id, name, commit) for name in indexes]
             elsewhere = parts_elsewhere(places[0].parent)
             family = hub.native_family(places[0].parent)
-            unread = () if family is None else family.files.left_out
+            unread = [] if family is None else sorted(family.files.left_out)
             if family is not None and named is not None and named.workflow is not None:
                 whole = ModelFolder(places[0].parent, workflow=family.files.workflow(named.workflow, family.name))
                 unread = whole.on_disk(unread)
