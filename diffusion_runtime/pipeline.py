@@ -247,6 +247,8 @@ class Pipeline:
             # Where offloaded weights wait, they are whole and belong to nobody else.
             self.parts.participants(self.device).abandon()
             self.parts.loras.switch(configs)
+            # A LoRA may change a text encoder.
+            self.parts.encodings.clear()
             self.rules = self.parts.rules_with_loras(self.rules, configs, self.parts.loras.loras)
             self.recipe = with_loras_of(self.recipe, configs)
 

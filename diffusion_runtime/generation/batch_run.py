@@ -68,7 +68,8 @@ class BatchRun:
         requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
         recorder = self.recorder if recorder is None else recorder
         encoder, is_guided = self.parts.text_encoder, self.settings.guidance.is_guided
-        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, is_guided=is_guided)
+        kept = self.parts.encodings
+        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, kept, is_guided=is_guided)
 
     def denoiser(self) -> LatentDenoiser:
         """Return the denoiser of this batch."""
@@ -85,6 +86,7 @@ class BatchRun:
             graphs=self.parts.graphs,
             published=self.rules.step_caches.teacache,
             upsampler=self.parts.upsampler,
+            encodings=self.parts.encodings,
             hooks=self.hooks,
         )
 

@@ -17,6 +17,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
@@ -76,6 +77,8 @@ from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
+# Some twenty prompts of the widest encoders: one of FLUX.2 [dev] takes 15 MB.
+_MAX_KEPT_ENCODINGS = 256 * 2**20
 _IN_TILES = (
     "a whole decode does not fit: the plan decodes in tiles (vae_tiling: on), {}; --vae-tiling off refuses instead"
 )
@@ -233,6 +236,7 @@ class PreparedModel:
             decoder=decoder,
             upsampler=upsampler,
             load_image_conditioner=self._load_image_conditioner,
+            encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
             products=self.quantization.counter,
             compiled=compiled,
             graphs=graphs,

@@ -205,8 +205,8 @@ class ImageConditioner(ABC):
 
     @abstractmethod
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Return the condition from the images of a resolved request, which its rules have seen, as a batch of one.
-        size: of the clip."""
+        """Return the condition from the images of a resolved request, which its rules have seen, as a batch of one. It
+        depends on neither its prompts nor its seed: a request with the same inputs has the same. size: of the clip."""
 
 
 class FrameConditioner(ImageConditioner):
