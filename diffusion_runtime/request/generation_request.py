@@ -322,7 +322,7 @@ class GenerationRequest:
         "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
         MediaFiles(),
         flag="--reference",
-        refusal="this model takes no references of several kinds, as minimax-h3-ref2va does; images: --image-path",
+        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",

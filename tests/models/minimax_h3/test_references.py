@@ -368,7 +368,7 @@ def test_what_a_request_with_references_may_not_say(
 
 def test_other_models_take_no_references(tiny_minimax_h3_folder: Path, files: dict[str, str]) -> None:
     rules = inspect_pipeline(RuntimeConfig(str(tiny_minimax_h3_folder), device="cpu")).rules
-    with pytest.raises(RequestError, match="references: this model takes no references of several kinds, as minimax"):
+    with pytest.raises(RequestError, match="references: this model takes no references, as minimax-h3-ref2va does"):
         rules.resolve(GenerationRequest("a star", **TINY_SIZES, references=(files["wide"],)))
     path = picture(Path(files["wide"]).with_name("long.png"), 150, 30)
     with pytest.raises(RequestError, match=r"image_path: .*: expected sides of a ratio from 1:4 to 4:1, got 150 x 30"):
