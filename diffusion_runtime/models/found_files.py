@@ -287,12 +287,12 @@ class _Search:
 
     def _refuse_unread(self) -> None:
         """Raises ConfigError for a file whose name says that it is of a component that the model here does not read."""
-        for component in self.family.files.unread:
+        for component in sorted(self.family.files.left_out):
             if any(self.path.name in known.names for known in self._known(component)):
                 raise ConfigError(
-                    f"model_path: {self.path}: by its name it is the {component} of {self.like}, whose requests this "
-                    f"version does not take; use the file of the transformer. To run it as that all the same: "
-                    f"--model-path {self.like} --transformer-path FILE"
+                    f"model_path: {self.path}: by its name it is the {component} of {self.like}, which takes "
+                    f"other requests; use the file of the transformer, or give --like the model of that one. To run it "
+                    f"as the transformer all the same: --model-path {self.like} --transformer-path FILE"
                 )
 
     def _chosen(self, component: str, key: str) -> Path | None:

@@ -31,6 +31,7 @@ from diffusion_runtime.request.fields import (
     InputFile,
     Levels,
     MaskFile,
+    MediaFiles,
     Number,
     OneOf,
     RequestField,
@@ -332,6 +333,13 @@ class GenerationRequest:
         FrameConditions(),
         flag="--condition-at",
         refusal="this model takes no images at frames of their own; leave --condition-at out",
+    )
+    # What the video shows or sounds like, in an order that the prompt can refer to: <Picture 1>, <Audio 1>, <Video 1>.
+    references: tuple[str, ...] | None = _input_field(
+        "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
+        MediaFiles(),
+        flag="--reference",
+        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",

@@ -29,7 +29,7 @@ from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux3.config import Flux3TransformerConfig
 from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, Flux3Transformer
 from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_ROLE
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
 from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
@@ -182,6 +182,45 @@ def animate(mesh: ProcessMesh) -> torch.Tensor:
     return out
 
 
+def minimax_h3(policy: AttentionPolicy) -> DiffusionTransformer:
+    register_role(H3_TEXT_ROLE, "cross")
+    sizes = {"num_waves": 8, "time_hidden_dim": 16, "time_dim": 12, "num_paces": 2, "theta": 1e4}
+    config = MiniMaxH3Config(2, 1, 4, 12, 24, 40, CHANNELS, 3, TEXT_DIM, **sizes, eps=1e-5, qk_eps=1e-5, out_eps=1e-5)
+    geometry = MiniMaxH3Geometry(CHANNELS, 16, 4, (1, 2, 2), 3, 2, 40.0, frame_limits=(22, 345))
+    return MiniMaxH3Transformer(config, geometry, policy)
+
+
+# A clip of 7 x 1 x 3 tokens with its sound.
+CLIP = ClipSize(32, 96, 22, 24)
+
+
+def forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
+    """A video with its sound, an image and a sound, in this order, and texts of unequal lengths."""
+    torch.manual_seed(0)
+    model = minimax_h3(AttentionPolicy(environment=None, mesh=mesh)).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=generator)
+
+    media = (
+        GivenMedia(drawn(CHANNELS, 7, 4, 2), drawn(3, 20, 2)),
+        GivenMedia(drawn(CHANNELS, 1, 6, 4)),
+        GivenMedia(None, drawn(3, 9, 2)),
+    )
+    image = ImageCondition(torch.empty(2, CHANNELS, 0, 2, 6), media=media)
+    conditions = Conditions.of(drawn(8, TEXT_DIM), LENGTHS)
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    latents = drawn(*model.geometry.sample_shape(CLIP))
+    inputs = DenoiserInputs(conditions, CLIP, image=image)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    return out
+
+
 # Beside the latents, of their size; to edit, of others.
 BESIDE, TO_EDIT = (LATENTS[3:],), ((4, 6), (8, 2))
 # With the sizes of images.
@@ -207,7 +246,7 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "moss_image": moss_image,
 }
 # What a transformer does with its tokens is the same in a ring: text beside the grid, images to edit, a control.
-IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2")
+IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2", "minimax_h3")
 CASES = {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}
 
 
@@ -276,6 +315,8 @@ def work(rank: int, folder: Path, alone: dict[str, torch.Tensor]) -> None:
             measured[f"{name}, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
         together, expected = animate(mesh), alone["wan_animate_2"]
         measured[f"wan_animate_2, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+        together, expected = forward_with_references(mesh), alone["minimax_h3"]
+        measured[f"minimax_h3, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
     mesh = ProcessMesh.create(ulysses_degree=2, ring_degree=1, branch_degree=1, ring_inside=False)
     together, expected = fasth3(mesh), alone["fasth3"]
     measured["fasth3, ulysses"] = float((together - expected).abs().max() / expected.abs().max())
@@ -289,6 +330,7 @@ def main() -> int:
     torch.set_num_threads(1)
     alone = {name: forward(build, ProcessMesh(), images) for name, (build, images) in CASES.items()}
     alone |= {"wan_animate_2": animate(ProcessMesh()), "fasth3": fasth3(ProcessMesh())}
+    alone["minimax_h3"] = forward_with_references(ProcessMesh())
     return fork_ranks(lambda rank: work(rank, folder, alone), WORLD)
 
 
