@@ -113,7 +113,7 @@ def read_sound_as_it_is(path: str, field: str, seconds: float, sample_rate: int,
     two where it has more. Raises what `check_sound` raises."""
     check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
     # ffmpeg rounds the length to packets of the container.
-    samples = _decoded(path, field, min(seconds + 0.1, MAX_SECONDS), sample_rate, num_channels)
+    samples = _decoded(path, field, min(seconds + 0.1, MAX_SECONDS), sample_rate, num_channels=num_channels)
     return Audio(numpy.ascontiguousarray(samples[:, : int(seconds * sample_rate)]), sample_rate)
 
 
