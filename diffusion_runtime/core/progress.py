@@ -82,7 +82,9 @@ class StageClock:
         done(0)
         yield done
         self._wait()
-        self._seconds[stage, request_index] = time.perf_counter() - started
+        seconds = self._seconds.get((stage, request_index), 0.0)
+        # A stage may come again, in a video that is made in segments.
+        self._seconds[stage, request_index] = seconds + time.perf_counter() - started
 
     def timings(self, request_index: int) -> dict[str, float]:
         """Seconds by stage: the batch's where all requests advance together, else the request's own."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
@@ -71,7 +71,8 @@ def _check_first(first_frame: int | None, num_frames: int, path: str) -> None:
 class VideoRestoration:
     """Restoration of videos and images, one in a request."""
 
-    most: int = 1
+    most: ClassVar[int] = 1
+    takes_scale: ClassVar[bool] = False
 
     def num_references(self, request: GenerationRequest) -> int:  # noqa: ARG002 - see VideoControl
         """Return 0: the latents hold no reference frames."""

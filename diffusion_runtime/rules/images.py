@@ -66,6 +66,10 @@ class ImageRules:
                 "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
                 "--mask-path FILE"
             )
+        if draft.video_path is None and "video_path" in needed:
+            raise RequestError(
+                "video_path: this model moves the image's character as in a video; give one: --video-path FILE"
+            )
         takes_several = references or self.sampling.control
         paths, expected = paths_of("image_path", draft.image_path), 1 if takes_several is None else takes_several.most
         if len(paths) > expected:

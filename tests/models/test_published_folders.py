@@ -42,6 +42,7 @@ NUM_PARAMETERS = {
     "Wan2.1-I2V-14B-480P-Diffusers": 16_394_878_784,
     "Wan2.1-I2V-14B-720P-Diffusers": 16_394_878_784,
     "Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,
+    **dict.fromkeys(("Wan2.2-Animate-2-14B-Diffusers", "Wan2.2-Animate-2-14B-Distilled-Diffusers"), 16_394_878_784),
     "HunyuanVideo": 12_821_012_544,
     "HunyuanVideo-I2V": 12_821_012_544,
     "HunyuanVideo-I2V-33ch": 12_810_991_680,

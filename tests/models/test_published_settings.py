@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 from cli_support import REPOSITORY
@@ -24,6 +25,7 @@ from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_seedvr2 import write_tiny_seedvr2
+from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import RuntimeConfig
@@ -76,6 +78,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
     "seedvr2-3b": write_tiny_seedvr2,
     "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
+    "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
@@ -182,5 +185,7 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
         image = tmp_path / "image.png"
         Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
         wanted = {"image_path"} if restores else rules.inputs.needed
-        resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(wanted, str(image))))
+        numpy.save(tmp_path / "video.npy", numpy.zeros((request.num_frames or 1, 8, 8, 3), dtype=numpy.uint8))
+        needed = {name: tmp_path / ("video.npy" if name == "video_path" else image) for name in wanted}
+        resolved = rules.resolve(dataclasses.replace(request, **{name: str(path) for name, path in needed.items()}))
         assert resolved.height % multiple == resolved.width % multiple == 0
