@@ -154,7 +154,7 @@ def test_refusals(pipeline: Pipeline, files: dict[str, str], values: dict[str, A
 
 def test_other_models_refuse_the_fields() -> None:
     shapes = load_pipeline("shapes", device="cpu")
-    with pytest.raises(RequestError, match=r"piece_frames: this model restores no video, as SeedVR2 does"):
+    with pytest.raises(RequestError, match=r"piece_frames: this model restores no video, as `diff"):
         shapes.resolve(GenerationRequest(prompt="a star", piece_frames=9))
 
 
