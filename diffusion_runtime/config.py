@@ -452,6 +452,8 @@ class RuntimeConfig:
         encoders, one of two transformers); `layers`, also the transformer's blocks, which are copied while the block
         before them computes; `auto`, the first of these that fits.
     memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
+    encoding_cache: whether encodings of texts and images are kept for later requests, in at most 256 MiB of the
+        machine's memory.
     """
 
     model_path: str = option(
@@ -627,6 +629,13 @@ class RuntimeConfig:
         Size(),
         Flag("Device memory limit, e.g. 12GB.", "SIZE", bench_help="Of ours, as in generate."),
         _OFFLOADS,
+    )
+    encoding_cache: bool = option(
+        MACHINE,
+        True,
+        Switch(),
+        Flag("Keep encodings of texts and images for later requests."),
+        Refusal("{name}: diffusers' own pipeline keeps none; leave out {flag}", takes=(False,)),
     )
     revision: str | None = option(
         MODEL,

@@ -595,4 +595,23 @@ FAMILIES = {
             ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
         ),
     ),
+    "wan_animate_2": FamilyCase(
+        geometry=(16, 8, 4, (1, 2, 2)),
+        takes_image=True,
+        filled=frozenset({"chunk_frames"}),
+        flow_shift=5.0,
+        layers={"self": 2, "cross": 2, "wan_animate_2.reference": 2},
+        sigmas=None,
+        refusals=(
+            *misfits(("patch_size", [2, 2, 2]), ("num_layers", 0), ("dim", 66), ("freq_dim", 7), ("ffn_dim", 1.5)),
+            *misfits(("in_dim", 16), ("in_dim", 32), ("text_len", 0), ("use_img_emb", 1), ("eps", "small")),
+            *misfits(("refer_offset_t", -2), ("refer_offset_w", 512), ("refer_stride", 0)),
+            in_file(INDEX, "expected WanAnimate2Pipeline or WanAn", _class_name="WanAnimatePipeline"),
+            Refusal(latents_of(48), "vae/config.json: key 'z_dim': expected 16", VAE),
+        ),
+        other_size=(
+            {"ffn_dim": 100, "num_layers": 3},
+            ("blocks.2.self_attn.to_q.weight", "blocks.0.ffn.0.weight is [96, 64], expected [100, 64]"),
+        ),
+    ),
 }

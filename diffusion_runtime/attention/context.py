@@ -11,6 +11,7 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.cache.reference import ReferenceFrames
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams, without
@@ -151,8 +152,9 @@ class AttentionContext:
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
     torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
     that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
-    attends to and none computes again, such as those of reference images. shapes_only: whether attention layers make
-    outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
+    attends to and none computes again, such as those of reference images. reference: the same, of a clip whose frames
+    are seen by the frames of the same index alone, for ReferenceFrameAttention. shapes_only: whether attention layers
+    make outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
     operators in compiled graphs have of it (attention/opaque.py), None for one that is made while torch.compile traces.
     """
 
@@ -167,6 +169,7 @@ class AttentionContext:
     is_compiled: bool = False
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
+    reference: ReferenceFrames | None = None
     shapes_only: bool = False
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

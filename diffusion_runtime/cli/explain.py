@@ -165,6 +165,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
     terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    terminal.say(f"Of it {explanation.step_text}.")
     if description.planned_on is not None:
         terminal.say(description.planned_on.note)
     if description.memory is not None:

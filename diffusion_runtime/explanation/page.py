@@ -84,7 +84,7 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             }
             for part in explanation.parts
         ],
-        "note": NOTE,
+        "note": f"{NOTE} Of it {explanation.step_text}.",
         "memory": [] if description.memory is None else description.memory.rows(),
     }
 

@@ -13,6 +13,7 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.core.block_stack import BlockRunner
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
@@ -25,12 +26,13 @@ from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
 from diffusion_runtime.generation.hooks import Hooks
+from diffusion_runtime.generation.prompt_encoding import KEPT, inputs_key
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -53,8 +55,8 @@ class LatentDenoiser:
     image_conditioner: called where the requests have an image, or the model control blocks. model: what a
     calibration of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients
     for the model. is_compiled: whether torch.compile has compiled the transformer's blocks. graphs: the CUDA graphs of
-    its forward passes; None runs all of them eagerly. upsampler: of a second stage. hooks: of instruments; the one that
-    wraps predictions is of the first stage.
+    its forward passes; None runs all of them eagerly. upsampler: of a second stage. encodings: of images of earlier
+    requests. hooks: of instruments; the one that wraps predictions is of the first stage.
     """
 
     transformer: DiffusionTransformer
@@ -69,11 +71,14 @@ class LatentDenoiser:
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
     upsampler: LatentUpsampler | None = None
+    encodings: KeptResults = field(default_factory=lambda: KeptResults(0))
     hooks: Hooks = field(default_factory=Hooks)
 
-    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
+    def denoise(
+        self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep, num_drawn: int = 0
+    ) -> torch.Tensor:
         """Return the clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's
-        noise.
+        noise. num_drawn: how many times as much noise earlier segments of the video have drawn.
 
         Raises DiffusionRuntimeError when they are not finite.
         """
@@ -81,6 +86,8 @@ class LatentDenoiser:
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
+        for _ in range(num_drawn):
+            noise.draw()
         initial = noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state, forward = RequestCache(), self.forward_of()
@@ -147,11 +154,16 @@ class LatentDenoiser:
         shared = self.settings.shared
         if not self.settings.has_condition:
             return None
-        conditioner = self.image_conditioner()
-        condition = conditioner.condition(shared, size)
-        # Afterwards: an encoder may find that its kernels are not to be used here.
-        for part in conditioner.libraries:
-            self.recorder.record_library(part.component, part.library, part.implementation)
+
+        def encode() -> tuple[ImageCondition, tuple[LibraryAttention, ...]]:
+            conditioner = self.image_conditioner()
+            condition = conditioner.condition(shared, size)
+            # Afterwards: an encoder may find that its kernels are not to be used here.
+            return condition, conditioner.libraries
+
+        (condition, libraries), was_kept = self.encodings.get((inputs_key(shared), size), encode)
+        for part in libraries:
+            self.recorder.record_library(part.component, part.library, KEPT if was_kept else part.implementation)
         return condition
 
     def forward_of(self) -> Callable[[ForwardPass], torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
@@ -78,7 +79,8 @@ class PipelineParts:
     torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for none; decoder_graphs:
     those of the decoder. offloading: the parts that wait in the machine's memory. loras: the LoRA files of the
     transformer, None where its folder is not known; rules_with_loras: the rules of the model with other files. memory:
-    plans requests that are larger than what the model was loaded for.
+    plans requests that are larger than what the model was loaded for. encodings: of texts and images of earlier
+    requests.
     """
 
     text_encoder: TextEncoder
@@ -94,6 +96,7 @@ class PipelineParts:
     loras: LoraSwitch | None = None
     rules_with_loras: RulesWithLoras = _same_rules
     memory: MemoryAdviser = _NO_ADVICE
+    encodings: KeptResults = field(default_factory=lambda: KeptResults(0))
 
     @functools.cached_property
     def image_conditioner(self) -> ImageConditioner:

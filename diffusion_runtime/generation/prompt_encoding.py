@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.core.kept_results import KeptResults
+from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
+# In the report, in place of the kernel of an encoder that did not run.
+KEPT = "encoded by an earlier request"
+# Fields of a request that the encodings of its images do not depend on.
+_NOT_OF_INPUTS = ("prompt", "negative_prompt", "seed")
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,13 @@ class EncodedPrompts:
 
     conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
+
+
+def inputs_key(request: GenerationRequest) -> str:
+    """Return what encodings of the images of a resolved request depend on: their files' contents, and every setting but
+    prompts and seed."""
+    values = {name: value for name, value in request.to_dict().items() if name not in _NOT_OF_INPUTS}
+    return json.dumps([values, input_digests(request)], sort_keys=True)
 
 
 def texts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> list[str]:
@@ -41,28 +56,33 @@ def encode_prompts(
     recorder: AttentionRecorder,
     device: torch.device,
     dtype: torch.dtype,
+    kept: KeptResults,
     *,
     is_guided: bool,
 ) -> EncodedPrompts:
     """Encode every distinct text of the batch once, in one call; negative prompts in another where they are about other
-    pictures.
+    pictures. Texts that an earlier batch encoded together are not encoded again.
 
-    batch: resolved requests, whose images are the same. device, dtype: of the conditions. is_guided: whether negative
-    prompts are encoded as well.
+    batch: resolved requests, whose images are the same. device, dtype: of the conditions. kept: encodings of earlier
+    batches. is_guided: whether negative prompts are encoded as well.
     """
     positive, negative = _prompts_of(batch, is_guided=is_guided)
     chosen_by = text_encoder.chosen
-    text_encoder = text_encoder.of_request(batch[0])
+    whole, text_encoder = text_encoder, text_encoder.of_request(batch[0])
     of_negative = text_encoder.of_negative() if negative else text_encoder
     # A text that is a prompt and a negative prompt may stand for two, about other pictures.
     asked = [(text_encoder, text) for text in positive] + [(of_negative, text) for text in negative]
     texts = list(dict.fromkeys(asked))
-    encoded = [
-        encoder.encode([text for own, text in texts if own is encoder])
-        for encoder in dict.fromkeys(encoder for encoder, _ in texts)
-    ]
-    conditions = encoded[0] if len(encoded) == 1 else encoded[0].joined(encoded[1])
-    recorder.record_library("text_encoder", text_encoder.library, text_encoder.implementation, chosen_by)
+    # What an encoder returns for a text depends by rounding on the texts beside it, so the key names all of them: a
+    # request has the same bytes, whatever was made before it.
+    pictures = None if text_encoder is whole else inputs_key(batch[0])
+    encoded = []
+    for role, encoder in enumerate(dict.fromkeys(encoder for encoder, _ in texts)):
+        own = tuple(text for each, text in texts if each is encoder)
+        encoded.append(kept.get((role, own, pictures), functools.partial(encoder.encode, own)))
+    conditions = encoded[0][0] if len(encoded) == 1 else encoded[0][0].joined(encoded[1][0])
+    implementation = KEPT if all(was_kept for _, was_kept in encoded) else text_encoder.implementation
+    recorder.record_library("text_encoder", text_encoder.library, implementation, chosen_by)
     remarks = {each: conditions.remarks(index, each[1]) for index, each in enumerate(texts)}
     for remark in (remark for several in remarks.values() for remark in several):
         logger.warning(remark)

@@ -41,5 +41,6 @@ class LoadOptions(TypedDict, total=False):
     cuda_graphs: str  # 'auto'
     offload: str  # 'auto'
     memory_limit: str | None  # None
+    encoding_cache: bool  # True
     revision: str | None  # None
     offline: bool  # False

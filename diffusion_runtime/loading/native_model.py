@@ -17,6 +17,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
@@ -76,6 +77,8 @@ from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
+# Some twenty prompts of the widest encoders: one of FLUX.2 [dev] takes 15 MB.
+_MAX_KEPT_ENCODINGS = 256 * 2**20
 _IN_TILES = (
     "a whole decode does not fit: the plan decodes in tiles (vae_tiling: on), {}; --vae-tiling off refuses instead"
 )
@@ -200,7 +203,7 @@ class PreparedModel:
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
-        if opened.weights.check(opened.modules(checked.transformer)):
+        if opened.weights.check(opened.modules(checked.transformer), changes=self.loras):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
@@ -232,6 +235,7 @@ class PreparedModel:
             decoder=decoder,
             upsampler=upsampler,
             load_image_conditioner=self._load_image_conditioner,
+            encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
             products=self.quantization.counter,
             compiled=compiled,
             graphs=graphs,
@@ -447,7 +451,8 @@ class PreparedModel:
 
     def _load_image_conditioner(self) -> ImageConditioner:
         conditioner = self.model.load_image_conditioner(self.device, self.dtype)
-        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        conditioner = conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        return conditioner.in_tiles(self.description.config.vae_tiling)
 
     def _load_decoder(self) -> LatentDecoder:
         config = self.description.config

@@ -415,7 +415,9 @@ class _Search:
         ]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
-        download = "" if published_of(self.like) is None else f"; --download takes what is missing from {self.like}"
+        published = published_of(self.like)
+        is_folder = published is not None and not published.files_alone
+        download = f"; --download takes what is missing from {self.like}" if is_folder else ""
         return (
             f"Files are looked for beside it, in ComfyUI's folders around it, in --models-dir and ${VARIABLE}, and in "
             f"the hub's cache.{unread} Name one by {flags}{download}"

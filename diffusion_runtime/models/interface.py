@@ -18,6 +18,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -178,15 +179,24 @@ class ImageConditioner(ABC):
         """Return the same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
+    def in_tiles(self, choice: str) -> ImageConditioner:
+        """Return the same, encoding in the tiles that LatentDecoder.in_tiles decodes in; itself where it has none."""
+        return self
+
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
         """Libraries that compute it, for the report of attention that a library runs itself."""
         return ()
 
+    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
+        """Return the conditioner of one segment of a video, in a model that makes longer ones in segments. before: the
+        known frames, [3, frames, height, width] in [-1, 1]; None for the first segment."""
+        return self
+
     @abstractmethod
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Return the condition from the images of a resolved request, which its rules have seen, as a batch of one.
-        size: of the clip."""
+        """Return the condition from the images of a resolved request, which its rules have seen, as a batch of one. It
+        depends on neither its prompts nor its seed: a request with the same inputs has the same. size: of the clip."""
 
 
 class FrameConditioner(ImageConditioner):

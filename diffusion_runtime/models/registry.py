@@ -52,6 +52,7 @@ _families: dict[str, _Registered] = {
     "AnyFlowTransformer3DModel": _in_folder("wan"),
     "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
+    "WanAnimate2Transformer3DModel": _in_folder("wan_animate_2"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
@@ -67,6 +68,7 @@ _families: dict[str, _Registered] = {
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
     "MiniMaxH3Transformer3DModel": _in_folder("minimax_h3"),
+    "SeedVR2Transformer3DModel": _in_folder("seedvr2"),
 }
 
 

@@ -50,6 +50,12 @@ _REGISTERED = {
         shift_key="flow_shift",
         required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
     ),
+    "dpmpp_2m": RegisteredSampler(
+        "diffusion_runtime.denoising.dpm_solver:DpmSolverSampler",
+        scheduler_class="DPMSolverMultistepScheduler",
+        shift_key="flow_shift",
+        required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+    ),
     "flow_map_euler": RegisteredSampler(
         "diffusion_runtime.denoising.flow_match_euler:FlowMapEulerSampler",
         scheduler_class="FlowMapEulerDiscreteScheduler",

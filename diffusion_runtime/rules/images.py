@@ -32,6 +32,11 @@ class ImageRules:
 
     def fill(self, draft: Draft) -> None:
         """Set the size that the images say. Raises RequestError for an image that is missing or cannot be used."""
+        restoration = self.sampling.restoration
+        if restoration is not None:
+            self.count(draft)
+            draft.fill(restoration.values(draft.values))
+            return
         if self.inputs.references is None and self.inputs.size_of_image is None:
             return
         # Before they are read.
@@ -60,6 +65,10 @@ class ImageRules:
             raise RequestError(
                 "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
                 "--mask-path FILE"
+            )
+        if draft.video_path is None and "video_path" in needed:
+            raise RequestError(
+                "video_path: this model moves the image's character as in a video; give one: --video-path FILE"
             )
         takes_several = references or self.sampling.control
         paths, expected = paths_of("image_path", draft.image_path), 1 if takes_several is None else takes_several.most

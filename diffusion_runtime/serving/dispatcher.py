@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
-from diffusion_runtime.serving.engines import EngineLost, Engines, batch_size
+from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
 from diffusion_runtime.serving.kept_engine import KeptEngine
@@ -167,11 +167,6 @@ class Dispatcher:
             for job in self.jobs.in_status(QUEUED)
         ]
 
-    def _next_batch(self, waiting: list[WaitingJob], num_free: int) -> NextBatch:
-        limits = self.settings.limits
-        size = batch_size(limits.max_batch_size, self.engines.card or {})
-        return next_batch(waiting, size, limits.max_overtakes, num_free)
-
     async def _dispatch(self) -> None:
         while True:
             self._wake.clear()
@@ -179,7 +174,8 @@ class Dispatcher:
             if not self.is_draining:
                 self.engines.scale(len(waiting))
             is_open = bool(free) and not self.is_draining
-            batch = self._next_batch(waiting, len(free)) if is_open else NextBatch()
+            sizes = self.engines.batch_size, self.settings.limits.max_overtakes
+            batch = next_batch(waiting, *sizes, len(free)) if is_open else NextBatch()
             if not batch.ids:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)

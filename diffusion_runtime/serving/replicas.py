@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.serving.engines import Engines
+from diffusion_runtime.serving.engines import Engines, batch_size
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -38,6 +38,7 @@ class Replicas:
         self._engines = engines
         self._fewest, most = settings.replicas
         self._idle_seconds = settings.limits.idle
+        self._max_batch_size = settings.limits.max_batch_size
         self.card: Mapping[str, Any] | None = None
         self._was_whole = False
         self._failure: Mapping[str, Any] | None = None
@@ -71,6 +72,11 @@ class Replicas:
         is_refused = not self._was_whole and any(not each.is_crashing for each in found)
         is_over = is_refused or all(each in found for each in self.all if each.is_wanted)
         return found[0].failure if found and is_over else None
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that run together."""
+        return batch_size(self._max_batch_size, self.card or {})
 
     @property
     def num_ready(self) -> int:
@@ -137,8 +143,10 @@ class Replicas:
         """Return what is to be known of each replica, without a path or a name of a machine."""
 
         def known(each: KeptEngine) -> dict[str, Any]:
-            reason = each.loading if each.is_crashing else "the model cannot be loaded; the server's log says why"
-            why = {"reason": reason} if each.state == "failed" else {}
+            why = {}
+            if each.state == "failed" and each.failure is not None:
+                public = "the model cannot be loaded; the server's log says why"
+                why = {"reason": each.failure["message"] if each.is_crashing else public}
             return {"replica": each.index, "state": each.state, "restarts": each.restarts, **why}
 
         return [known(each) for each in self.all]

@@ -29,6 +29,7 @@ from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
     check_names,
+    check_parts,
     expect_stored,
     load_weights,
     rewrite_weights,
@@ -118,16 +119,18 @@ class TransformerWeights:
         if self.tensor is not None:
             self.tensor.apply(module)
 
-    def make_room(self, modules: Modules) -> bool:
-        """Give empty modules the parts that only the names of the files' tensors show, such as gates; nothing where
-        there are no files yet, or none that can be read. Returns whether all of them could be read."""
+    def make_room(self, modules: Modules, changes: Sequence[WeightChange] = ()) -> bool:
+        """Give empty modules the parts that only the names of the files' tensors show, such as gates, and those that
+        `changes` give; these alone where there are no files yet, or none that can be read. Returns whether all files
+        could be read."""
         reads_files = True
         for component, module in modules.items():
             try:
-                with self._checkpoint(component) as checkpoint:
+                with self._checkpoint(component, changes) as checkpoint:
                     self._make_room(module, checkpoint.shapes)
             except ModelLoadError:
                 reads_files = False
+                self._make_room_for(component, module, changes)
         return reads_files
 
     def expect_stored(
@@ -145,16 +148,19 @@ class TransformerWeights:
                 with self._checkpoint(component, changes) as checkpoint:
                     self._ready(component, module, checkpoint, dtype, quantization)
             except ModelLoadError:
+                self._make_room_for(component, module, changes)
                 self.set_loaded_dtypes(module, dtype)
 
-    def check(self, modules: Modules, components: Collection[str] | None = None) -> bool:
-        """Return whether weights are quantised in their files. components: those to check, None for all. Reads the
-        heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
+    def check(
+        self, modules: Modules, components: Collection[str] | None = None, changes: Sequence[WeightChange] = ()
+    ) -> bool:
+        """Return whether weights are quantised in their files. components: those to check, None for all. changes: such
+        as LoRA files. Reads the heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
         found = False
         for component, module in modules.items():
             if components is not None and component not in components:
                 continue
-            with self._checkpoint(component) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 self._make_room(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
@@ -270,6 +276,7 @@ class TransformerWeights:
                 continue
             with self._checkpoint(component, changes, kept[component]) as checkpoint:
                 pieces = shared_pieces(module, self.pieces(component))
+                check_parts(module, checkpoint, pieces)
                 rewrite_weights(module, checkpoint, pieces, changed[component], dtype, self.arrange)
 
     def set_loaded_dtypes(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -305,6 +312,10 @@ class TransformerWeights:
         """Call `prepare`, and share what it adds like the rest."""
         self.prepare(module, names)
         self.share_layers(module)
+
+    def _make_room_for(self, component: str, module: nn.Module, changes: Sequence[WeightChange]) -> None:
+        """Call `prepare` with the names of what `changes` give whole."""
+        self._make_room(module, [name for change in changes for name in change.replaced(component)])
 
     def _ready(
         self,

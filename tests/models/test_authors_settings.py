@@ -6,6 +6,7 @@ folder and its authors differ."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -221,10 +222,13 @@ AUTHORS: dict[str, Authors] = {
         Authors(LTXV.format("ltxv-13b-0.9.8-distilled.yaml"), LTXV_DISTILLED),
     ),
 }
-# Nothing of these is in a program of their authors that could be read.
+# Nothing of these is in a program of their authors that could be read; of SeedVR2, whose requests name a video, what is
+# there is compared in tests/models/seedvr2.
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
+    *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
+    *("seedvr2-3b", "seedvr2-7b"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {
@@ -252,6 +256,7 @@ NOT_TAKEN = {"ltx-video-0.9.0": {"decode_timestep", "decode_noise_scale"}}
 MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 
 
+@functools.cache
 def rules_of(model_path: str) -> RequestRules:
     return inspect_pipeline(RuntimeConfig(model_path, device="cpu", offline=True)).rules
 

@@ -100,6 +100,12 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("hunyuan_video_15", "distill-4"): ("flow_match_euler", LIGHTX2V),
     ("minimax_h3", "minimax-turbo-8"): ("flow_match_euler", even(8, 6.0)),
     ("minimax_h3", "minimax-turbo-4"): ("flow_match_euler", even(4, 6.0)),
+    ("minimax_h3", "fasth3-4"): ("flow_match_euler", [12 * t / (1 + 11 * t) for t in (0.999, 0.749, 0.5, 0.25)]),
+    # As FastVideo serves them.
+    ("minimax_h3", "fasth3-8"): (
+        "flow_match_euler",
+        [0.9999, 0.985788, 0.967575, 0.943168, 0.909091, 0.857143, 0.769231, 0.588235],
+    ),
 }
 # Its shift is the model's own and follows the size.
 BY_SIZE = {("flux2", "klein-4")}

@@ -26,6 +26,7 @@ from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.cli.report_remarks import remarks_of
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import cached_tokens, passes_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
@@ -614,8 +615,9 @@ def encoded(pipeline: Pipeline, prompt: str) -> Any:
     from diffusion_runtime.report.attention_report import AttentionRecorder
 
     batch = [pipeline.resolve(dataclasses.replace(REQUEST, prompt=prompt))]
+    kept = KeptResults(0)
     made = encode_prompts(
-        pipeline.text_encoder, batch, AttentionRecorder(), pipeline.device, pipeline.dtype, is_guided=False
+        pipeline.text_encoder, batch, AttentionRecorder(), pipeline.device, pipeline.dtype, kept, is_guided=False
     )
     return made.conditions["cond"]
 
