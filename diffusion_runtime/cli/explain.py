@@ -128,6 +128,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
         ("device", f"{device_row(description)}, {description.dtype}"),
         ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
         ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
+        *(("reference", each) for each in explanation.references),
         ("forward passes", explanation.passes_text),
         *([("quantization", description.quantization)] if description.quantization else []),
     ]
@@ -164,6 +165,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
     terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    terminal.say(f"Of it {explanation.step_text}.")
     if description.planned_on is not None:
         terminal.say(description.planned_on.note)
     if description.memory is not None:

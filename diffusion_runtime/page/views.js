@@ -53,6 +53,7 @@ export function explanationFacts(found) {
     ["size", `${request.num_frames} frame(s) of ${request.width} x ${request.height}`],
     ["tokens", `${tokens} in a grid of ${grid.join(" x ")}${found.num_text_tokens ? ` and ${found.num_text_tokens} of text` : ""}`],
     ["forward passes", found.passes],
+    ["expected", found.step],
     ["quantization", found.quantization],
   ]);
 }

@@ -52,12 +52,14 @@ def _properties(kind: str) -> dict[str, Any]:
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
         previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
+        several = {"description": "Images, videos and sounds in an order that counts, each as input_reference."}
         stream = {
             "type": "boolean",
             "default": False,
             "description": "Frames as events while they are made (causal models).",
         }
-        return {**properties, "input_reference": image, "return_previews": previews, "stream": stream}
+        inputs = {"input_reference": image, "references": several}
+        return {**properties, **inputs, "return_previews": previews, "stream": stream}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},

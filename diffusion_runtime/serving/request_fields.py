@@ -66,14 +66,14 @@ _FORBIDDEN = re.compile(
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "n")
 # Of the answer: what of a generation is counted or kept beside its file.
 RECORDED = ("return_report", "return_density", "return_latents")
-_OF_VIDEOS = ("input_reference", "return_previews", "stream")
+_OF_VIDEOS = ("input_reference", "references", "return_previews", "stream")
 _OF_IMAGES = (
     *("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images"),
     "wait",
 )
-# What becomes of the images that clients send.
+# What becomes of the images that clients send, and of videos and sounds as references.
 _IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    VIDEO: {"input_reference": "image_path"},
+    VIDEO: {"input_reference": "image_path", "references": "references"},
     IMAGE: {"image": "image_path", "mask": "mask_path"},
 }
 # Texts in which the options of a method name a file.
@@ -255,7 +255,7 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any], body: Body) -> None:
             )
         raise invalid(name[:80], f"unknown field {shown(name)}.{nearest(name, own)}", "unknown_parameter")
     for name in body.files:
-        if SPELLINGS.get(name, name) not in ("input_reference", "image", "mask"):
+        if SPELLINGS.get(name, name) not in ("input_reference", "references", "image", "mask"):
             raise invalid(name[:80], f"{shown(name)}: expected no file", "unknown_parameter")
 
 

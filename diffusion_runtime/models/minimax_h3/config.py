@@ -8,13 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
-from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index, read_json_in
 from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.geometry import (
+    FRAME_LIMITS,
+    MOST_PIXELS,
+    REFERENCE_EDGE,
+    SHORT_EDGE,
+    MiniMaxH3Geometry,
+)
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
-# Its name in Wan checkpoints of the same trainers; no file of this model that has one could be read.
+# Its name in FastH3's files, whole models and LoRA files (there with `.set_weight`): fastvideo 0.2.1,
+# models/dits/minimax_h3.py.
 GATE = "attn.to_gate_compress"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
@@ -23,6 +30,8 @@ _AXES = 3
 _SIDES, _AUDIO_RATE = 2, 40
 _ENCODER_RATES = (2, 4, 4, 5, 5)
 _PATCH = (1, 2, 2)
+# Of sides, and of the area of a clip.
+_MULTIPLE, _MOST_AREA = 32, 2**26
 # Settings that the class has beside these, with the defaults that published files leave out.
 _SIZES = {
     "num_attention_heads": 56,
@@ -129,10 +138,8 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
 
 
 def config_of_file(config: MiniMaxH3Config, shapes: Mapping[str, tuple[int, ...]]) -> MiniMaxH3Config:
-    """Return the config of a transformer in one file. shapes: of its tensors by their names there. Weights that were
-    trained with Video Sparse Attention have gates; pruned ones a table of a few numbers by time, which the modulations
-    are projections of."""
-    config = dataclasses.replace(config, has_gate=any(f".{GATE}." in name for name in shapes))
+    """Return the config of a transformer in one file. shapes: of its tensors by their names there. Pruned weights have
+    a table of a few numbers by time, which the modulations are projections of."""
     table = shapes.get(TIME_TABLE, ())
     if len(table) != 2 or table[0] < 2 or table[1] < 1:
         return config
@@ -166,6 +173,7 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         raise audio.error("encoder_rates", "a list of whole numbers", hops)
     if rate != _AUDIO_RATE * math.prod(hops):
         raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
+    index = ConfigFile(folder / INDEX_FILE, read_index(folder))
     return MiniMaxH3Geometry(
         num_channels=channels,
         spatial_factor=16,
@@ -175,4 +183,7 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         num_audio_bins=_SIDES,
         audio_rate=float(_AUDIO_RATE),
         frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
+        short_edge=index.whole_number("canvas_short_edge", SHORT_EDGE, _MULTIPLE),
+        most_pixels=index.whole_number("canvas_max_pixels", MOST_PIXELS, _MULTIPLE**2, _MOST_AREA),
+        reference_edge=index.whole_number("reference_image_short_edge", REFERENCE_EDGE, _MULTIPLE),
     )
