@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-FOLDER = Path(__file__).parents[2] / "comfyui"
+FOLDER = Path(__file__).parents[1] / "comfyui"
 
 
 class Interrupted(Exception):

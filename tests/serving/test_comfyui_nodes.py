@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
 
 import pytest
 import torch
-from comfy_stand_in import FOLDER, Interrupted, Recorded
+from comfy_stand_in import FOLDER, Interrupted, Recorded, load
 from running_server import RunningServer
 from tables import table
 
@@ -23,6 +24,18 @@ VALUES = {
     "preset": "",
     "more": '{"flow_shift": 5.0}',
 }
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
+
+
+@pytest.fixture
+def nodes(recorded: Recorded) -> dict[str, Any]:
+    """Our nodes by their identifiers, as ComfyUI finds them."""
+    extension = asyncio.run(load(recorded).comfy_entrypoint())
+    return {node.define_schema().node_id: node for node in asyncio.run(extension.get_node_list())}
 
 
 def run(nodes: dict[str, Any], name: str, **values: Any) -> Any:
