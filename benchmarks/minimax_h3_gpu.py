@@ -1,12 +1,17 @@
 """One forward of MiniMax-H3 at its published size on one GPU, with random weights, beside diffusers' own.
 
     python -m benchmarks.minimax_h3_gpu --output $OUT/minimax_h3_gpu.json [--modes eager,fp8] [--small]
+    python -m benchmarks.minimax_h3_gpu --output $OUT/minimax_h3_24gb.json --memory-limit 24GB
 
 Correctness first: three blocks of the published widths at a small size, in float32 by eager operations and torch's
 attention; bfloat16 with the fused kernels, and 8 bits, may differ from that by what they round, and diffusers' model,
 where it can be imported, by less. Then the whole model: 33 B parameters are made on the device, one forward is timed
 in every mode, and diffusers' transformer with the same weights after ours is gone. `--small` runs every path at sizes
 that a CPU computes.
+
+`--memory-limit` measures the same forward within a card's memory in place of all that (benchmarks/offload_gpu.py): all
+weights on the device, then the blocks that the plan streams with torch's memory fraction at the limit, the same bits,
+and the ratio of their times. The decoder's 5.5 GB are taken meanwhile, as in a generation.
 """
 
 from __future__ import annotations
@@ -28,13 +33,20 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine
+from benchmarks.offload_gpu import Loaded, build_model, run_limits
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
 from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.memory_size import parse_size
+from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.memory.device_memory import use_expandable_segments
+from diffusion_runtime.memory.transfers import transfers_of
 
 MODEL = "minimax-h3"
+# Of both autoencoders in bfloat16, which stay on the device.
+DECODER_BYTES = 2 * (2604 + 151) * 10**6
 # Relative L2 from float32 by eager operations, of three blocks.
 BOUNDS = {"bfloat16": 0.02, "fp8": 0.08, "int8": 0.08, "diffusers": 0.02}
 # Widths of --small.
@@ -82,7 +94,7 @@ def released(device: torch.device) -> None:
 
 def check(device: torch.device, *, is_small: bool) -> dict[str, Any]:
     """Return the relative L2 of every way from float32 by eager operations."""
-    model = opened(ClipSize(192, 320, 22, 24), 3, is_small=is_small)
+    model = opened(ClipSize(192, 320, 124, 24), 3, is_small=is_small)
     half = torch.float32 if is_small else torch.bfloat16
     inputs = model.inputs(device, torch.float32)
     latents, timestep, conditions = inputs.ours
@@ -138,7 +150,7 @@ def _in_dtype(conditions: Any, dtype: torch.dtype) -> Any:
 
 def timed(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the rows of one forward at the published size."""
-    size = ClipSize(64, 96, 22, 24) if arguments.small else ClipSize(768, 1344, arguments.num_frames, 24)
+    size = ClipSize(64, 96, 124, 24) if arguments.small else ClipSize(768, 1344, arguments.num_frames, 24)
     model = opened(size, arguments.layers, is_small=arguments.small)
     modes = ("eager",) if device.type == "cpu" else tuple(arguments.modes.split(","))
     result = benchmark_step(
@@ -161,6 +173,36 @@ def timed(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The step of a model, as offload_gpu measures it."""
+
+    model: StepModel
+
+    def make_inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs:
+        return self.model.inputs(device, dtype)
+
+
+def limited(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of one forward with all weights on the device, and within a limit."""
+    size = ClipSize(64, 96, 124, 24) if arguments.small else ClipSize(768, 1344, arguments.num_frames, 24)
+    model = opened(size, arguments.layers, is_small=arguments.small)
+    decoder = 0 if arguments.small else DECODER_BYTES
+    # Tiny models get one that lets a few blocks stay.
+    limits = (0,) if arguments.small else (parse_size(arguments.memory_limit, "--memory-limit"),)
+    transfers, step = transfers_of(device), _Step(model)
+
+    def built(limit: int | None) -> Loaded:
+        return build_model(model.model, step, "none", device, limit, transfers, decoder)
+
+    rows = []
+    for row in run_limits({"case": MODEL}, built, step, limits, device, arguments.repeats, decoder):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    print(f"within the limit: {rows[-1]['over_resident']:.3f} of the time with all weights on the device", flush=True)
+    return {"model": model.describe(), "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -172,13 +214,19 @@ def main() -> None:
     parser.add_argument("--no-diffusers", action="store_true")
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--memory-limit", default=None, help="measure one forward within it alone, such as 24GB")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # With its number: a memory fraction is of one device.
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"machine": describe_machine(device.type), "failures": {}}
     parts: dict[str, Callable[[], dict[str, Any]]] = {}
-    if not arguments.skip_check:
+    if arguments.memory_limit is not None:
+        use_expandable_segments(device)
+        parts["limited"] = lambda: limited(device, arguments)
+    elif not arguments.skip_check:
         parts["correctness"] = lambda: check(device, is_small=arguments.small)
-    parts["forward"] = lambda: timed(device, arguments)
+    if arguments.memory_limit is None:
+        parts["forward"] = lambda: timed(device, arguments)
     for name, run in parts.items():
         try:
             result[name] = run()

@@ -24,10 +24,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -115,38 +115,57 @@ def build(case: Case, device: torch.device, limit: int | None, transfers: Transf
         folder = Path(name)
         write_folder(folder, case.step)
         model = family_for_folder(folder).describe(folder)
-        policy = AttentionPolicy(cli=AttentionConfig.parse(None), device=str(device), dtype=DTYPE)
-        empty = model.build_transformer(policy)
-        quantization = Quantization.of(model.family.name, case.quantization, ())
-        if quantization is not None:
-            quantization.apply(model.modules(empty))
-        demand = demand_of(model, empty, case.step, device)
-        if limit == 0:
-            (part,) = demand.transformers
-            limit = plans_of(demand, 1, ["layers"])[0].peak + max(part.blocks)
-        plan = make_plan(demand, ["none" if limit is None else "layers"], limit)
-        offloading = None if limit is None else Offloading(plan, transfers)
-        begin = time.perf_counter()
-        fill_transformer(
-            model,
-            empty,
-            offloading,
-            lambda room_for: fill_randomly(model, empty, device, DTYPE, room_for=room_for),
-        )
-        return Loaded(empty, offloading, plan, time.perf_counter() - begin)
+        return build_model(model, case.step, case.quantization, device, limit, transfers)
+
+
+class MakesInputs(Protocol):
+    """The step that a model runs."""
+
+    def make_inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs: ...
+
+
+def build_model(
+    model: Model[Any, Any],
+    step: MakesInputs,
+    quantized: str,
+    device: torch.device,
+    limit: int | None,
+    transfers: Transfers,
+    decoder: int = 0,
+) -> Loaded:
+    """`build` of a model that is open. decoder: bytes that stay on the device in addition."""
+    policy = AttentionPolicy(cli=AttentionConfig.parse(None), device=str(device), dtype=DTYPE)
+    empty = model.build_transformer(policy)
+    quantization = Quantization.of(model.family.name, quantized, ())
+    if quantization is not None:
+        quantization.apply(model.modules(empty))
+    demand = demand_of(model, empty, step, device, decoder)
+    if limit == 0:
+        (part,) = demand.transformers
+        limit = plans_of(demand, 1, ["layers"])[0].peak + max(part.blocks)
+    plan = make_plan(demand, ["none" if limit is None else "layers"], limit)
+    offloading = None if limit is None else Offloading(plan, transfers)
+    begin = time.perf_counter()
+    fill_transformer(
+        model,
+        empty,
+        offloading,
+        lambda room_for: fill_randomly(model, empty, device, DTYPE, room_for=room_for),
+    )
+    return Loaded(empty, offloading, plan, time.perf_counter() - begin)
 
 
 def demand_of(
-    model: Model[Any, Any], transformer: DiffusionTransformer, step: FamilyStep, device: torch.device
+    model: Model[Any, Any], transformer: DiffusionTransformer, step: MakesInputs, device: torch.device, decoder: int = 0
 ) -> MemoryDemand:
-    """The transformer's alone: without encoders and decoder."""
+    """The transformer's alone: without encoders, and with so many bytes of a decoder."""
     model.weights.set_loaded_dtypes(transformer, DTYPE)
     shapes = model.family.text.shapes(model.folder, model.config)
     planned = planned_request(step.make_inputs(device, DTYPE))
-    nothing = PartSize("decoder", 0)
+    nothing = PartSize("decoder", decoder)
     found = step_demand(model, transformer, shapes, DTYPE, planned)
     return MemoryDemand(
-        dataclasses.replace(nothing, name="text_encoder"),
+        PartSize("text_encoder", 0),
         (part_size("transformer", transformer),),
         nothing,
         0,
@@ -165,7 +184,7 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(loaded: Loaded, step: FamilyStep, device: torch.device, repeats: int) -> Measured:
+def measure(loaded: Loaded, step: MakesInputs, device: torch.device, repeats: int) -> Measured:
     inputs = step.make_inputs(device, DTYPE)
     synchronize(device)
     if device.type == "cuda":
@@ -195,8 +214,8 @@ def free(device: torch.device) -> None:
 
 def copy_speed(loaded: Loaded, device: torch.device) -> float:
     """GB per second from the arena to the device."""
-    assert loaded.parts.offloading is not None
-    source = loaded.parts.offloading.parts[0].arena.bytes[:COPY_BYTES]
+    assert loaded.offloading is not None
+    source = loaded.offloading.parts[0].arena.bytes[:COPY_BYTES]
     target = torch.empty_like(source, device=device)
     target.copy_(source, non_blocking=True)
     synchronize(device)
@@ -209,9 +228,28 @@ def copy_speed(loaded: Loaded, device: torch.device) -> float:
 
 def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
     transfers = transfers_of(device)
-    whole = build(case, device, None, transfers)
-    resident = measure(whole, case.step, device, case.repeats)
     row = {"case": name, "step": case.step.name, "quantization": case.quantization}
+
+    def built(limit: int | None) -> Loaded:
+        return build(case, device, limit, transfers)
+
+    yield from run_limits(row, built, case.step, case.limits or (0,), device, case.repeats)
+
+
+def run_limits(
+    row: Mapping[str, Any],
+    built: Callable[[int | None], Loaded],
+    step: MakesInputs,
+    limits: Sequence[int],
+    device: torch.device,
+    repeats: int,
+    decoder: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Measure a step with all weights on the device, and within each limit. row: what the rows begin with. decoder:
+    bytes of it, which are taken meanwhile."""
+    held = torch.empty(decoder, dtype=torch.uint8, device=device)
+    whole = built(None)
+    resident = measure(whole, step, device, repeats)
     planned = whole.plan.phases["denoise"]
     yield {
         **row,
@@ -224,10 +262,10 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
     }
     del whole
     free(device)
-    for limit in case.limits or (0,):
-        loaded = build(case, device, limit, transfers)
-        assert loaded.parts.offloading is not None
-        (part,) = loaded.parts.offloading.parts
+    for limit in limits:
+        loaded = built(limit)
+        assert loaded.offloading is not None
+        (part,) = loaded.offloading.parts
         speed = copy_speed(loaded, device)
         free(device)
         if device.type == "cuda":
@@ -235,10 +273,10 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(loaded.plan.limit / total, device)
         try:
-            found = measure(loaded, case.step, device, case.repeats)
+            found = measure(loaded, step, device, repeats)
             is_identical = torch.equal(found.velocity, resident.velocity)
             if not is_identical:
-                raise ValueError(f"{name}: the velocity is not that of all weights on the device")
+                raise ValueError(f"{row['case']}: the velocity is not that of all weights on the device")
             planned, stream = loaded.plan.phases["denoise"], part.stream
             yield {
                 **row,
@@ -260,9 +298,10 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
         finally:
             if device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
-            loaded.parts.offloading.close()
+            loaded.offloading.close()
         del loaded, part
         free(device)
+    del held
 
 
 def show_plans(cases: Mapping[str, Case | Generation]) -> None:

@@ -54,7 +54,9 @@ def operator_values(
     if layout is not None:
         numbers += [*layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, *layout.tile]
         lengths = layout.valid_lengths
-        numbers += [_NONE] if lengths is None else [len(lengths), *lengths]
+        segments = layout.text_segments
+        for several in (lengths, segments):
+            numbers += [_NONE] if several is None else [len(several), *several]
         if isinstance(layout, CachedLayout):
             numbers += [layout.num_query_frames, *layout.key_frames]
     times = [step.timestep, step.sigma, step.next_timestep, *(step.frame_timesteps or ())]
@@ -108,10 +110,12 @@ def _layout(kind: str, numbers: Sequence[int]) -> TokenLayout | None:
         return None
     frames, height, width, prefix, suffix, tile_frames, tile_height, tile_width, num_lengths, *rest = numbers
     lengths = None if num_lengths == _NONE else tuple(rest[:num_lengths])
-    placed = (frames, height, width), prefix, suffix, lengths, (tile_frames, tile_height, tile_width)
+    num_segments, *rest = rest[max(0, num_lengths) :]
+    segments = None if num_segments == _NONE else tuple(rest[:num_segments])
+    placed = (frames, height, width), prefix, suffix, lengths, (tile_frames, tile_height, tile_width), segments
     if kind != CachedLayout.__name__:
         return TokenLayout(*placed)
-    num_query_frames, *key_frames = rest[max(0, num_lengths) :]
+    num_query_frames, *key_frames = rest[max(0, num_segments) :]
     return CachedLayout(*placed, num_query_frames=num_query_frames, key_frames=tuple(key_frames))
 
 

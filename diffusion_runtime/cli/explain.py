@@ -118,8 +118,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     put = terminal.show if terminal.log_format == "json" else console_on_stdout().print
     from diffusion_runtime.cli.dry_run import attention_plan, device_row
     from diffusion_runtime.explanation.explanation import implementation_rows
-    from diffusion_runtime.explanation.page import in_tera
-    from diffusion_runtime.explanation.text_map import schedule_map
+    from diffusion_runtime.explanation.text_map import in_tera, schedule_map
 
     description, request = explanation.description, explanation.request
     frames, height, width = explanation.grid
@@ -166,6 +165,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
     terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    terminal.say(f"Of it {explanation.step_text}.")
     if description.planned_on is not None:
         terminal.say(description.planned_on.note)
     if description.memory is not None:

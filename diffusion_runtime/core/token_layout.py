@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -27,6 +28,8 @@ class TokenLayout:
         and the rest is never attended to. None when all are. Needs the text on one side of the grid.
     tile: the grid's tokens come tile by tile, boxes of (frames, height, width) tokens in raster order, cut off at the
         grid's end; raster order inside each.
+    text_segments: lengths of the runs that the text consists of, in order, such as a sound and a prompt, where the
+        model was trained with tiles of them (VSA-H3); None where text is in no tiles.
 
     Raises ConfigError for negative counts, for lengths that do not fit and for tiles without tokens.
     """
@@ -36,6 +39,7 @@ class TokenLayout:
     num_suffix_tokens: int = 0
     valid_lengths: tuple[int, ...] | None = None
     tile: Extent = RASTER
+    text_segments: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.grid) != 3 or min(*self.grid, self.num_prefix_tokens, self.num_suffix_tokens) < 0:
@@ -44,6 +48,7 @@ class TokenLayout:
             raise ConfigError(f"TokenLayout: expected a tile (T, H, W) of 1 token or more on each axis, got {self!r}")
         object.__setattr__(self, "grid", tuple(self.grid))
         object.__setattr__(self, "tile", tuple(self.tile))
+        self._check_segments()
         if self.valid_lengths is None:
             return
         object.__setattr__(self, "valid_lengths", tuple(int(length) for length in self.valid_lengths))
@@ -52,6 +57,18 @@ class TokenLayout:
         wrong = [length for length in self.valid_lengths if not 0 <= length <= self.num_text_tokens]
         if wrong:
             raise ConfigError(f"TokenLayout: valid_lengths must lie in 0..{self.num_text_tokens}, got {wrong}")
+
+    def _check_segments(self) -> None:
+        if self.text_segments is None:
+            return
+        segments = tuple(int(length) for length in self.text_segments)
+        object.__setattr__(self, "text_segments", segments)
+        ends = {0, *itertools.accumulate(segments)}
+        if min(segments, default=0) < 0 or sum(segments) != self.num_text_tokens or self.num_prefix_tokens not in ends:
+            raise ConfigError(
+                f"TokenLayout: text_segments must be lengths of 0 or more that make up the {self.num_prefix_tokens} "
+                f"tokens before the grid and the {self.num_suffix_tokens} after it, got {list(segments)}"
+            )
 
     @classmethod
     def text(cls, num_tokens: int, valid_lengths: tuple[int, ...] | None = None) -> Self:
@@ -78,7 +95,7 @@ class TokenLayout:
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
         """Return the layout of keys that are a run of the grid's tokens, with the text around them or without."""
         run = (1, 1, num_grid_tokens)
-        return dataclasses.replace(self, grid=run, tile=RASTER) if with_text else type(self)(run)
+        return dataclasses.replace(self, grid=run, tile=RASTER, text_segments=None) if with_text else type(self)(run)
 
     def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
         """Return the non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""

@@ -34,6 +34,10 @@ NOT_RUN = "not run"
 _RATES = {"linear layers": 720e12, "dense": 690e12, "sparse": 280e12, "decode": 260e12}
 # Norms, modulation and rotations take this much of a step's time on the device, with fused kernels (bench_step.json).
 _REST = 0.035
+# Of `parts`, what is no part of a step.
+_OUTSIDE_STEPS = ("prefill", "text, once per request", "decode")
+# Bytes per second from pinned memory to an H200 (offload_gpu.json).
+_COPY_RATE = 55e9
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ class Explanation:
     `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
     branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. references: a line
-    about each one of several kinds."""
+    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. step_seconds: mean
+    seconds of a step's computation, as of `parts`; copy_seconds: of the copies of streamed weights that a step has, 0
+    without, which run behind it. references: a line about each one of several kinds."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -108,6 +113,17 @@ class Explanation:
     is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
+    step_seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+    @property
+    def step_text(self) -> str:
+        """`a step: 3.33 s of computation on one H200, and 0.55 s of copies of streamed weights behind it`."""
+        copies = ""
+        if self.copy_seconds:
+            hidden = "behind it" if self.copy_seconds <= self.step_seconds else "which it waits for"
+            copies = f", and {self.copy_seconds:.3g} s of copies of streamed weights {hidden}"
+        return f"a step: {self.step_seconds:.3g} s of computation on one H200{copies}"
 
     def __repr__(self) -> str:
         """Return one line; `schedule` has every layer and step."""
@@ -165,6 +181,8 @@ class Explanation:
             "num_steps": self.num_steps,
             "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
+            "passes": self.passes_text,
+            "step": self.step_text,
             "guidance_branches_are_joined": self.is_joined,
             "implementations": [row.to_dict() for row in implementation_rows(self)],
             "schedule": [row.to_dict() for row in self.schedule],
@@ -193,7 +211,8 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     Raises what `inspected` raises.
     """
     prepared = inspected(given)
-    reads_files = prepared.model.weights.make_room(prepared.model.modules(prepared.transformer))
+    modules = prepared.model.modules(prepared.transformer)
+    reads_files = prepared.model.weights.make_room(modules, prepared.loras)
     settings = BatchSettings.of([request], prepared.rules.sampling)
     planned, costs = planned_batch(prepared.rules, [request]), _PassCosts(prepared, request)
     groups = groups_of(prepared, planned, settings)
@@ -204,6 +223,12 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     text = 0 if widest is None else widest.num_text_tokens
     media = prepared.model.inputs.media
     schedule = tuple(_joined(rows) for rows in zip(*(stage.schedule for stage in stages), strict=True))
+    parts, seconds = _parts(
+        prepared, planned, stages, costs.prefill, groups[0].passes[0].weight, len(settings.segments)
+    )
+    of_steps = sum(time for name, time in seconds.items() if name not in _OUTSIDE_STEPS)
+    num_forwards = sum(each.num for group in groups for each in group.passes)
+    num_steps = sum(len(stage.steps) for stage in stages)
     return Explanation(
         description=prepared.description,
         request=request,
@@ -211,12 +236,14 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         num_text_tokens=text,
         num_steps=settings.num_steps,
         num_first_steps=num_first_steps(settings),
-        num_forwards=sum(each.num for group in groups for each in group.passes),
+        num_forwards=num_forwards,
         is_joined=planned.is_guided and planned.is_batched,
         is_in_chunks=prepared.rules.sampling.is_causal,
         references=() if media is None else tuple(media.describe(request, planned.size)),
         schedule=schedule,
-        parts=_parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight),
+        parts=parts,
+        step_seconds=of_steps / num_steps,
+        copy_seconds=num_forwards / num_steps * _copied_per_pass(prepared) / _COPY_RATE,
         is_bound=any(each is None for row in schedule for each in row.density),
         warnings=tuple(
             each if reads_files else f"its weights are not here, and tell whether this holds: {each}"
@@ -359,9 +386,11 @@ def _parts(
     stages: Sequence[_Stage],
     prefill: ForwardCost | None,
     branches: float,
-) -> tuple[PartCost, ...]:
-    """Return the parts of the whole request: linear layers, attention by role, what is computed once of a prefix or
-    of the text, the rest of the steps, decoding. branches: that compute it."""
+    num_segments: int,
+) -> tuple[tuple[PartCost, ...], Mapping[str, float]]:
+    """Return the parts of the whole request, and their expected seconds: linear layers, attention by role, what is
+    computed once of a prefix or of the text, the rest of the steps, decoding. branches: that compute it. num_segments:
+    that are decoded."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -389,10 +418,20 @@ def _parts(
         name = "prefill" if prefill.attention else "text, once per request"
         add(name, products + attention, products + attention, time)
     add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
-    decoding = count_decoding(prepared.model, planned, torch.device("meta"))
+    decoding = count_decoding(prepared.model, planned, torch.device("meta")) * num_segments
     add("decode", decoding, decoding, decoding / _RATES["decode"])
     total = sum(seconds.values())
-    return tuple(PartCost(name, dense, kept, seconds[name] / total) for name, (dense, kept) in operations.items())
+    parts = [PartCost(name, dense, kept, seconds[name] / total) for name, (dense, kept) in operations.items()]
+    return tuple(parts), seconds
+
+
+def _copied_per_pass(prepared: InspectableModel) -> float:
+    """Return the mean bytes of streamed weights that a pass through a transformer copies to the device."""
+    plan = prepared.description.memory
+    if plan is None or plan.offload != "layers" or plan.waits_in_files:
+        return 0.0
+    parts = plan.demand.transformers
+    return sum(map(plan.copied_per_pass, parts)) / len(parts)
 
 
 def _kept_share(cost: AttentionCost, density: float | None) -> float:

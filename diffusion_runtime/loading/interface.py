@@ -15,6 +15,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.weights.lora.binding import Lora
 from diffusion_runtime.weights.quantization import Quantization
 
 OnStage = Callable[[str], None]
@@ -78,6 +79,10 @@ class InspectableModel(Prepared, Protocol):
     @property
     def transformer(self) -> DiffusionTransformer:
         """The denoiser, on the meta device."""
+
+    @property
+    def loras(self) -> Sequence[Lora]:
+        """Its LoRA files, read."""
 
     @property
     def quantization(self) -> Quantization:

@@ -286,15 +286,18 @@ def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
 
 def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> PlannedRequest:
     """Return what decides about the memory of resolved requests that are made together."""
-    settings = BatchSettings.of(batch, rules.sampling)
+    settings = BatchSettings.of(batch, rules.sampling).of_segment()
     is_batched = settings.guidance.mode == "batched"
-    num_samples = 1 if settings.decides_per_sample else len(batch)
+    num_samples = 1 if settings.decides_per_sample or settings.pieces else len(batch)
+    size = settings.size
+    if settings.pieces:
+        size = dataclasses.replace(size, num_frames=max(map(len, settings.pieces)))
     return PlannedRequest(
-        settings.size,
+        size,
         num_samples,
         settings.guidance.is_guided,
         is_batched,
-        batch[0],
+        settings.shared,
         settings.guidance.embedded,
         settings.guidance.further_branches,
     )

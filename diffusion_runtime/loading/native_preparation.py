@@ -38,8 +38,7 @@ from diffusion_runtime.parallel.world import World
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, EncoderAttention, choose_encoder_attention
-from diffusion_runtime.weights.lora.binding import Lora, bind
-from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.lora.binding import Lora, bind_files
 from diffusion_runtime.weights.quantization import Quantization
 from diffusion_runtime.weights.transformer_files import transformer_files
 from diffusion_runtime.weights.weight_files import check_components, refuse_quantised_components
@@ -157,6 +156,7 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     family.decoding.check_mode(config.vae_decode, family.name)
     model = family.open(folder).with_decoder(config.vae_decoder)
     model = model.with_transformer_files(files, lora_names_of_families)
+    folder = folder.without_downloads(model.weights.in_files)
     family.decoding.check_tiling(config.vae_tiling, family.name, model.geometry.spatial_factor)
     if family.text.shapes(folder, model.config).sees:
         check_sees(folder)
@@ -259,7 +259,7 @@ def _weights_of(
     _warn_of_lossy_commits(layers)
     check_graphs(config, devices.device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
-    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora if not waits_on_hub(lora))
+    loras = bind_files([lora for lora in config.lora if not waits_on_hub(lora)], target)
     return _Weights(built, layers, self_checks, quantization, loras)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from diffusion_runtime.errors import OutputError, RequestError
+from diffusion_runtime.errors import MissingPackageError, OutputError, RequestError
 from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.untrusted.files import check_file, named
 
@@ -113,7 +113,7 @@ def read_sound_as_it_is(path: str, field: str, seconds: float, sample_rate: int,
     two where it has more. Raises what `check_sound` raises."""
     check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
     # ffmpeg rounds the length to packets of the container.
-    samples = _decoded(path, field, min(seconds + 0.1, MAX_SECONDS), sample_rate, num_channels)
+    samples = _decoded(path, field, min(seconds + 0.1, MAX_SECONDS), sample_rate, num_channels=num_channels)
     return Audio(numpy.ascontiguousarray(samples[:, : int(seconds * sample_rate)]), sample_rate)
 
 
@@ -126,6 +126,36 @@ def read_sound(path: str, field: str, seconds: float, sample_rate: int) -> Audio
     return Audio(numpy.ascontiguousarray(numpy.pad(samples, ((0, 0), (0, missing)))[:, :count]), sample_rate)
 
 
+def has_sound(path: str, field: str) -> bool:
+    """Return whether a file that can be read as a video has sound; False where there is no ffmpeg."""
+    if Path(path).suffix.lower() not in CONTAINERS:
+        return False
+    try:
+        check_file(path, field, max_bytes=None, error=RequestError)
+        return _decoded(path, field, 0.1, 8000).size > 0
+    except (RequestError, MissingPackageError):
+        return False
+
+
+def read_long_sound(path: str, field: str, start: float, seconds: float, sample_rate: int) -> Audio:
+    """Read `seconds` from `start` on as `read_sound` does, however many; silence where the file has none. Raises
+    RequestError for a file that is not readable as sound."""
+    count, parts, position = round(seconds * sample_rate), list[numpy.ndarray](), 0.0
+    while position < seconds:
+        length = min(MAX_SECONDS, seconds - position)
+        try:
+            parts.append(_decoded(path, field, length, sample_rate, start + position))
+        except RequestError:
+            # The sound is shorter than the pictures.
+            if not parts and start == 0:
+                raise
+            break
+        position += length
+    samples = numpy.concatenate(parts, axis=1) if parts else numpy.zeros((NUM_CHANNELS, 0), numpy.float32)
+    missing = max(0, count - samples.shape[1])
+    return Audio(numpy.ascontiguousarray(numpy.pad(samples, ((0, 0), (0, missing)))[:, :count]), sample_rate)
+
+
 # A dry run, the checks of every prompt and the pipeline ask again and again; a changed file is another entry.
 @functools.lru_cache(maxsize=64)
 def _seconds(path: str, field: str, most: float, _state: tuple[int, ...]) -> float:
@@ -134,9 +164,9 @@ def _seconds(path: str, field: str, most: float, _state: tuple[int, ...]) -> flo
 
 
 def _decoded(
-    path: str, field: str, seconds: float, sample_rate: int, num_channels: int = NUM_CHANNELS
+    path: str, field: str, seconds: float, sample_rate: int, start: float = 0.0, num_channels: int = NUM_CHANNELS
 ) -> numpy.ndarray:
-    """float32 [channels, samples]."""
+    """float32 [channels, samples]. start: in seconds."""
     container = CONTAINERS.get(Path(path).suffix.lower())
     if container is None:
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(CONTAINERS)}")
@@ -144,7 +174,8 @@ def _decoded(
         raise RequestError(f"{named(field, path)}: expected at most {MAX_SECONDS:g} seconds, got {seconds:g}")
     command = [
         find_ffmpeg(named(field, path)), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
-        "-f", container, "-i", f"file:{Path(path).resolve()}", "-map", "0:a:0", "-t", f"{seconds:.6f}",
+        "-f", container, *(("-ss", f"{start:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
+        "-map", "0:a:0", "-t", f"{seconds:.6f}",
         "-ac", str(num_channels), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
     ]  # fmt: skip
     try:

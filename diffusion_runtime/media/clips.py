@@ -29,6 +29,8 @@ from diffusion_runtime.untrusted.files import check_file, named
 MAX_CLIP_BYTES = 16 * 1024**3
 # Of a frame of a video: twice 8K.
 MAX_FRAME_PIXELS = 2 * 7680 * 4320
+# More than any video has: for all of its frames.
+MAX_FRAMES = 1_000_000
 # Seconds for the frames of a clip; decoding 81 frames of 4K takes 5 on two cores.
 _TIMEOUT = 600
 
@@ -125,6 +127,54 @@ def read_pictures(path: str, field: str, most: int) -> list[Any]:
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
         return list(pictures)
+
+
+class FrameCursor:
+    """The frames of one file, read from one place to the next without decoding it again: of a video that is used piece
+    by piece. Frames before the last start are dropped.
+
+    Raises what `inspect_clip` raises, and RequestError for a file that has fewer frames.
+    """
+
+    def __init__(self, path: str, field: str) -> None:
+        self.path = path
+        self._field = field
+        self._facts = inspect_clip(path, field, MAX_FRAMES)
+        self._pictures: Generator[Any, None, None] | None = None
+        # Frames that were read, the first of which is _first.
+        self._first = 0
+        self._kept: list[numpy.typing.NDArray[numpy.uint8]] = []
+
+    def read(self, start: int, count: int) -> numpy.typing.NDArray[numpy.uint8]:
+        """Return frames of the file's own size, uint8, [count, height, width, 3]."""
+        if self._pictures is None or start < self._first:
+            self.close()
+            self._pictures = _frames(self.path, self._field, self._facts, self._facts.num_frames)
+        while self._first + len(self._kept) < start + count:
+            picture = next(self._pictures, None)
+            if picture is None:
+                found = self._first + len(self._kept)
+                self.close()
+                raise RequestError(
+                    f"{named(self._field, self.path)}: expected {start + count} frames, got {found}: it is damaged, "
+                    "or has changed meanwhile"
+                )
+            self._kept.append(numpy.asarray(picture, dtype=numpy.uint8))
+            self._drop(start)
+        self._drop(start)
+        return numpy.stack(self._kept[:count])
+
+    def close(self) -> None:
+        """End the reading; a later one begins again."""
+        if self._pictures is not None:
+            self._pictures.close()
+        self._pictures, self._first, self._kept = None, 0, []
+
+    def _drop(self, start: int) -> None:
+        dropped = min(start - self._first, len(self._kept))
+        if dropped > 0:
+            del self._kept[:dropped]
+            self._first += dropped
 
 
 def is_black(path: str, field: str, most: int) -> bool:

@@ -120,6 +120,12 @@ class MemoryPlan:
         phases = self.phases
         return max(phases, key=lambda phase: phases[phase])
 
+    def copied_per_pass(self, part: PartSize) -> int:
+        """Return the bytes of a part's blocks that are copied in every pass through it; 0 where none is streamed."""
+        number = self.resident.get(part.name, len(part.blocks))
+        stay = spread(number, len(part.blocks))
+        return sum(size for index, size in enumerate(part.blocks) if index not in stay)
+
     @property
     def whole_text(self) -> str:
         """Reason why text encoders are whole while encoding although their blocks would be streamed, else empty."""
@@ -146,6 +152,8 @@ class MemoryPlan:
                 count = f"{number} of {len(part.blocks)} blocks stay {where}"
                 if self.waits_in_files and number < len(part.blocks):
                     count += ", the others are read from files"
+                elif number < len(part.blocks):
+                    count += f", {size_text(self.copied_per_pass(part))} are copied in every pass"
                 if part.read_once and number < len(part.blocks):
                     count += f"; {size_text(part.read_once)} of the weights are read once a request"
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))

@@ -96,7 +96,7 @@ class Model(Generic[C, G]):
         facts = {
             "true_cfg_scale": sampling.embeds_guidance,
             "guidance_scale_2": len(self.weights.components) > 1,
-            "conditioning_scale": sampling.control is not None,
+            "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},

@@ -18,6 +18,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -175,7 +176,8 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the guidance of a batch around a prediction that reads `step.branch`; models with a guidance of their
         own make it here. inputs: of the conditional branch."""
         combine = rescaled(self.combine_guidance, inputs.request.guidance_rescale or 0.0)
-        return with_guidance(predict, guidance.scale, guidance.mode, combine, guidance.branches, guidance.wrappers)
+        others = guidance.branches, guidance.wrappers, guidance.skip
+        return with_guidance(predict, guidance.scale, guidance.mode, combine, *others)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""
@@ -198,10 +200,19 @@ class ImageConditioner(ABC):
         """Return the same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
+    def in_tiles(self, choice: str) -> ImageConditioner:
+        """Return the same, encoding in the tiles that LatentDecoder.in_tiles decodes in; itself where it has none."""
+        return self
+
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
         """Libraries that compute it, for the report of attention that a library runs itself."""
         return ()
+
+    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
+        """Return the conditioner of one segment of a video, in a model that makes longer ones in segments. before: the
+        known frames, [3, frames, height, width] in [-1, 1]; None for the first segment."""
+        return self
 
     @abstractmethod
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from diffusion_runtime.models.published import model_of_name, published_model_of
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.untrusted.files import check_place, user_path
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
 from diffusion_runtime.weights.weight_files import (
     CONVERT,
@@ -39,6 +41,8 @@ EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
 _ASSETS = Path(__file__).parents[1] / "assets"
 EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
+
+_WELL_KNOWN_FILE = Path(__file__).with_name("well_known_files.yaml")
 
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -191,6 +195,17 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
         )
 
 
+def addresses_of(name: str) -> dict[str, str]:
+    """Return where ComfyUI's users get the files of a published model, by component: the first known one of each."""
+    found: dict[str, str] = {}
+    for entry in read_packaged_yaml(_WELL_KNOWN_FILE)["files"]:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["models"]):
+            owner, repository, *rest = entry["files"][0].split("/")
+            address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
+            found |= {part: address for part in entry["parts"] if part not in found}
+    return found
+
+
 def fetch_weights(
     model_path: str,
     folder: AnyFolder,
@@ -280,6 +295,13 @@ def _download(
     variant: str | None = None,
 ) -> Path:
     """Download `hub_id` into the hub's cache, updating it when there is a network; return the folder."""
+    published = published_model_of(hub_id)
+    if published is not None and published.files_alone:
+        raise ModelLoadError(
+            f"{published.name}: its authors publish pickles, which are never read. Download these into one folder, and "
+            "give the first by --model-path, the others are found beside it:"
+            + "".join(f"\n  {address}" for address in addresses_of(published.name).values())
+        )
     try:
         return hub.download(
             hub_id, revision=revision, offline=offline, weights=weights, elsewhere=elsewhere, variant=variant

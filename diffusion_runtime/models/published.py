@@ -27,9 +27,10 @@ class PublishedModel:
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
     size of the download. told_by: a word that names of its files have, where another model has the same tensors; empty
-    for none. workflow: of RuntimeConfig, that its folder is opened for; None for the first one. parts: the keys of
-    RuntimeConfig that name further folders of it, such as `upsampler_path` -> the class in such a folder. request,
-    presets: the values it was made for, as its authors document them.
+    for none. files_alone: whether the hub has no folder of it that could be read, and users have its files. workflow:
+    of RuntimeConfig, that its folder is opened for; None for the first one. parts: the keys of RuntimeConfig that name
+    further folders of it, such as `upsampler_path` -> the class in such a folder. request, presets: the values it was
+    made for, as its authors document them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PublishedModel:
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
     told_by: str = ""
+    files_alone: bool = False
     workflow: str | None = None
     images: Mapping[str, bool] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +107,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         parameters=tuple(published["parameters"].items()),
         stored_bytes=published.get("stored_bytes", 2),
         told_by=published.get("told_by", ""),
+        files_alone=published.get("files_alone", False),
         workflow=entry["runtime"].get("workflow"),
         images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
         parts=published.get("parts", {}),

@@ -16,6 +16,7 @@ from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models.published import embedded_names
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
+from diffusion_runtime.weights.lora.settings import FILES_IN_FOLDERS
 
 PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
 # In recognised_by, next to names of json files.
@@ -158,7 +159,9 @@ def recognise(family: str, folder: AnyFolder, model_path: str) -> FewSteps | Non
 
 def recognise_lora(family: str, path: str, model_path: str = "") -> FewSteps | None:
     """Return the few-step settings of the LoRA in a file, as far as its name shows them."""
-    name, presets = Path(path).name, presets_of(family, model_path)
+    file, presets = Path(path), presets_of(family, model_path)
+    # Of a PEFT folder its folder tells.
+    name = file.parent.name if file.name in FILES_IN_FOLDERS else file.name
     found = tuple(preset for preset in presets if any(_fits(name, pattern) for pattern in preset.loras))
     return FewSteps(found, f"the LoRA {name}") if found else None
 

@@ -37,6 +37,11 @@ class ImageRules:
             raise RequestError(
                 "image_path: this model takes images as references, in an order that counts: write --reference FILE"
             )
+        restoration = self.sampling.restoration
+        if restoration is not None:
+            self.count(draft)
+            draft.fill(restoration.values(draft.values))
+            return
         if self.inputs.references is None and self.inputs.size_of_image is None:
             return
         # Before they are read.
@@ -72,6 +77,10 @@ class ImageRules:
             raise RequestError(
                 "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
                 "--mask-path FILE"
+            )
+        if draft.video_path is None and "video_path" in needed:
+            raise RequestError(
+                "video_path: this model moves the image's character as in a video; give one: --video-path FILE"
             )
         if draft.references is None and "references" in needed:
             raise RequestError(

@@ -95,7 +95,15 @@ class WeightChange(ABC):
     @abstractmethod
     def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
         """Return what is added to tensor `name` of a component, in float32; None where nothing changes. weight: the
-        tensor without any change, in float32."""
+        tensor without any LoRA's, in float32, with what replaces it."""
+
+    def replaced(self, component: str) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return the shapes of the tensors of a component that it replaces whole; the files need not have these."""
+        return {}
+
+    def base(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return tensor `name` with the rows that it replaces. weight: the tensor in the file, float32."""
+        return weight
 
 
 class Checkpoint:
@@ -105,7 +113,8 @@ class Checkpoint:
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
     the file, which is not read for them again; those that are read, and are not quantised, are added. reads_quantized:
-    whether weights may be quantised with scales (stored_formats). source: opens the tensors where they are in other
+    whether weights may be quantised with scales (stored_formats). given: tensors that are in no file, and that a change
+    gives whole. source: opens the tensors where they are in other
     files, at `place`. renamed: gives the tensors of a file other names.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
@@ -147,6 +156,11 @@ class Checkpoint:
                 if isinstance(file, SafetensorsFile):
                     file.reads = self._reads
             self.shapes = {name: _shape(rows) for name, rows in self._rows.items()}
+            self.given = frozenset(
+                name for change in changes for name in change.replaced(folder.name) if name not in self.shapes
+            )
+            for change in changes:
+                self.shapes = {**change.replaced(folder.name), **self.shapes}
             for change in changes:
                 change.check(folder.name, self.shapes)
         except BaseException:
@@ -166,9 +180,11 @@ class Checkpoint:
             self.begin_copy(name, target, part)()
             return
         # A change may depend on all of a tensor, such as the lengths of its rows (DoRA).
-        source = self._source(name, target.dtype)
+        source = torch.zeros(self.shapes[name]) if name in self.given else self._source(name, target.dtype)
         component = self.folder.name
         base = source.float()
+        for change in self._changes:
+            base = change.base(component, name, base)
         total = base.clone()
         for change in self._changes:
             delta = change.delta(component, name, base)
@@ -187,19 +203,14 @@ class Checkpoint:
         if part.is_zero:
             target.zero_()
             return lambda: None
+        if self.is_changed(name):
+            self.copy_into(name, target, part)
+            return lambda: None
         rows = some_rows(self._rows[name], part)
         stored = [each.stored_bytes() for each in rows]
         places = [each for each in stored if each is not None]
-        if (
-            self.is_changed(name)
-            or self._kept is not None
-            or len(places) < len(stored)
-            or not self._reads.can_fill(target)
-        ):
-            if self.is_changed(name):
-                self.copy_into(name, target, part)
-            else:
-                target.copy_(self._source(name, target.dtype, part))
+        if self._kept is not None or len(places) < len(stored) or not self._reads.can_fill(target):
+            target.copy_(self._source(name, target.dtype, part))
             return lambda: None
         flat, start, reads = target.view(-1), 0, []
         for place in places:
@@ -221,7 +232,7 @@ class Checkpoint:
     def quantized(self, name: str) -> tuple[StoredRows, ...]:
         """The rows of tensor `name` as they are stored, one after the other, where all of it is quantised in the file,
         and can stay so; empty otherwise."""
-        rows = self._rows[name]
+        rows = self._rows.get(name, ())
         return rows if all(each.can_stay for each in rows) else ()
 
     def is_changed(self, name: str) -> bool:
@@ -231,7 +242,7 @@ class Checkpoint:
     def expect(self, names: Collection[str]) -> None:
         """Tell the system that these tensors are read next, so that it fetches them while others compute."""
         for name in names:
-            for rows in self._rows[name]:
+            for rows in self._rows.get(name, ()):
                 stored = rows.file.stored_bytes(rows.name, rows.rows)
                 if stored is not None:
                     # An unreadable tensor raises when it is read.

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.eight_bit_linear import quantized_weights
 from diffusion_runtime.memory.transfers import Transfers
 from diffusion_runtime.memory.waiting_weights import let_wait
 from diffusion_runtime.memory.weight_unit import aligned
 from diffusion_runtime.weights.checkpoint import Checkpoint, Piece, WeightChange
-from diffusion_runtime.weights.weight_loading import Arrange, MakeEmpty, read_weights
+from diffusion_runtime.weights.weight_loading import Arrange, MakeEmpty, check_parts, read_weights
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class StoredWeights:
 
     def _opened(self, changes: Sequence[WeightChange]) -> Checkpoint:
         checkpoint = self._conversions.checkpoint(changes)
+        try:
+            check_parts(self._module, checkpoint, self._conversions.pieces)
+        except ModelLoadError:
+            checkpoint.close()
+            raise
         # For a pipeline that is never closed.
         weakref.finalize(self, checkpoint.close)
         return checkpoint

@@ -29,6 +29,7 @@ from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
     check_names,
+    check_parts,
     expect_stored,
     load_weights,
     rewrite_weights,
@@ -51,7 +52,8 @@ class TransformerWeights:
 
     family: in tensor_parallel.yaml. pieces: by component, our parameter name -> the checkpoint tensors that fill it.
     lora_names: names of the modules in LoRA files. stays_float32: parameters that are not converted to the model's
-    dtype. components: folders of the weights; joined_components: those read with them, under their name and a dot.
+    dtype. components: folders of the weights; joined_components: those read with them, under their name and a dot, from
+    their folders where no file of `files` holds them. shares_joined: whether tensor_parallel.yaml has their layers.
     prepare: adds the parts to a component's module that only the names of its checkpoint's tensors show; is_ignored:
     tensors of a checkpoint that nothing reads; arrange: see load_weights. files: weights that are read from elsewhere
     than the folder; known_names: the modules of all families. tensor: the processes that share the weights, None for
@@ -68,6 +70,7 @@ class TransformerWeights:
     stays_float32: Callable[[str], bool]
     components: tuple[str, ...] = ("transformer",)
     joined_components: tuple[str, ...] = ()
+    shares_joined: bool = False
     prepare: Callable[[nn.Module, Collection[str]], object] = lambda *_: None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
@@ -85,7 +88,7 @@ class TransformerWeights:
                 f"parallel.tensor_parallel_size: {blocks[0]}: the blocks of a GGUF file are not shared by processes in "
                 "this version; leave out --tensor-parallel-size, or use a safetensors file"
             )
-        if self.joined_components:
+        if self.joined_components and not self.shares_joined:
             raise ConfigError(
                 f"parallel.tensor_parallel_size: the weights of a {self.joined_components[0]} are not shared by "
                 "processes in this version; leave out --tensor-parallel-size; --ulysses-degree works"
@@ -116,16 +119,18 @@ class TransformerWeights:
         if self.tensor is not None:
             self.tensor.apply(module)
 
-    def make_room(self, modules: Modules) -> bool:
-        """Give empty modules the parts that only the names of the files' tensors show, such as gates; nothing where
-        there are no files yet, or none that can be read. Returns whether all of them could be read."""
+    def make_room(self, modules: Modules, changes: Sequence[WeightChange] = ()) -> bool:
+        """Give empty modules the parts that only the names of the files' tensors show, such as gates, and those that
+        `changes` give; these alone where there are no files yet, or none that can be read. Returns whether all files
+        could be read."""
         reads_files = True
         for component, module in modules.items():
             try:
-                with self._checkpoint(component) as checkpoint:
+                with self._checkpoint(component, changes) as checkpoint:
                     self._make_room(module, checkpoint.shapes)
             except ModelLoadError:
                 reads_files = False
+                self._make_room_for(component, module, changes)
         return reads_files
 
     def expect_stored(
@@ -143,24 +148,44 @@ class TransformerWeights:
                 with self._checkpoint(component, changes) as checkpoint:
                     self._ready(component, module, checkpoint, dtype, quantization)
             except ModelLoadError:
+                self._make_room_for(component, module, changes)
                 self.set_loaded_dtypes(module, dtype)
 
-    def check(self, modules: Modules, components: Collection[str] | None = None) -> bool:
-        """Return whether weights are quantised in their files. components: those to check, None for all. Reads the
-        heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
+    def check(
+        self, modules: Modules, components: Collection[str] | None = None, changes: Sequence[WeightChange] = ()
+    ) -> bool:
+        """Return whether weights are quantised in their files. components: those to check, None for all. changes: such
+        as LoRA files. Reads the heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
         found = False
         for component, module in modules.items():
             if components is not None and component not in components:
                 continue
-            with self._checkpoint(component) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 self._make_room(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
         return found
 
-    def expected(self, component: str) -> Expected:
-        """Return the tensors that a file of a transformer must have."""
-        beside = tuple(f"{name}." for name in self.joined_components)
+    @property
+    def in_files(self) -> tuple[str, ...]:
+        """The components, joined ones included, whose weights are in `files`. Raises ModelLoadError for files that
+        cannot be read."""
+        joined = [name for file in self.files for name in self.joined_in(file)]
+        return (*(file.component for file in self.files), *dict.fromkeys(joined))
+
+    def joined_in(self, file: TransformerFile) -> tuple[str, ...]:
+        """Return the joined components that have tensors in a transformer's file, as ComfyUI's files do. Raises
+        ModelLoadError for a file that cannot be read."""
+        if not self.joined_components:
+            return ()
+        names = [name.rpartition(".")[0] for name in file.shapes()]
+        modules = {rows.module for name in names for rows in self.lora_names.find(name, flattened=False)}
+        known = tuple(modules) + tuple(names)
+        return tuple(each for each in self.joined_components if any(name.startswith(f"{each}.") for name in known))
+
+    def expected(self, component: str, beside: Sequence[str] = ()) -> Expected:
+        """Return the tensors that a file of a transformer must have. beside: joined components that it lacks."""
+        beside = tuple(f"{name}." for name in beside)
         shapes = {name: shape for name, shape in self.shapes(component).items() if not name.startswith(beside)}
         return Expected(shapes, self.lora_names, self.known_names, self.is_ignored)
 
@@ -251,6 +276,7 @@ class TransformerWeights:
                 continue
             with self._checkpoint(component, changes, kept[component]) as checkpoint:
                 pieces = shared_pieces(module, self.pieces(component))
+                check_parts(module, checkpoint, pieces)
                 rewrite_weights(module, checkpoint, pieces, changed[component], dtype, self.arrange)
 
     def set_loaded_dtypes(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -268,9 +294,11 @@ class TransformerWeights:
         kept: dict[str, torch.Tensor] | None = None,
     ) -> Checkpoint:
         file = next((file for file in self.files if file.component == component), None)
-        source = None if file is None else file.source(self.expected(component))
-        if self.joined_components:
-            source = _joined(self.folder, component, self.joined_components, source)
+        within = () if file is None else self.joined_in(file)
+        beside = tuple(name for name in self.joined_components if name not in within)
+        source = None if file is None else file.source(self.expected(component, beside))
+        if beside:
+            source = _joined(self.folder, component, beside, source)
         return Checkpoint(
             self.folder / component,
             changes=changes,
@@ -284,6 +312,10 @@ class TransformerWeights:
         """Call `prepare`, and share what it adds like the rest."""
         self.prepare(module, names)
         self.share_layers(module)
+
+    def _make_room_for(self, component: str, module: nn.Module, changes: Sequence[WeightChange]) -> None:
+        """Call `prepare` with the names of what `changes` give whole."""
+        self._make_room(module, [name for change in changes for name in change.replaced(component)])
 
     def _ready(
         self,
@@ -319,6 +351,9 @@ def _joined(folder: AnyFolder, component: str, further: Sequence[str], own: Sour
     def open_files(stack: contextlib.ExitStack) -> Rows:
         rows = dict(of_folder(component, stack) if own is None else own(stack))
         for name in further:
+            if any(tensor.startswith(f"{name}.") for tensor in rows):
+                # The transformer's own files have them.
+                continue
             rows.update({f"{name}.{tensor}": stored for tensor, stored in of_folder(name, stack).items()})
         return rows
 

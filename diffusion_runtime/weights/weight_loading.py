@@ -294,6 +294,25 @@ def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
     return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
 
 
+def check_parts(module: nn.Module, checkpoint: Checkpoint, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+    """Raise ModelLoadError where a loaded module has parts that a LoRA file alone gave, such as gates, and no file
+    gives now, or lacks those that one gives."""
+    scales = quantized_weights(module).values()
+    wanted = {piece.name for name in module.state_dict() if name not in scales for piece in pieces[name]}
+    lost = [name for name in wanted if name not in checkpoint.shapes]
+    if lost:
+        raise ModelLoadError(
+            f"lora: {len(lost)} weights of the loaded model come from a LoRA file alone, which is not among the files "
+            f"now: {listed(sorted(lost))}. Load the model again to run it without that file"
+        )
+    placeless = sorted(checkpoint.given - wanted)
+    if placeless:
+        raise ModelLoadError(
+            f"lora: {len(placeless)} weights are new to the loaded model: {listed(placeless)}. Give the file when the "
+            "model is loaded, by --lora"
+        )
+
+
 def check_names(
     module: nn.Module,
     checkpoint: TensorSource,

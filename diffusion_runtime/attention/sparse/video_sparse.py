@@ -2,6 +2,9 @@
 
 The grid is cut into tiles. Attention among the tiles' means selects which key tiles each query tile keeps (the fine
 branch attends to their tokens exactly), and is added to the result itself, weighted by a gate that the model learned.
+
+VSA-H3, of MiniMax-H3's sequence: the text around the grid is dense in both directions, and with a gate its tiles
+(text_tiles.py) take part in the coarse attention, those of the grid's among each other in the selection alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from diffusion_runtime.attention.sparse.interface import (
     plan_of_call,
     sparse_capability,
 )
+from diffusion_runtime.attention.sparse.text_tiles import TextTiles, text_tiles_of
 from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.packed_tokens import PackedTokens
@@ -142,7 +146,7 @@ class VideoSparseBackend(SparseBackend):
 
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         geometry = tiles_of(call, call.options.tile_size)
-        return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
+        return self.select_tiles(call, tile_means(call.q, call.k, None, geometry), None)[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
         check_grid(self.name, call)
@@ -157,27 +161,32 @@ class VideoSparseBackend(SparseBackend):
         if call.gate is None and call.state.is_first(f"{self.name}: no gate"):
             _logger.warning("%s", self._without_gate(call.options))
         means, packed = _read_tokens(call)
-        plan, pooled = self.select_tiles(call, means)
-        branch = None if pooled is None or call.gate is None else PooledBranch(pooled, call.gate)
-        return self.run_sparse(call, plan, branch, packed)
+        text = _text_means(call)
+        plan, coarse = self.select_tiles(call, means, text)
+        branch = None if coarse.pooled is None or call.gate is None else PooledBranch(coarse.pooled, call.gate)
+        return _with_text(self.run_sparse(call, plan, branch, packed), call, text, coarse)
 
     def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
         geometry = tiles_of(call, call.options.tile_size)
         means = tile_means(call.q, call.k, call.v, geometry)
-        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None)
+        text = _text_means(call)
+        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None, text=text)
         assert coarse.pooled is not None
         every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
         plan = _plan(self.name, call, every.expand(1, geometry.num_blocks, -1), is_dense=True)
         out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
-        return AttentionResult(out, result.lse, f"{result.implementation}{_GATED}")
+        gated = AttentionResult(out, result.lse, f"{result.implementation}{_GATED}")
+        return _with_text(gated, call, text, coarse)
 
-    def select_tiles(self, call: AttentionCall, means: TileMeans) -> tuple[SparsePlan, torch.Tensor | None]:
+    def select_tiles(
+        self, call: AttentionCall, means: TileMeans, text: TextMeans | None
+    ) -> tuple[SparsePlan, CoarseResult]:
         """The plan, and with means of values what the coarse branch gives each tile."""
         num_kept = num_kept_tiles(call.options.sparsity, means.q.shape[2])
-        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=num_kept)
+        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=num_kept, text=text)
         assert coarse.kept is not None
-        return _plan(self.name, call, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
+        return _plan(self.name, call, coarse.kept.flatten(0, 1), is_dense=False), coarse
 
 
 def _averaged(call: AttentionCall) -> Averaged:
@@ -203,6 +212,24 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
         averaged=_averaged(call),
     )
     return _means_of(packed), packed
+
+
+def _text_means(call: AttentionCall) -> TextMeans | None:
+    """The means of the text's tiles, of a call with a gate whose layout has any."""
+    tiles = text_tiles_of(call, math.prod(call.options.tile_size)) if call.gate is not None else None
+    if tiles is None:
+        return None
+    q, k, v = (tiles.means(x, call.grid_layout) for x in (call.q, call.k, call.v))
+    return TextMeans(TileMeans(q, k, v), tiles)
+
+
+def _with_text(
+    result: AttentionResult, call: AttentionCall, text: TextMeans | None, coarse: CoarseResult
+) -> AttentionResult:
+    """A result whose text has the gated branch as well."""
+    if text is not None and coarse.pooled_text is not None and call.gate is not None:
+        text.tiles.add_(result.out, coarse.pooled_text, call.gate, call.grid_layout)
+    return result
 
 
 def _means_of(packed: PackedTokens) -> TileMeans:
@@ -257,11 +284,21 @@ class CoarseResult:
     """B batch, H query heads, N tiles.
 
     kept: int32 [B, H, N, num_kept], the key tiles of each query tile, ascending; None when none were asked for.
-    pooled: float32 [B, H, N, head_dim], what attention among tiles gives each; None without values.
+    pooled: float32 [B, H, N, head_dim], what attention among tiles gives each; None without values. pooled_text: the
+    same of the text's tiles; None where they take no part.
     """
 
     kept: torch.Tensor | None
     pooled: torch.Tensor | None
+    pooled_text: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TextMeans:
+    """The means of the text's tiles, with values, and the tiles."""
+
+    means: TileMeans
+    tiles: TextTiles
 
 
 def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
@@ -276,10 +313,13 @@ def tile_means(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, geometr
     return TileMeans(block_means(q, geometry), block_means(k, geometry), v_means)
 
 
-def attend_tiles(means: TileMeans, *, scale: float, num_kept: int | None) -> CoarseResult:
+def attend_tiles(
+    means: TileMeans, *, scale: float, num_kept: int | None, text: TextMeans | None = None
+) -> CoarseResult:
     """Attention among tiles' means in float32; scores are not weighted by how many tokens a tile holds.
 
-    num_kept: key tiles to keep for each query tile; None for the pooled values alone.
+    num_kept: key tiles of the grid to keep for each of its query tiles; None for the pooled values alone. text: tiles
+    of the text, which take part in the pooled values.
     """
     q_means, k_means, v_means = means.q, means.k, means.v
     batch, num_heads, num_tiles, head_dim = q_means.shape
@@ -299,6 +339,41 @@ def attend_tiles(means: TileMeans, *, scale: float, num_kept: int | None) -> Coa
             if kept is not None and num_kept is not None:
                 kept[sample, heads] = highest(scores, num_kept).view(-1, num_tiles, num_kept)
             if pooled is not None and v_means is not None:
-                values = scores.softmax(dim=-1) @ v_means[sample, kv_heads]
-                pooled[sample, heads] = values.view(-1, *pooled.shape[2:])
-    return CoarseResult(kept, pooled)
+                values = v_means[sample, kv_heads]
+                if text is not None:
+                    of_text = scale * stacked @ text.means.k[sample, kv_heads].transpose(1, 2)
+                    scores = torch.cat([scores, _without_padding(of_text, text.tiles, sample)], dim=-1)
+                    values = _joined(values, text.means.v, sample, kv_heads)
+                pooled[sample, heads] = (scores.softmax(dim=-1) @ values).view(-1, *pooled.shape[2:])
+    return CoarseResult(kept, pooled, None if text is None or pooled is None else _pooled_text(means, text, scale))
+
+
+def _pooled_text(means: TileMeans, text: TextMeans, scale: float) -> torch.Tensor:
+    """Return what the coarse attention gives the tiles of the text, float32 [B, H, N, head_dim]."""
+    q = text.means.q
+    batch, num_heads, num_tiles, head_dim = q.shape
+    every, pooled = slice(None), torch.empty_like(q)
+    assert means.v is not None
+    for sample in range(batch):
+        stacked = q[sample].reshape(means.k.shape[1], -1, head_dim)
+        keys, values = (
+            _joined(grid[sample], more, sample, every)
+            for grid, more in ((means.k, text.means.k), (means.v, text.means.v))
+        )
+        scores = scale * stacked @ keys.transpose(1, 2)
+        num_grid = means.k.shape[2]
+        scores[..., num_grid:] = _without_padding(scores[..., num_grid:], text.tiles, sample)
+        pooled[sample] = (scores.softmax(dim=-1) @ values).view(num_heads, num_tiles, head_dim)
+    return pooled
+
+
+def _joined(grid: torch.Tensor, text: torch.Tensor | None, sample: int, heads: slice) -> torch.Tensor:
+    """Means of the grid's tiles, then of the text's, [heads, tiles, head_dim]."""
+    assert text is not None
+    return torch.cat([grid, text[sample, heads]], dim=1)
+
+
+def _without_padding(scores: torch.Tensor, tiles: TextTiles, sample: int) -> torch.Tensor:
+    """Scores [..., text tiles] of which those of padding alone are -inf."""
+    is_empty = tiles.is_empty
+    return scores if is_empty is None else scores.masked_fill(is_empty[sample], float("-inf"))

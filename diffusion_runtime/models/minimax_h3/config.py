@@ -20,7 +20,8 @@ from diffusion_runtime.models.minimax_h3.geometry import (
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
-# Its name in Wan checkpoints of the same trainers; no file of this model that has one could be read.
+# Its name in FastH3's files, whole models and LoRA files (there with `.set_weight`): fastvideo 0.2.1,
+# models/dits/minimax_h3.py.
 GATE = "attn.to_gate_compress"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
@@ -137,10 +138,8 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
 
 
 def config_of_file(config: MiniMaxH3Config, shapes: Mapping[str, tuple[int, ...]]) -> MiniMaxH3Config:
-    """Return the config of a transformer in one file. shapes: of its tensors by their names there. Weights that were
-    trained with Video Sparse Attention have gates; pruned ones a table of a few numbers by time, which the modulations
-    are projections of."""
-    config = dataclasses.replace(config, has_gate=any(f".{GATE}." in name for name in shapes))
+    """Return the config of a transformer in one file. shapes: of its tensors by their names there. Pruned weights have
+    a table of a few numbers by time, which the modulations are projections of."""
     table = shapes.get(TIME_TABLE, ())
     if len(table) != 2 or table[0] < 2 or table[1] < 1:
         return config

@@ -7,8 +7,10 @@ Distilled to run without guidance. Video and sound have schedules of their own (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
+from torch import nn
 
 from diffusion_runtime.core.model_folder import AnyFolder, workflow_of
 from diffusion_runtime.denoising.part_schedules import ScheduleOfParts
@@ -18,6 +20,7 @@ from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.models.minimax_h3 import codec
 from diffusion_runtime.models.minimax_h3.config import (
+    GATE,
     MiniMaxH3Config,
     config_of_file,
     read_geometry,
@@ -56,6 +59,13 @@ def _load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
     return KeyframeConditioner(geometry, lambda: codec.load_image_encoder(folder, device, dtype))
 
 
+def _add_gates(module: nn.Module, names: Collection[str]) -> None:
+    """Add gates to a module whose weights have them, of a checkpoint or of a LoRA file, as only `names` show."""
+    assert isinstance(module, MiniMaxH3Transformer)
+    if any(f".{GATE}." in name for name in names):
+        module.add_gates()
+
+
 def _adapt(model: _Model) -> _Model:
     """Return the model with its images and the order of its rows; one branch, without guidance."""
     if workflow_of(model.folder) == REFERENCES:
@@ -67,7 +77,7 @@ def _adapt(model: _Model) -> _Model:
         model,
         inputs=inputs,
         sampling=dataclasses.replace(model.sampling, takes_guidance=False),
-        weights=dataclasses.replace(model.weights, arrange=arrange, is_ignored=is_ignored),
+        weights=dataclasses.replace(model.weights, arrange=arrange, is_ignored=is_ignored, prepare=_add_gates),
     )
 
 

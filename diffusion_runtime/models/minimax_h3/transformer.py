@@ -223,6 +223,15 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def num_blocks(self) -> int:
         return len(self.blocks)
 
+    def add_gates(self) -> None:
+        """Give every block the gate of Video Sparse Attention, without values, which the weights have."""
+        self.config = dataclasses.replace(self.config, has_gate=True)
+        for block in self.blocks:
+            assert isinstance(block, MiniMaxH3Block)
+            if block.self_attention.gate is None:
+                with torch.device("meta"):
+                    block.self_attention.gate = Linear(self.config.dim, self.config.inner_dim, bias=False)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -248,6 +257,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             num_suffix_tokens=num_before + text.shape[1],
             valid_lengths=tuple(num_before + length for length in inputs.text.lengths),
             tile=sharding.tile,
+            text_segments=(num_given, audio.shape[1], text.shape[1]),
         )
         joint = context.with_layout(layout)
         spans = _spans(own.shape[1], given, audio.shape[1], text.shape[1], inputs.text.picture_ranges)

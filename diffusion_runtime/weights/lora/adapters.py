@@ -1,5 +1,5 @@
 """LoRA adapters, added to a weight: low rank, a whole difference, Kronecker and Hadamard products, and DoRA around any
-of them."""
+of them; and weights that replace the model's."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ class Difference(Adapter):
 
     def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
         return self.values[rows].float() * self.factor
+
+
+@dataclass(frozen=True)
+class Replacement(Adapter):
+    """Rows that the file holds whole, in place of a weight's, [rows, columns], or of a bias's, [rows, 1]. What other
+    files add comes on top."""
+
+    values: torch.Tensor
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.values.shape[0]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.values.shape[1]
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        return self.values[rows].float() - base
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.weights.checkpoint import WeightChange
-from diffusion_runtime.weights.lora.adapters import Adapter, Decomposed
+from diffusion_runtime.weights.lora.adapters import Adapter, Decomposed, Replacement
 from diffusion_runtime.weights.lora.detection import families_of
 from diffusion_runtime.weights.lora.few_step import FewStepHint
 from diffusion_runtime.weights.lora.keys import SECOND, TEXT_ENCODER
 from diffusion_runtime.weights.lora.names import LoraNames, Rows
-from diffusion_runtime.weights.lora.reading import LoraFile, ModuleChange
+from diffusion_runtime.weights.lora.reading import LoraFile, ModuleChange, read_lora_file
 from diffusion_runtime.weights.lora.text_encoder_names import is_text_encoder, text_module
 from diffusion_runtime.weights.weight_files import listed
 
@@ -47,7 +47,8 @@ class Placed:
 
 class Lora(WeightChange):
     """A file bound to a model; `bind` makes it. changes: by component, then by the checkpoint's tensor. strength: on
-    all of them. num_keys, num_applied: of the file. remarks: what of it was not applied, and why."""
+    all of them. num_keys, num_applied: of the file; num_replaced: weights that it replaces. remarks: what of it was not
+    applied, and why; and num_replaced."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Lora(WeightChange):
         self.changes = changes
         self.num_keys = file.num_keys
         self.num_applied = num_applied
+        self.num_replaced = file.num_replaced
         self.remarks = remarks
         self._shapes = shapes
 
@@ -82,11 +84,46 @@ class Lora(WeightChange):
         placed = self.changes.get(component, {}).get(name)
         if placed is None:
             return None
+        added = [each for each in placed if not isinstance(each.adapter, Replacement)]
+        if not added:
+            return None
         base = weight.reshape(weight.shape[0], -1)
         total = torch.zeros_like(base)
-        for each in placed:
+        for each in added:
             total[each.target] += each.adapter.delta(base[each.target], each.source)
         return total.mul_(self.strength).reshape(weight.shape)
+
+    def replaced(self, component: str) -> Mapping[str, tuple[int, ...]]:
+        rows: dict[str, int] = {}
+        for name, placed in self.changes.get(component, {}).items():
+            for each in placed:
+                if isinstance(each.adapter, Replacement):
+                    rows[name] = rows.get(name, 0) + each.target.stop - each.target.start
+        shapes = self._shapes.get(component, {})
+        return {name: shapes[name] for name, count in rows.items() if count == shapes[name][0]}
+
+    def base(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        for each in self.changes.get(component, {}).get(name, ()):
+            if isinstance(each.adapter, Replacement):
+                weight = weight.clone()
+                weight.reshape(weight.shape[0], -1)[each.target] = each.adapter.values[each.source].float()
+        return weight
+
+
+def bind_files(configs: Sequence[LoraConfig], target: LoraTarget) -> tuple[Lora, ...]:
+    """Read LoRA files and bind them to a model. Raises what reading and `bind` raise, and ModelLoadError for a tensor
+    that two of the files replace."""
+    loras = tuple(bind(read_lora_file(config.path), config, target) for config in configs)
+    owners: dict[tuple[str, str], Lora] = {}
+    for lora in loras:
+        for component in lora.changes:
+            for name in lora.replaced(component):
+                other = owners.setdefault((component, name), lora)
+                if other is not lora:
+                    raise ModelLoadError(
+                        f"{other.path} and {lora.path} both replace {name} of the {component}; leave one out"
+                    )
+    return loras
 
 
 def bind(file: LoraFile, config: LoraConfig, target: LoraTarget) -> Lora:
@@ -114,6 +151,7 @@ class _Binding:
         why = self.target.names.refusal(key for module in self.file.modules for key in module.keys)
         if why is not None:
             raise ModelLoadError(f"{self.file.path}: {why}")
+        self._refuse_scaled_replacements()
         num_applied = 0
         for module in self.file.modules:
             components = self._components(module)
@@ -139,6 +177,8 @@ class _Binding:
             "which this model does not have"
             for reason, keys in self.absent.items()
         )
+        if self.file.num_replaced:
+            remarks += (f"{self.file.path}: {self.file.num_replaced} of its tensors replace weights (.set_weight)",)
         return Lora(self.file, self.config.scale, changes, self.shapes, num_applied, remarks)
 
     def _refuse_unknown_keys(self) -> None:
@@ -149,6 +189,15 @@ class _Binding:
                 f"{file.path}: expected keys of LoRA files, such as 'transformer.blocks.0.attn1.to_q.lora_A.weight' or "
                 f"'lora_unet_blocks_0_self_attn_q.lora_down.weight'; {len(file.unknown)} of {file.num_keys} keys are "
                 f"others: {listed(file.unknown) or 'there are none'}. docs/lora.md lists the formats{whole}"
+            )
+
+    def _refuse_scaled_replacements(self) -> None:
+        replaced, scale = [module.keys[0] for module in self.file.modules if module.replaces], self.config.scale
+        if replaced and scale != 1:
+            raise ModelLoadError(
+                f"{self.file.path}: lora.scale: expected 1, got {scale:g}: {len(replaced)} of its modules hold weights "
+                f"that replace the model's ({listed(replaced)}), which a scale has no one meaning for: FastVideo "
+                "multiplies them by it, ComfyUI takes them as they are. Leave the scale out"
             )
 
     def _components(self, module: ModuleChange) -> Sequence[str]:

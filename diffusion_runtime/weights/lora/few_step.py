@@ -14,7 +14,7 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 # The metadata that trainers put names into.
-_TITLES = ("modelspec.title", "ss_output_name", "name")
+_TITLES = ("modelspec.title", "ss_output_name", "name", "finetuned_model")
 
 
 @dataclass(frozen=True)

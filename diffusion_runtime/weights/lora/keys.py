@@ -21,6 +21,8 @@ class Role(Enum):
     MAGNITUDE = "magnitude"  # of DoRA, [out]
     DIFF = "diff"  # added to the weight as it is
     DIFF_BIAS = "diff_b"  # added to the bias
+    SET = "set_weight"  # the weight itself, in place of what is there
+    SET_BIAS = "set_bias"
     W1 = "lokr_w1"
     W1_A = "lokr_w1_a"
     W1_B = "lokr_w1_b"
@@ -70,6 +72,8 @@ _SUFFIXES = tuple(
         (rf"\.(?:dora_scale|lora_magnitude_vector{_ADAPTER}(?:\.weight)?)", Role.MAGNITUDE),
         (r"\.diff", Role.DIFF),
         (r"\.diff_b", Role.DIFF_BIAS),
+        (r"\.set_weight", Role.SET),
+        (r"\.set_bias", Role.SET_BIAS),
         *((rf"\.{role.value}{_ADAPTER}", role) for role in Role if role in LOKR | LOHA),
     )
 )

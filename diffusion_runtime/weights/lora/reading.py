@@ -25,6 +25,7 @@ from diffusion_runtime.weights.lora.adapters import (
     Hadamard,
     Kronecker,
     LowRank,
+    Replacement,
     TuckerFactor,
 )
 from diffusion_runtime.weights.lora.few_step import FewStepHint, few_step_hint
@@ -39,19 +40,32 @@ _HOW_TO_GIVE = (
     "transformer=FILE, transformer_2=FILE, both=FILE"
 )
 
+# Numbers of tensors in the metadata of FastVideo's files (`fastvideo-lora-v2`), and the roles of those.
+_COUNTS = {
+    "low_rank_tensors": (Role.DOWN, Role.UP),
+    "diff_tensors": (Role.DIFF, Role.DIFF_BIAS),
+    "set_weight_tensors": (Role.SET,),
+}
+
 
 @dataclass(frozen=True)
 class ModuleChange:
     """Change of one module by a file. name: the file's, without prefix; flattened: its dots are underscores. component:
-    as in LoraKey. weight, bias: added at strength 1, one after the other. rank: of its low rank, None without one."""
+    as in LoraKey. weight, bias: added at strength 1, one after the other, or one that replaces what is there. rank: of
+    its low rank, None without one."""
 
     name: str
     flattened: bool
     component: str
     keys: tuple[str, ...]
     weight: tuple[Adapter, ...]
-    bias: tuple[Difference, ...]
+    bias: tuple[Difference | Replacement, ...]
     rank: int | None
+
+    @property
+    def replaces(self) -> bool:
+        """Return whether it replaces a weight or a bias."""
+        return any(isinstance(each, Replacement) for each in (*self.weight, *self.bias))
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,12 @@ class LoraFile:
     @property
     def num_keys(self) -> int:
         return sum(len(module.keys) for module in self.modules) + len(self.unknown)
+
+    @property
+    def num_replaced(self) -> int:
+        """Weights and biases that it replaces."""
+        adapters = (each for module in self.modules for each in (*module.weight, *module.bias))
+        return sum(isinstance(each, Replacement) for each in adapters)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -115,6 +135,7 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     if settings.use_dora and not any(Role.MAGNITUDE in keys for keys in groups.values()):
         raise ModelLoadError(f"{place}: use_dora: expected magnitudes (dora_scale) among its keys, there are none")
     parsed_keys = [parsed for keys in groups.values() for parsed in keys.values()]
+    _check_counts(place, metadata, [parsed.role for parsed in parsed_keys])
     return LoraFile(
         place,
         tuple(modules),
@@ -159,6 +180,18 @@ def _refuse_other_methods(path: Path, unknown: Sequence[str]) -> None:
         )
 
 
+def _check_counts(path: Path, metadata: Mapping[str, str], roles: Sequence[Role]) -> None:
+    """Raises ModelLoadError for a file that has another number of tensors than its metadata says, as FastVideo writes
+    it."""
+    for key, of in _COUNTS.items():
+        stated, found = metadata.get(key), sum(role in of for role in roles)
+        if stated is not None and stated != str(found):
+            raise ModelLoadError(
+                f"{path}: {key}: its metadata says {shown(stated)}, and it has {found}: the file is incomplete; copy "
+                "or download it again"
+            )
+
+
 def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
     if is_integer and key.role in (Role.ALPHA, Role.RANK):
@@ -186,7 +219,8 @@ def _kinds(roles: set[Role]) -> tuple[str, ...]:
         "LoHa": bool(roles & LOHA),
         "DoRA": Role.MAGNITUDE in roles,
         "whole differences": Role.DIFF in roles,
-        "biases": bool(roles & {Role.DIFF_BIAS, Role.UP_BIAS}),
+        "biases": bool(roles & {Role.DIFF_BIAS, Role.UP_BIAS, Role.SET_BIAS}),
+        "replaced weights": Role.SET in roles,
     }
     return tuple(kind for kind, holds in kinds.items() if holds)
 
@@ -202,7 +236,7 @@ class _Reader:
 
     def change(self, flattened: bool, component: str, keys: Mapping[Role, LoraKey]) -> ModuleChange:
         weight: list[Adapter] = []
-        bias: list[Difference] = []
+        bias: list[Difference | Replacement] = []
         rank = None
         if {Role.DOWN, Role.UP} & self.tensors.keys():
             low_rank = self._low_rank()
@@ -222,6 +256,14 @@ class _Reader:
             weight.append(Difference(self._matrix(Role.DIFF)))
         if Role.DIFF_BIAS in self.tensors:
             bias.append(Difference(_column(self.tensors[Role.DIFF_BIAS])))
+        for role, changes in ((Role.SET, weight), (Role.SET_BIAS, bias)):
+            if role not in self.tensors:
+                continue
+            if changes:
+                others = ", ".join(each.value for each in self.tensors if each is not role)
+                raise self._error(f"{role.value}, which replaces what is there, beside {others}; leave one out")
+            values = self._matrix(role) if role is Role.SET else _column(self.tensors[role])
+            changes.append(Replacement(values))
         if not weight and not bias:
             raise self._error(f"only {', '.join(role.value for role in self.tensors)}, which changes nothing")
         of = tuple(parsed.key for parsed in keys.values())
@@ -324,7 +366,8 @@ class _Reader:
     def _matrix(self, role: Role) -> torch.Tensor:
         """[rows, columns]; the kernel of a convolution is columns."""
         tensor = self.tensors[role]
-        if tensor.dim() == 0 or (tensor.dim() == 1 and role is not Role.DIFF) or not tensor.numel():
+        has_vector = role in (Role.DIFF, Role.SET)
+        if tensor.dim() == 0 or (tensor.dim() == 1 and not has_vector) or not tensor.numel():
             raise self._error(f"{role.value}: expected a matrix, got {list(tensor.shape)}")
         return tensor.reshape(tensor.shape[0], -1)
 

@@ -11,8 +11,7 @@ import torch
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.weights.checkpoint import WeightChange
-from diffusion_runtime.weights.lora.binding import Lora, LoraTarget, bind
-from diffusion_runtime.weights.lora.reading import read_lora_file
+from diffusion_runtime.weights.lora.binding import Lora, LoraTarget, bind_files
 
 RunAlike: TypeAlias = Callable[[str, Callable[[], None]], None]
 
@@ -69,7 +68,7 @@ class LoraSwitch:
         self._run_alike(json.dumps([dataclasses.asdict(config) for config in configs]), lambda: self._switch(configs))
 
     def _switch(self, configs: Sequence[LoraConfig]) -> None:
-        wanted = tuple(bind(read_lora_file(config.path), config, self._target) for config in configs)
+        wanted = bind_files(configs, self._target)
         changed = {
             component: frozenset().union(*(lora.changed(component) for lora in (*self.loras, *wanted)))
             for component in self._target.shapes
