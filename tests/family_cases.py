@@ -97,6 +97,7 @@ class FamilyCase:
 SCHEDULER = "scheduler/scheduler_config.json"
 VAE = "vae/config.json"
 INDEX = "model_index.json"
+CONDITIONER = "text_conditioner/config.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 
 _STATISTICS = ("latents_mean", "latents_std")
@@ -501,6 +502,57 @@ FAMILIES = {
         text_refusals=(
             in_file("text_encoder/config.json", "model_type: expected 'qwen3_vl'", model_type="qwen3"),
             in_file(INDEX, "num_hidden_layers: expected more than 3", text_encoder_select_layers=[1, 2, 3]),
+        ),
+        text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
+    ),
+    "anima": FamilyCase(
+        geometry=(4, 4, 1, (1, 2, 2)),
+        flow_shift=3.0,
+        layers={"anima.text_self": 2, "anima.text_states": 2, "self": 3, "cross": 3},
+        runs_once=frozenset({"anima.text_self", "anima.text_states"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("out_channels", 3), ("attention_head_dim", 10), ("patch_size", [1, 1, 1])),
+            *misfits(("rope_scale", [1.0, 4.0]), ("rope_scale", [1.0, 0.0, 4.0]), ("concat_padding_mask", 1)),
+            *misfits(("extra_pos_embed_type", "learnable"), ("use_crossattn_projection", True)),
+            *misfits(("img_context_dim_in", 1152), ("controlnet_block_every_n", 7)),
+            Refusal(
+                {"text_embed_dim": 48}, "key 'text_embed_dim': expected 40, target_dim of text_conditioner, got 48"
+            ),
+            Refusal({"qk_norm": "rms_norm"}, "key 'qk_norm' is unknown to this runtime"),
+            in_file(CONDITIONER, "key 'model_dim': expected an even number for each of num_att", model_dim=50),
+            in_file(CONDITIONER, "key 'use_layer_norm': expected False, the only value", use_layer_norm=True),
+            in_file(CONDITIONER, "key 'use_self_attention': expected True, the only", use_self_attention=False),
+            in_file(SCHEDULER, "use_dynamic_shifting: expected False for a anima", use_dynamic_shifting=True),
+            in_file(INDEX, "expected AnimaPipeline, got 'Cosmos2TextToImage", _class_name="Cosmos2TextToImagePipeline"),
+            Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
+        ),
+        other_size=({"num_layers": 4}, ("transformer_blocks.3.attn1.to_q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3'", model_type="llama"),
+            in_file(CONDITIONER, "its states are 32 wide, and the text conditioner takes source_dim", source_dim=48),
+            in_file(CONDITIONER, r"t5_tokenizer: has \d+ tokens", target_vocab_size=20),
+        ),
+        text_files=(("t5_tokenizer/tokenizer.json", r"t5_tokenizer/\S+ is missing"),),
+    ),
+    "moss_image": FamilyCase(
+        geometry=(8, 4, 1, (1, 1, 1)),
+        flow_shift=5.0,
+        # Its levels follow from the number of steps and the shift together.
+        sigmas=None,
+        layers={"moss_image.text_refiner": 2, "self": 3},
+        runs_once=frozenset({"moss_image.text_refiner"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("dim", 36), ("num_heads", 0), ("freq_dim", 15), ("latent_channels", 6)),
+            *misfits(("rope_base", "large"), ("text_dim", 1.5)),
+            Refusal({"patch_size": 1}, "key 'patch_size' is unknown to this runtime"),
+            in_file(SCHEDULER, "training_shift: expected a number above 0, got 0", training_shift=0),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 2", latent_channels=16),
+            in_file(INDEX, "expected MOSSImagePipeline, got 'MOSSImageEdit", _class_name="MOSSImageEditPipeline"),
+        ),
+        other_size=({"num_layers": 4}, ("layers.3.proj.q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3_5'", model_type="qwen3"),
+            Refusal({"text_dim": 48}, "its states are 32 wide, and the transformer takes text_dim, 48"),
         ),
         text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import torch
 from PIL import Image
+from tiny_anima import write_tiny_anima
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
 from tiny_flux3 import write_tiny_flux3
@@ -24,6 +25,7 @@ from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_minimax_h3 import write_tiny_minimax_h3
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
@@ -36,7 +38,7 @@ from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import TextStream
 
 # Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3,
-# Qwen 3 VL.
+# Qwen 3 VL, Qwen 3.5.
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan": write_tiny_wan,
     "flux1": write_tiny_flux1,
@@ -53,6 +55,8 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "z_image": write_tiny_z_image,
     "krea2": write_tiny_krea2,
     "wan_animate_2": write_tiny_wan_animate_2,
+    "anima": write_tiny_anima,
+    "moss_image": write_tiny_moss_image,
 }
 
 

@@ -14,7 +14,7 @@ from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.cache.reference import ReferenceFrames
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
-from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams, without
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.parallel.sharding import SequenceSharding
@@ -195,7 +195,8 @@ class AttentionContext:
         modulated_input: called before the blocks run, by a step cache that compares it.
         """
         num_own = self.sharding.num_own(num_grid_tokens)
-        return self.block_runner.run(list(blocks), streams, self.step, num_own, modulated_input)
+        run = without(list(blocks), self.step.skipped_blocks)
+        return self.block_runner.run(run, streams, self.step, num_own, modulated_input)
 
     def for_prefill(self) -> Self:
         """The pass that computes a prefix within this one: without a layout, in a phase of its own (`commit`)."""

@@ -129,6 +129,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
         ("device", f"{device_row(description)}, {description.dtype}"),
         ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
         ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
+        *(("reference", each) for each in explanation.references),
         ("forward passes", explanation.passes_text),
         *([("quantization", description.quantization)] if description.quantization else []),
     ]

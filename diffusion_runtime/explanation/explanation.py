@@ -97,7 +97,7 @@ class Explanation:
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
     out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. step_seconds: mean
     seconds of a step's computation, as of `parts`; copy_seconds: of the copies of streamed weights that a step has, 0
-    without, which run behind it."""
+    without, which run behind it. references: a line about each one of several kinds."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -112,6 +112,7 @@ class Explanation:
     is_bound: bool
     is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
     step_seconds: float = 0.0
     copy_seconds: float = 0.0
 
@@ -176,6 +177,7 @@ class Explanation:
             "request": self.request.to_dict(),
             "grid": list(self.grid),
             "num_text_tokens": self.num_text_tokens,
+            "references": list(self.references),
             "num_steps": self.num_steps,
             "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
@@ -217,6 +219,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
     text = 0 if widest is None else widest.num_text_tokens
+    media = prepared.model.inputs.media
     schedule = tuple(_joined(rows) for rows in zip(*(stage.schedule for stage in stages), strict=True))
     parts, seconds = _parts(
         prepared, planned, stages, costs.prefill, groups[0].passes[0].weight, len(settings.segments)
@@ -234,6 +237,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         num_forwards=num_forwards,
         is_joined=planned.is_guided and planned.is_batched,
         is_in_chunks=prepared.rules.sampling.is_causal,
+        references=() if media is None else tuple(media.describe(request, planned.size)),
         schedule=schedule,
         parts=parts,
         step_seconds=of_steps / num_steps,

@@ -49,6 +49,7 @@ def _values(explanation: Explanation) -> dict[str, Any]:
             ("device", f"{description.device}, {description.dtype}"),
             ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
             ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
+            *(("reference", each) for each in explanation.references),
             ("forward passes", explanation.passes_text),
             *([("quantization", description.quantization)] if description.quantization else []),
         ],

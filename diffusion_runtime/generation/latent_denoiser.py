@@ -183,7 +183,7 @@ class LatentDenoiser:
         """Return the guidance of these settings around a prediction that reads `step.branch`. inputs: of the
         conditional branch; wrappers: see with_guidance."""
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
-        given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers)
+        given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers, guidance.skip)
         return self.transformer.guided(predict, given, inputs)
 
     def context_of(

@@ -219,7 +219,7 @@ class ModelFamily(Generic[C, G]):
     def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
         """Return the components that a folder may have and that are not read. vae_decoder: of RuntimeConfig."""
         named = {name: each.component.name for name, each in self.decoding.named.items()}
-        return frozenset((*self.files.unread, *(each for name, each in named.items() if name != vae_decoder)))
+        return frozenset((*self.files.left_out, *(each for name, each in named.items() if name != vae_decoder)))
 
     def open(self, folder: AnyFolder) -> Model[C, G]:
         """Open the model in this folder, from its json alone, after `files.check`."""

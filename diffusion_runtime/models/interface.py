@@ -30,6 +30,23 @@ _PLAIN_REQUEST = GenerationRequest("(no request)")
 
 
 @dataclass(frozen=True)
+class GivenMedia:
+    """A reference as tokens of its own size: an image, a video or a sound. pictures: normalised latents, [batch,
+    channels, frames, height, width], None for a sound; sound: [batch, channels, length, sides], None without one."""
+
+    pictures: torch.Tensor | None = None
+    sound: torch.Tensor | None = None
+
+    def repeat(self, times: int) -> GivenMedia:
+        """Return the reference repeated for every sample of a batch."""
+        pictures, sound = self.pictures, self.sound
+        return GivenMedia(
+            None if pictures is None else pictures.repeat(times, 1, 1, 1, 1),
+            None if sound is None else sound.repeat(times, 1, 1, 1),
+        )
+
+
+@dataclass(frozen=True)
 class ImageCondition:
     """The images that a video starts from, and may end with, as a transformer takes them.
 
@@ -46,6 +63,8 @@ class ImageCondition:
 
     In models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
+
+    In models with references of several kinds, media are these in the order of the request, and latents has 0 frames.
     """
 
     latents: torch.Tensor
@@ -54,13 +73,15 @@ class ImageCondition:
     sound: torch.Tensor | None = None
     places: tuple[tuple[int, float], ...] = ()
     first_strength: float = 1.0
+    media: tuple[GivenMedia, ...] = ()
 
     def repeat(self, times: int) -> ImageCondition:
         """Return the images repeated for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
         sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
-        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength)
+        media = tuple(each.repeat(times) for each in self.media)
+        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength, media)
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:
@@ -155,7 +176,8 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the guidance of a batch around a prediction that reads `step.branch`; models with a guidance of their
         own make it here. inputs: of the conditional branch."""
         combine = rescaled(self.combine_guidance, inputs.request.guidance_rescale or 0.0)
-        return with_guidance(predict, guidance.scale, guidance.mode, combine, guidance.branches, guidance.wrappers)
+        others = guidance.branches, guidance.wrappers, guidance.skip
+        return with_guidance(predict, guidance.scale, guidance.mode, combine, *others)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""

@@ -63,6 +63,8 @@ _families: dict[str, _Registered] = {
     "HunyuanVideo15Transformer3DModel": _in_folder("hunyuan_video_15"),
     "ZImageTransformer2DModel": _in_folder("z_image"),
     "Krea2Transformer2DModel": _in_folder("krea2"),
+    "CosmosTransformer3DModel": _in_folder("anima"),
+    "MOSSImageTransformer": _in_folder("moss_image"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
     "MiniMaxH3Transformer3DModel": _in_folder("minimax_h3"),

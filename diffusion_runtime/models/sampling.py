@@ -26,11 +26,11 @@ class Sampling:
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
     run without, and whose authors' pipeline leaves the scale unread. guidance_offset: what is added to guidance_scale
     to make it the factor of uncond + factor * (cond - uncond). guides_parts: pictures and sound are guided apart.
-    control: what a model with control blocks takes, or one that animates by a video, or restores one. is_causal: it
-    makes videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); history: of those
-    whose older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that
-    every step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and
-    its level (decode_noise_scale, decode_timestep). segment_overlap: a video of more than chunk_frames latent frames is
+    control: what a model with control blocks takes, or one that animates by or restores a video. is_causal: it makes
+    videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); history: of those whose
+    older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that every
+    step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
+    level (decode_noise_scale, decode_timestep). segment_overlap: a video of more than chunk_frames latent frames is
     made in segments that share so many frames, in pixels, with the one before; None for a model that makes a video at
     once.
     """

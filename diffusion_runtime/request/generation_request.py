@@ -31,6 +31,7 @@ from diffusion_runtime.request.fields import (
     InputFile,
     Levels,
     MaskFile,
+    MediaFiles,
     Number,
     OneOf,
     RequestField,
@@ -149,6 +150,20 @@ class GenerationRequest:
     )
     stg_blocks: tuple[int, ...] | None = _stg_field(
         "Blocks of --stg-scale, counted from 0: 28.", Blocks(), pipeline_parameters=("spatio_temporal_guidance_blocks",)
+    )
+    # Skip-layer guidance, away from a prediction without some blocks, which are counted from 0: that of the negative
+    # prompt, or with a scale one more of the prompt. Steps from start on and before stop have it, shares of all steps.
+    skip_layers: tuple[int, ...] | None = request_field(
+        "Blocks that the prediction of the negative prompt leaves out, counted from 0: 22.", Blocks()
+    )
+    skip_layer_scale: float | None = request_field(
+        "Scale of one more prediction, of the prompt without --skip-layers, in its place; 0 is none.", Number()
+    )
+    skip_layer_start: float | None = request_field(
+        "Share of the steps after which --skip-layers counts.", Number(maximum=1.0)
+    )
+    skip_layer_stop: float | None = request_field(
+        "Share of the steps before which it counts; 0 turns it off.", Number(maximum=1.0)
     )
     # Modality guidance, away from a prediction whose pictures and sound do not attend to each other; None and 1 are
     # none.
@@ -318,6 +333,13 @@ class GenerationRequest:
         FrameConditions(),
         flag="--condition-at",
         refusal="this model takes no images at frames of their own; leave --condition-at out",
+    )
+    # What the video shows or sounds like, in an order that the prompt can refer to: <Picture 1>, <Audio 1>, <Video 1>.
+    references: tuple[str, ...] | None = _input_field(
+        "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
+        MediaFiles(),
+        flag="--reference",
+        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",

@@ -89,7 +89,13 @@ class BatchSettings:
     def has_condition(self) -> bool:
         """True where the transformer has a condition beside the text: of images, of a sound, or of control blocks."""
         shared = self.shared
-        given = (shared.image_path, shared.last_image_path, shared.frame_conditions, shared.audio_path)
+        given = (
+            shared.image_path,
+            shared.last_image_path,
+            shared.frame_conditions,
+            shared.references,
+            shared.audio_path,
+        )
         return any(path is not None for path in given) or self.sampling.control is not None
 
     @property

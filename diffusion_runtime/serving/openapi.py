@@ -42,7 +42,8 @@ def _properties(kind: str) -> dict[str, Any]:
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
         previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
-        return {**properties, "input_reference": image, "return_previews": previews}
+        several = {"description": "Images, videos and sounds in an order that counts, each as input_reference."}
+        return {**properties, "input_reference": image, "references": several, "return_previews": previews}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},

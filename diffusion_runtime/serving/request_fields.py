@@ -64,11 +64,11 @@ _FORBIDDEN = re.compile(
     r"\w*_path|video_url|video_reference|output_\w*path|perf_dump\w*|save_\w+|file_id|model_dir|lora_dir"
 )
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "return_report", "n")
-_OF_VIDEOS = ("input_reference", "return_previews")
+_OF_VIDEOS = ("input_reference", "references", "return_previews")
 _OF_IMAGES = ("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images")
-# What becomes of the images that clients send.
+# What becomes of the images that clients send, and of videos and sounds as references.
 _IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    VIDEO: {"input_reference": "image_path"},
+    VIDEO: {"input_reference": "image_path", "references": "references"},
     IMAGE: {"image": "image_path", "mask": "mask_path"},
 }
 # Texts in which the options of a method name a file.
@@ -239,7 +239,7 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any], body: Body) -> None:
             )
         raise invalid(name[:80], f"unknown field {shown(name)}.{nearest(name, own)}", "unknown_parameter")
     for name in body.files:
-        if SPELLINGS.get(name, name) not in ("input_reference", "image", "mask"):
+        if SPELLINGS.get(name, name) not in ("input_reference", "references", "image", "mask"):
             raise invalid(name[:80], f"{shown(name)}: expected no file", "unknown_parameter")
 
 

@@ -18,7 +18,7 @@ from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.guard import key_of
-from diffusion_runtime.serving.input_images import check_image
+from diffusion_runtime.serving.input_images import check_image, check_media
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
 from diffusion_runtime.serving.request_fields import Draft, check_limits, in_clients_words, read_draft
 from diffusion_runtime.serving.retention import bytes_of
@@ -108,7 +108,8 @@ class Submission:
             for index, content in enumerate(contents):
                 sent_as = in_clients_words(draft.kind, field)
                 image = await self._image(sent_as, content)
-                extension = await asyncio.to_thread(check_image, sent_as, image, settings.limits.max_upload_pixels)
+                check = check_media if field == "references" else check_image
+                extension = await asyncio.to_thread(check, sent_as, image, settings.limits.max_upload_pixels)
                 names.append(f"{field}-{index}.{extension}")
                 path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)
                 paths.setdefault(field, []).append(str(path))

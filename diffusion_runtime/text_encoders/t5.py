@@ -101,12 +101,16 @@ def load_t5(
     # Imported late: transformers takes seconds.
     from transformers.models.t5.modeling_t5 import T5EncoderModel
 
-    place = folder / tokenizer
-    has_json = (place / "tokenizer.json").is_file() or not (place / SENTENCEPIECE).is_file()
-    words = load_tokenizer(place, remedy=_REMEDY) if has_json else load_t5_sentencepiece(place)
+    words = load_t5_tokenizer(folder / tokenizer)
     model = load_encoder(folder / encoder, T5EncoderModel, device, dtype)
     check_vocabulary(folder / tokenizer, len(words), model.config.vocab_size)
     return T5TextEncoder(model, words, max_tokens, padding=padding)
+
+
+def load_t5_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer in a folder, from tokenizer.json or spiece.model. Raises ModelLoadError."""
+    has_json = (folder / "tokenizer.json").is_file() or not (folder / SENTENCEPIECE).is_file()
+    return load_tokenizer(folder, remedy=_REMEDY) if has_json else load_t5_sentencepiece(folder)
 
 
 # The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.

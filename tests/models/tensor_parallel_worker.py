@@ -87,6 +87,8 @@ NARROW: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 96, "axes_dims_rope": [4, 6, 6], "text_hidden_dim": 32, "text_intermediate_size": 48},
         **{"text_num_attention_heads": 8, "text_num_key_value_heads": 4},
     },
+    "anima-base": {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "adaln_lora_dim": 8},
+    "moss-image-sft": {"num_layers": 1, "num_heads": 4, "dim": 64, "ffn_dim": 96, "text_dim": 32},
     "ltx-2": {
         **{"num_layers": 1, "caption_channels": 32, **_STREAM, "audio_num_attention_heads": 4},
         **{"audio_attention_head_dim": 8, "audio_cross_attention_dim": 32},

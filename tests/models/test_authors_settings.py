@@ -60,6 +60,8 @@ WAN22 = "Wan-Video/Wan2.2 at 42bf4cfa: wan/configs/wan_{}.py, shared_config.py"
 BFL = "black-forest-labs/flux at 802fb471: src/flux/{}"
 BFL3 = "black-forest-labs/flux-3-image-klein in November 2026: README.md"
 QWEN = "QwenLM/Qwen-Image at 6b5e1f5c: README.md"
+ANIMA = "comfyui-workflow-templates-json 0.1.123: image_anima_base_v1"
+MOSS = "sglang 0.5.23: configs/sample/moss_image.py, of OpenMOSS-Team/MOSS-Image-Base at 355120bd"
 KREA2 = "krea-ai/krea-2 at db3984fb: README.md"
 LTXV = "Lightricks/LTX-Video at 5260738e: configs/{}, ltx_video/inference.py"
 LTX2 = "Lightricks/LTX-2 at 400fd310: packages/ltx-pipelines/src/ltx_pipelines/utils/constants.py"
@@ -154,6 +156,17 @@ AUTHORS: dict[str, Authors] = {
     # Steps alone: the model came after this program.
     "z-image": Authors("Tongyi-MAI/Z-Image at c7ec1357: README.md", {"num_inference_steps": 50}),
     "krea-2-turbo": Authors(KREA2, {"num_inference_steps": 8, "guidance_scale": 0.0, "flow_shift": math.exp(1.15)}),
+    "anima-base": Authors(ANIMA, {"num_inference_steps": 30, "guidance_scale": 4.0, "flow_shift": 3.0}),
+    **dict.fromkeys(
+        ("moss-image-sft", "moss-image-base"),
+        Authors(
+            MOSS,
+            {
+                **{"num_inference_steps": 50, "guidance_scale": 3.0, "flow_shift": 5.0},
+                **{"skip_layers": (22,), "skip_layer_start": 0.01},
+            },
+        ),
+    ),
     "krea-2-raw": Authors(KREA2, {"num_inference_steps": 52, "guidance_scale": 3.5}),
     # One default for several models; until June 2025 it was 3.5, as diffusers' is.
     "flux.1-dev": Authors(BFL.format("cli.py"), {"num_inference_steps": 50, "guidance_scale": 2.5}),
@@ -214,8 +227,8 @@ AUTHORS: dict[str, Authors] = {
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
-    *("seedvr2-3b", "seedvr2-7b"),
     *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
+    *("seedvr2-3b", "seedvr2-7b"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {

@@ -19,7 +19,7 @@ from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Kinds of blocks: streams apart, one stream, a refiner of the text; Z-Image's text is refined without a timestep;
-# FLUX.3's block runs on the text alone, on the image and on both.
+# Anima's text conditioner has blocks of its own; FLUX.3's block runs on the text alone, on the image and on both.
 NUM_KINDS = {
     "wan": 1,
     "flux1": 2,
@@ -32,6 +32,8 @@ NUM_KINDS = {
     "ltx_video": 1,
     "z_image": 2,
     "krea2": 2,
+    "anima": 2,
+    "moss_image": 2,
 }
 
 

@@ -78,6 +78,8 @@ NUM_PARAMETERS = {
     ),
     "LongCat-Image": 6_270_668_864,
     "MiniMax-H3": 33_122_992_896,
+    "Anima-Base-v1.0-Diffusers": 2_091_068_928,
+    **dict.fromkeys(("MOSS-Image-SFT", "MOSS-Image-Base"), 5_082_308_608),
     "Z-Image-Turbo": 6_154_908_736,
     "Z-Image": 6_154_908_736,
     **dict.fromkeys(("Krea-2-Turbo", "Krea-2-Raw"), 12_820_073_036),

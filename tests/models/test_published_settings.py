@@ -23,6 +23,7 @@ from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
@@ -76,9 +77,10 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
+    "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
     "seedvr2-3b": write_tiny_seedvr2,
     "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
-    "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
+    **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
@@ -184,8 +186,8 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
         assert follows or request.height is not None
         image = tmp_path / "image.png"
         Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
-        wanted = {"image_path"} if restores else rules.inputs.needed
         numpy.save(tmp_path / "video.npy", numpy.zeros((request.num_frames or 1, 8, 8, 3), dtype=numpy.uint8))
+        wanted = {"image_path"} if restores else rules.inputs.needed
         needed = {name: tmp_path / ("video.npy" if name == "video_path" else image) for name in wanted}
         resolved = rules.resolve(dataclasses.replace(request, **{name: str(path) for name, path in needed.items()}))
         assert resolved.height % multiple == resolved.width % multiple == 0

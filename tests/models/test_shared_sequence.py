@@ -21,7 +21,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
-@table("name", ["flux1", "flux2", "qwen_image", "z_image", "krea2", "wan_vace", "wan_animate_2"])
+NAMES = [
+    "flux1",
+    "flux2",
+    "qwen_image",
+    "z_image",
+    "krea2",
+    "anima",
+    "moss_image",
+    "wan_vace",
+    "wan_animate_2",
+    "minimax_h3",
+]
+
+
+@table("name", NAMES)
 def test_two_processes_equal_one(measured: list[dict[str, float]], name: str) -> None:
     for kind in ("ulysses", "ring") if name in IN_A_RING else ("ulysses",):
         assert max(of_process[f"{name}, {kind}"] for of_process in measured) < 1e-5, kind

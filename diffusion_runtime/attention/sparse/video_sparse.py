@@ -349,7 +349,7 @@ def attend_tiles(
 
 
 def _pooled_text(means: TileMeans, text: TextMeans, scale: float) -> torch.Tensor:
-    """What the coarse attention gives the tiles of the text, float32 [B, H, N, head_dim]."""
+    """Return what the coarse attention gives the tiles of the text, float32 [B, H, N, head_dim]."""
     q = text.means.q
     batch, num_heads, num_tiles, head_dim = q.shape
     every, pooled = slice(None), torch.empty_like(q)

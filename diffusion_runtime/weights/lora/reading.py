@@ -64,7 +64,7 @@ class ModuleChange:
 
     @property
     def replaces(self) -> bool:
-        """Whether it replaces a weight or a bias."""
+        """Return whether it replaces a weight or a bias."""
         return any(isinstance(each, Replacement) for each in (*self.weight, *self.bias))
 
 
