@@ -181,6 +181,8 @@ class Explanation:
             "num_steps": self.num_steps,
             "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
+            "passes": self.passes_text,
+            "step": self.step_text,
             "guidance_branches_are_joined": self.is_joined,
             "implementations": [row.to_dict() for row in implementation_rows(self)],
             "schedule": [row.to_dict() for row in self.schedule],

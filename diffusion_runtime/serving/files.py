@@ -17,7 +17,13 @@ ID = re.compile(r"(video|img)_[0-9a-f]{32}")
 _PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/:'\",;]+/)+")
 _MAX_BYTES = 2**30
 RESULTS, INPUTS = "results", "inputs"
-VARIANTS = {"thumbnail": "-thumbnail.webp", "spritesheet": "-spritesheet.webp", "sidecar": ".json", "sound": ".wav"}
+VARIANTS = {
+    "thumbnail": "-thumbnail.webp",
+    "spritesheet": "-spritesheet.webp",
+    "sidecar": ".json",
+    "sound": ".wav",
+    "latents": "-latents.bin",
+}
 
 
 class ResultFiles:

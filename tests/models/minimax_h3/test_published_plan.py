@@ -64,6 +64,6 @@ def test_fasth3_keeps_a_tenth_of_the_pairs_of_the_video(dense: Explanation) -> N
     (cost,) = (part for part in sparse.parts if part.name == "attention, self")
     kept = (0.1 * grid**2 + 2 * grid * text + text**2) / (grid + text) ** 2
     assert cost.kept / cost.operations == pytest.approx(kept, rel=1e-3)
-    assert sparse.step_seconds < 0.7 * dense.step_seconds
+    assert sparse.step_seconds < 0.75 * dense.step_seconds
     (told,) = (each for each in sparse.remarks if "no trained gate" in each)
     assert told.startswith("its weights are not here, and tell whether this holds")
