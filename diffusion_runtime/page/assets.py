@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.untrusted.files import read_file
+
+_MAX_BYTES = 2**20
 _FOLDER = Path(__file__).parent
 _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
 # The components of a page of one file, each behind those that it imports.
@@ -37,10 +40,14 @@ def page_files() -> PageFiles:
     """Return the files of the page that `serve` shows."""
     found = [path for path in sorted(_FOLDER.iterdir()) if _is_sent(path)]
     shorten = {".js": _shortened, ".css": _short_style}
-    files = {path.name: (shorten[path.suffix](path.read_text()).encode(), _TYPES[path.suffix]) for path in found}
-    index = (_FOLDER / "index.html").read_bytes()
+    files = {path.name: (shorten[path.suffix](_read(path)).encode(), _TYPES[path.suffix]) for path in found}
+    index = _read(_FOLDER / "index.html").encode()
     digest = hashlib.sha256(b"".join((index, *(content for content, _ in files.values())))).hexdigest()[:16]
     return PageFiles(index.replace(b"{digest}", digest.encode()), digest, files)
+
+
+def _read(path: Path) -> str:
+    return read_file(path, max_bytes=_MAX_BYTES).decode()
 
 
 def _shortened(text: str) -> str:
@@ -61,8 +68,8 @@ def _is_sent(path: Path) -> bool:
 def single_page(values: Mapping[str, Any]) -> str:
     """Return a page of one file that shows `values`: what `explain` or `compare` found, as JSON, with a `title`. Its
     policy allows this script and this style sheet alone."""
-    modules = (_EXPORT.sub("", _IMPORT.sub("", (_FOLDER / name).read_text())) for name in _COMPONENTS)
-    script, style = _shortened("".join(modules)), _short_style((_FOLDER / "page.css").read_text())
+    modules = (_EXPORT.sub("", _IMPORT.sub("", _read(_FOLDER / name))) for name in _COMPONENTS)
+    script, style = _shortened("".join(modules)), _short_style(_read(_FOLDER / "page.css"))
     # A `<` in a text could end the element that holds it.
     data = json.dumps(values, allow_nan=False).replace("<", "\\u003c")
     policy = f"{_SINGLE_POLICY}; script-src '{_digest(script)}'; style-src '{_digest(style)}'"

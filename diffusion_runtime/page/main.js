@@ -19,7 +19,7 @@ function show(isFirst) {
   const [name, argument = ""] = location.hash.slice(1).split("/");
   const [, view] = VIEWS[name] ?? VIEWS.make;
   open?.stop?.();
-  open = view(decodeURIComponent(argument));
+  open = view(argument);
   main.replaceChildren(el("h1", open.title), open.node);
   document.title = `${open.title}: ${model.card.id}`;
   for (const link of document.querySelectorAll("nav a")) {

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
 from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
-from diffusion_runtime.serving.jobs import IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.jobs import IN_PROGRESS, QUEUED, Job, Jobs, work_of
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
 from diffusion_runtime.serving.replicas import Replicas
 from diffusion_runtime.serving.request_fields import RECORDED
 from diffusion_runtime.serving.retention import Retention
-from diffusion_runtime.serving.running_streams import is_stream, work_of
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
 
@@ -229,11 +228,11 @@ class Dispatcher:
         recorded = {name: bool(jobs[0].work["options"].get(name)) for name in RECORDED[1:]}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
-        if is_stream(jobs[0]):
+        if jobs[0].is_stream:
             self.streams[jobs[0].id] = jobs
         try:
             replica.send(
-                "run", works=works, previews=previews, profile=profile, stream=is_stream(jobs[0]), **recorded, **shared
+                "run", works=works, previews=previews, profile=profile, stream=jobs[0].is_stream, **recorded, **shared
             )
             await replica.batch
         except EngineLost:
@@ -261,7 +260,7 @@ class Dispatcher:
         job = self.jobs.get(job_id)
         if job is None or job.is_over:
             return
-        if is_stream(job):
+        if job.is_stream:
             # Prompts that came on the way, and what a fork continued, are lost with it.
             self._fail(job_id, "engine_lost", "the stream ended with its engine; begin it again", kind="server_error")
         elif not is_loss:

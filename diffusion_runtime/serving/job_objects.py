@@ -11,7 +11,6 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.jobs import COMPLETED, IMAGE, IN_PROGRESS, QUEUED, VIDEO, Job
 from diffusion_runtime.serving.pictures import converted
 from diffusion_runtime.serving.request_fields import PLAIN_FIELDS
-from diffusion_runtime.serving.running_streams import is_stream
 
 # Milliseconds that a client is told to wait before it asks again: at least, and at most.
 _POLL = (50, 5000)
@@ -66,7 +65,7 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "num_images": len(work["requests"]) if job.kind == IMAGE else None,
         "settings": _settings(work, request if part is None else part.get("request") or request),
         "recorded": [name for name in ("density", "latents") if work["options"].get(f"return_{name}")],
-        "is_stream": is_stream(job),
+        "is_stream": job.is_stream,
         "forked_from_video_id": work.get("forked_from"),
     }
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.engines import EngineLost
-from diffusion_runtime.serving.files import ResultFiles
-from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
+from diffusion_runtime.serving.jobs import VIDEO, Job, new_id, work_of
 from diffusion_runtime.serving.unavailable import Unavailable
 
 if TYPE_CHECKING:
@@ -17,17 +15,6 @@ if TYPE_CHECKING:
 
 # Streams of one job, forks included: each has a cache of keys.
 _MAX_STREAMS = 4
-
-
-def is_stream(job: Job) -> bool:
-    return job.kind == VIDEO and bool(job.work["options"].get("stream"))
-
-
-def work_of(job: Job, index: int, request: Mapping[str, Any], files: ResultFiles) -> dict[str, Any]:
-    """Return what the engine makes one file of a job of."""
-    target = files.target(job.id, None if job.kind == VIDEO else index)
-    inputs = {str(files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
-    return {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
 
 
 def send_to_stream(dispatcher: Dispatcher, job_id: str, kind: str, /, **values: Any) -> None:

@@ -14,7 +14,7 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.job_routes import found_job, job_answer
 from diffusion_runtime.serving.jobs import VIDEO, Job
 from diffusion_runtime.serving.request_fields import checked_prompt, checked_seed
-from diffusion_runtime.serving.running_streams import fork_stream, is_stream, send_to_stream
+from diffusion_runtime.serving.running_streams import fork_stream, send_to_stream
 
 
 def stream_routes(dispatcher: Dispatcher) -> APIRouter:
@@ -27,7 +27,7 @@ def stream_routes(dispatcher: Dispatcher) -> APIRouter:
         for name in values:
             if name not in known:
                 raise invalid(name[:80], f"{shown(name)}: expected {' and '.join(known)}", "unknown_parameter")
-        if not is_stream(job):
+        if not job.is_stream:
             raise ApiError(
                 409, "not_a_stream", "the video was made without `stream`; its prompt is that of its request"
             )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.serving.engine_channel import Channel
+from diffusion_runtime.serving.pictures import encoded
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.streaming.generation_stream import GenerationStream, StreamedFrames
-
-_JPEG_QUALITY = 85
 
 
 class Streams:
@@ -67,7 +65,7 @@ class Streams:
         self._send(job, stream, chunk)
 
     def _send(self, job: str, stream: GenerationStream, chunk: StreamedFrames) -> None:
-        frames = [base64.b64encode(_jpeg(frame)).decode() for frame in chunk.frames]
+        frames = [base64.b64encode(encoded(frame, "JPEG")).decode() for frame in chunk.frames]
         values = {"first_frame": chunk.first_frame, "prompt": chunk.prompt, "fps": stream.fps}
         self._channel.send("frames", job=job, seconds=chunk.seconds, frames=frames, **values)
         whole = stream.num_frames_of_video or stream.num_frames
@@ -96,11 +94,3 @@ class Streams:
             self._open[work["job"]] = (work, stream.fork(prompt, seed=seed))
         except DiffusionRuntimeError as error:
             self._fail(work, error)
-
-
-def _jpeg(frame: Any) -> bytes:
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.fromarray(frame).save(content, "JPEG", quality=_JPEG_QUALITY)
-    return content.getvalue()

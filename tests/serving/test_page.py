@@ -253,7 +253,7 @@ def test_a_stream_takes_prompts_and_forks_behind_a_key(browser: Page, tmp_path: 
         browser.wait("/not one/.test(document.querySelector('dialog[open]')?.textContent)")
         browser.read(f"document.querySelector('#key').value = '{KEY}'; document.querySelector('dialog button').click()")
         browser.wait("document.querySelector('main form') !== null")
-        draft = {"prompt": "a red circle", "values": {"width": 64, "height": 64, "num_frames": 61}, "seed": "3"}
+        draft = {"prompt": "a red circle", "values": {"width": 64, "height": 64, "num_frames": 45}, "seed": "3"}
         browser.read(f"sessionStorage.setItem('diffusion-runtime draft', {json.dumps(json.dumps(draft))})")
         browser.call("Page.reload")
         browser.wait("document.querySelector('main form') !== null")
@@ -265,7 +265,7 @@ def test_a_stream_takes_prompts_and_forks_behind_a_key(browser: Page, tmp_path: 
         )
         browser.wait("document.querySelectorAll('.prompts li').length === 2")
         browser.read(f"document.querySelector('[name=next]').value = 'a green star'; {button('Fork')}.click()")
-        ends = "[...document.querySelectorAll('.card .state')].filter(e => /61 frames in/.test(e.textContent))"
+        ends = "[...document.querySelectorAll('.card .state')].filter(e => /45 frames in/.test(e.textContent))"
         browser.wait(f"{ends}.length === 2")
         assert browser.read("document.querySelectorAll('.card canvas').length") == 2
         with server.client(headers={"authorization": f"Bearer {KEY}"}) as http:
