@@ -154,10 +154,7 @@ def restore(
     Pipeline.generate. Raises what Restoration.make raises."""
     restoration = Restoration(run, decoder, clock, on_progress)
     with run.guarded():
-        with clock.stage("text", 1) as done:
-            prompts = run.encode()
-            done(1)
-        run.participants.after_text()
+        prompts = run.read_prompts(clock)
         run.participants.before_decoding()
         (recipe,) = recipes_of(prompts)
         clip = restoration.make(prompts, recipe, None if open_sink is None else functools.partial(open_sink, 0))

@@ -289,11 +289,8 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
     settings = BatchSettings.of(batch, rules.sampling).of_segment()
     is_batched = settings.guidance.mode == "batched"
     num_samples = 1 if settings.decides_per_sample or settings.pieces else len(batch)
-    size = settings.size
-    if settings.pieces:
-        size = dataclasses.replace(size, num_frames=max(map(len, settings.pieces)))
     return PlannedRequest(
-        size,
+        settings.size,
         num_samples,
         settings.guidance.is_guided,
         is_batched,

@@ -73,10 +73,11 @@ class BatchSettings:
         return SegmentPlan(num_frames, min(num_frames, length), overlap)
 
     def of_segment(self) -> Self:
-        """Return the settings of one segment; these where the video is made at once."""
-        if len(self.segments) == 1:
+        """Return the settings of one segment or piece; these where the video is made at once."""
+        length = max(map(len, self.pieces)) if self.pieces else self.segments.length
+        if length == self.size.num_frames:
             return self
-        shared = dataclasses.replace(self.shared, num_frames=self.segments.length)
+        shared = dataclasses.replace(self.shared, num_frames=length)
         return dataclasses.replace(self, shared=shared)
 
     @property
