@@ -427,6 +427,8 @@ class RuntimeConfig:
         `*mmproj*.gguf` beside it. audio_vae_path, vocoder_path: weights of the audio autoencoder and the vocoder, in
         models that make sound. connectors_path, image_encoder_path: of LTX-2's connectors behind the text encoder, and
         of the encoder of first images.
+    workflow: mode of a folder that holds several transformers, such as `ref2va` of MiniMax-H3, which makes clips from
+        references; None for the first one, or that of the model's name.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made
@@ -519,6 +521,16 @@ class RuntimeConfig:
         None,
         Text("a name such as fp16 or bf16", VARIANT, is_optional=True, none_word=True),
         Flag("Which of a folder's weights: fp16 for model.fp16.safetensors.", "NAME", PARTS),
+    )
+    workflow: str | None = option(
+        OUTPUT,
+        None,
+        Text("the name of a workflow, such as ref2va", is_optional=True, none_word=True),
+        Flag("Mode of a folder with several transformers: ref2va of MiniMax-H3.", "NAME", PARTS),
+        Refusal(
+            "{name}: {value}: diffusers' own pipeline chooses its components by itself; leave out {flag}, or --backend "
+            "diffusers"
+        ),
     )
     upsampler_path: str | None = option(
         OUTPUT,

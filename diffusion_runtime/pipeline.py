@@ -19,12 +19,15 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
-from diffusion_runtime.generation.frame_decoding import decode_clip
+from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.generation.parts import PipelineParts
+from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
+from diffusion_runtime.generation.restored_clip import restore
+from diffusion_runtime.generation.segment_frames import segment_frames
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
@@ -145,7 +148,7 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            if len(batch) > 1 and settings.decides_per_sample:
+            if len(batch) > 1 and (settings.decides_per_sample or settings.pieces or len(settings.segments) > 1):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
@@ -157,7 +160,15 @@ class Pipeline:
         with self._one_generation.held():
             run = self._begun(*self._opened([request]))
             with run.guarded():
-                latents, _ = run.denoise(StageClock(self.device, on_progress))
+                clock = StageClock(self.device, on_progress)
+                if len(run.settings.segments) > 1:
+                    made: list[torch.Tensor] = []
+                    stream = segment_frames(run, run.read_prompts(clock), self.decoder, clock, made)
+                    # Each segment is decoded for the one behind it.
+                    for _ in stream.chunks:
+                        pass
+                    return torch.cat(made, dim=2)
+                latents, _ = run.denoise(clock)
                 run.participants.after_denoising(run.recorder)
         return latents
 
@@ -312,22 +323,41 @@ class Pipeline:
     ) -> list[GeneratedMedia]:
         """Make a batch of resolved requests. remarks: added to the attention report."""
         cancellations = Cancellations(len(batch), on_progress)
-        clock = StageClock(self.device, None if on_progress is None else cancellations.watch)
+        watch = None if on_progress is None else cancellations.watch
+        clock = StageClock(self.device, watch)
         digests = input_digests(settings.shared)
         run = self._begun(batch, settings, remarks)
         participants, recorder = run.participants, run.recorder
-        with run.guarded():
-            latents, prompts = run.denoise(clock)
-            moved = participants.after_denoising(recorder)
-            made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
-            recipes = [
+        made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
+
+        def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
+            return [
                 {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
             ]
+
+        if settings.pieces:
+            made_of = restore(run, self.decoder, recipes_of, clock, watch, open_sink)
+            load_timings, self._load_timings = self._load_timings, {}
+            return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
+        with run.guarded():
+            is_whole, latents = len(settings.segments) == 1, torch.empty(0)
+            moved: Mapping[str, float] = {}
+            if is_whole:
+                latents, prompts = run.denoise(clock)
+                moved = participants.after_denoising(recorder)
+            else:
+                prompts = run.read_prompts(clock)
+            recipes = recipes_of(prompts)
             clips: dict[int, tuple[torch.Tensor, Audio | None]] = {}
-            participants.before_decoding()
+            if is_whole:
+                participants.before_decoding()
+            else:
+                stream = segment_frames(run, prompts, self.decoder.for_request(batch[0]), clock, [])
+                sink = None if open_sink is None else functools.partial(open_sink, 0)
+                clips[0] = decode_frames(stream, settings.size.fps, recipes[0], sink), None
             # One after the other: the decoder's activations are what needs the most memory.
-            for index, request in enumerate(batch):
+            for index, request in enumerate(batch if is_whole else ()):
                 if cancellations.is_wanted(index):
                     with clock.stage("decode", 1, index) as done:
                         sample = latents[index : index + 1]
@@ -368,7 +398,7 @@ def _generate_apart(
     """Make one request after the other, for what is decided per sample: a forward pass has one batch. generate: as
     Pipeline._generate."""
     cancellations = Cancellations(len(batch), on_progress)
-    remark = f"step_cache decides for each request: the {len(batch)} of this batch were made one after the other"
+    remark = f"the {len(batch)} requests of this batch were made one after the other: each has passes of its own"
     made = []
     for index, request in enumerate(batch):
 

@@ -97,6 +97,7 @@ class FamilyCase:
 SCHEDULER = "scheduler/scheduler_config.json"
 VAE = "vae/config.json"
 INDEX = "model_index.json"
+CONDITIONER = "text_conditioner/config.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 
 _STATISTICS = ("latents_mean", "latents_std")
@@ -504,6 +505,57 @@ FAMILIES = {
         ),
         text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
     ),
+    "anima": FamilyCase(
+        geometry=(4, 4, 1, (1, 2, 2)),
+        flow_shift=3.0,
+        layers={"anima.text_self": 2, "anima.text_states": 2, "self": 3, "cross": 3},
+        runs_once=frozenset({"anima.text_self", "anima.text_states"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("out_channels", 3), ("attention_head_dim", 10), ("patch_size", [1, 1, 1])),
+            *misfits(("rope_scale", [1.0, 4.0]), ("rope_scale", [1.0, 0.0, 4.0]), ("concat_padding_mask", 1)),
+            *misfits(("extra_pos_embed_type", "learnable"), ("use_crossattn_projection", True)),
+            *misfits(("img_context_dim_in", 1152), ("controlnet_block_every_n", 7)),
+            Refusal(
+                {"text_embed_dim": 48}, "key 'text_embed_dim': expected 40, target_dim of text_conditioner, got 48"
+            ),
+            Refusal({"qk_norm": "rms_norm"}, "key 'qk_norm' is unknown to this runtime"),
+            in_file(CONDITIONER, "key 'model_dim': expected an even number for each of num_att", model_dim=50),
+            in_file(CONDITIONER, "key 'use_layer_norm': expected False, the only value", use_layer_norm=True),
+            in_file(CONDITIONER, "key 'use_self_attention': expected True, the only", use_self_attention=False),
+            in_file(SCHEDULER, "use_dynamic_shifting: expected False for a anima", use_dynamic_shifting=True),
+            in_file(INDEX, "expected AnimaPipeline, got 'Cosmos2TextToImage", _class_name="Cosmos2TextToImagePipeline"),
+            Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
+        ),
+        other_size=({"num_layers": 4}, ("transformer_blocks.3.attn1.to_q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3'", model_type="llama"),
+            in_file(CONDITIONER, "its states are 32 wide, and the text conditioner takes source_dim", source_dim=48),
+            in_file(CONDITIONER, r"t5_tokenizer: has \d+ tokens", target_vocab_size=20),
+        ),
+        text_files=(("t5_tokenizer/tokenizer.json", r"t5_tokenizer/\S+ is missing"),),
+    ),
+    "moss_image": FamilyCase(
+        geometry=(8, 4, 1, (1, 1, 1)),
+        flow_shift=5.0,
+        # Its levels follow from the number of steps and the shift together.
+        sigmas=None,
+        layers={"moss_image.text_refiner": 2, "self": 3},
+        runs_once=frozenset({"moss_image.text_refiner"}),
+        refusals=(
+            *misfits(("num_layers", 0), ("dim", 36), ("num_heads", 0), ("freq_dim", 15), ("latent_channels", 6)),
+            *misfits(("rope_base", "large"), ("text_dim", 1.5)),
+            Refusal({"patch_size": 1}, "key 'patch_size' is unknown to this runtime"),
+            in_file(SCHEDULER, "training_shift: expected a number above 0, got 0", training_shift=0),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 2", latent_channels=16),
+            in_file(INDEX, "expected MOSSImagePipeline, got 'MOSSImageEdit", _class_name="MOSSImageEditPipeline"),
+        ),
+        other_size=({"num_layers": 4}, ("layers.3.proj.q.weight",)),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'qwen3_5'", model_type="qwen3"),
+            Refusal({"text_dim": 48}, "its states are 32 wide, and the transformer takes text_dim, 48"),
+        ),
+        text_files=(("tokenizer/tokenizer.json", r"tokenizer/\S+ is missing"),),
+    ),
     "minimax_h3": FamilyCase(
         geometry=(6, 16, 4, (1, 2, 2)),
         takes_image=True,
@@ -541,6 +593,25 @@ FAMILIES = {
             ("text_encoder/config.json", "text_encoder/config.json"),
             ("text_encoder/model.safetensors", "text_encoder"),
             ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
+        ),
+    ),
+    "wan_animate_2": FamilyCase(
+        geometry=(16, 8, 4, (1, 2, 2)),
+        takes_image=True,
+        filled=frozenset({"chunk_frames"}),
+        flow_shift=5.0,
+        layers={"self": 2, "cross": 2, "wan_animate_2.reference": 2},
+        sigmas=None,
+        refusals=(
+            *misfits(("patch_size", [2, 2, 2]), ("num_layers", 0), ("dim", 66), ("freq_dim", 7), ("ffn_dim", 1.5)),
+            *misfits(("in_dim", 16), ("in_dim", 32), ("text_len", 0), ("use_img_emb", 1), ("eps", "small")),
+            *misfits(("refer_offset_t", -2), ("refer_offset_w", 512), ("refer_stride", 0)),
+            in_file(INDEX, "expected WanAnimate2Pipeline or WanAn", _class_name="WanAnimatePipeline"),
+            Refusal(latents_of(48), "vae/config.json: key 'z_dim': expected 16", VAE),
+        ),
+        other_size=(
+            {"ffn_dim": 100, "num_layers": 3},
+            ("blocks.2.self_attn.to_q.weight", "blocks.0.ffn.0.weight is [96, 64], expected [100, 64]"),
         ),
     ),
 }

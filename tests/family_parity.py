@@ -77,13 +77,13 @@ def kept_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     denoise = LatentDenoiser.denoise
 
-    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any) -> torch.Tensor:
+    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any, num_drawn: int = 0) -> torch.Tensor:
         def keep(step: StepInfo, latents: torch.Tensor) -> None:
             assert step.index == len(kept)
             kept.append(latents.clone())
             on_step(step, latents)
 
-        return denoise(denoiser, text, seeds, keep)
+        return denoise(denoiser, text, seeds, keep, num_drawn)
 
     monkeypatch.setattr(LatentDenoiser, "denoise", recording)
     return kept

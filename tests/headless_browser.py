@@ -54,13 +54,14 @@ class Page:
         value: dict[str, Any] = json.loads(message)
         return value
 
-    def open(self, path: Path, width: int, height: int) -> None:
+    def open(self, address: Path | str, width: int, height: int) -> None:
+        """Open a file or an address."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=address if isinstance(address, str) else address.as_uri())
         self.wait("document.readyState === 'complete'")
 
     def resize(self, width: int, height: int) -> None:
@@ -85,6 +86,20 @@ class Page:
         common = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def type(self, text: str) -> None:
+        """Type a text where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press, move and release the mouse."""
+        for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def prefer(self, **features: str) -> None:
+        """Set media features, such as prefers_color_scheme="dark"."""
+        named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=named)
 
     @property
     def errors(self) -> list[dict[str, Any]]:

@@ -187,6 +187,26 @@ def _krea2() -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{block}.mod.lin", (6 * dim,)
 
 
+def _anima() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Without the text conditioner, which diffusers' function does not know."""
+    dim = 8
+    for name in (
+        *("net.x_embedder.proj.1", "net.t_embedder.1.linear_1", "net.t_embedder.1.linear_2"),
+        *("net.final_layer.linear", "net.final_layer.adaln_modulation.1", "net.final_layer.adaln_modulation.2"),
+    ):
+        yield from _linear(name, dim, bias=False)
+    yield "net.t_embedding_norm.weight", (dim,)
+    for block in ("net.blocks.0", "net.blocks.11"):
+        for name in (
+            *(f"{of}_attn.{part}_proj" for of in ("self", "cross") for part in ("q", "k", "v", "output")),
+            *(f"adaln_modulation_{of}.{index}" for of in ("self_attn", "cross_attn", "mlp") for index in (1, 2)),
+            *("mlp.layer1", "mlp.layer2"),
+        ):
+            yield from _linear(f"{block}.{name}", dim, bias=False)
+        for name in (f"{of}_attn.{part}_norm" for of in ("self", "cross") for part in "qk"):
+            yield f"{block}.{name}.weight", (4,)
+
+
 def _flux2() -> Iterator[tuple[str, tuple[int, ...]]]:
     dim = 8
     modulations = (
@@ -335,6 +355,7 @@ ORIGINALS: Mapping[str, tuple[Callable[[], Iterator[tuple[str, tuple[int, ...]]]
     "qwen_image_21": (_qwen_image_21, "convert_qwen_image21_transformer_checkpoint_to_diffusers"),
     "z_image": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers"),
     "krea2": (_krea2, "convert_krea2_transformer_checkpoint_to_diffusers"),
+    "anima": (_anima, "convert_cosmos_transformer_checkpoint_to_diffusers"),
     "flux2": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers"),
     "flux3": (_flux3, "convert_flux3_transformer_checkpoint_to_diffusers"),
     "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers"),

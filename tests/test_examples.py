@@ -147,6 +147,29 @@ def test_examples_are_short_and_use_the_public_api(path: Path) -> None:
             assert {alias.name for alias in node.names} <= set(diffusion_runtime.__all__)
 
 
+def test_the_notebook_runs_and_shows_its_video_and_its_report() -> None:
+    """Cell by cell as Jupyter runs them: the last expression of a cell is what it shows."""
+    notebook = json.loads((EXAMPLES[0].parent / "first_video.ipynb").read_text())
+    names: dict[str, object] = {}
+    shown = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert cell["outputs"] == []
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "cell", "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+            shown.append(value._repr_html_())
+    assert ["<video" in html for html in shown] == [True, False, False]
+    assert "torch_sdpa" in shown[1]
+    assert "video_sparse_attn" in shown[2]
+    steps = names["steps"]
+    assert isinstance(steps, list)
+    assert ("denoise", 4) in steps
+
+
 def test_all_examples_are_here() -> None:
     assert {path.stem for path in EXAMPLES} >= {
         "text_to_image",

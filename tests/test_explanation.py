@@ -23,8 +23,8 @@ from diffusion_runtime.core.options import build_options
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
-from diffusion_runtime.explanation.page import in_tera, render, write_page
-from diffusion_runtime.explanation.text_map import schedule_map
+from diffusion_runtime.explanation.page import render, write_page
+from diffusion_runtime.explanation.text_map import in_tera, schedule_map
 from diffusion_runtime.generation.denoising_stages import stages_of
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.published_folders import packaged_folder
@@ -202,11 +202,6 @@ def test_steps_of_a_first_chunk_are_drawn_beside_those_of_the_others() -> None:
     assert drawn["regional"]["self", "0-5"].letters == "AAAABBBBBBBBAAAA"
     assert drawn["regional"]["self", "0-5"].commit == drawn["off"]["self", "0-4"].commit == "A"
     assert drawn["off"]["self", "5"].commit == "C"
-    page = render(found)
-    assert (
-        "12 steps of the first chunk and 4 of the others from left to right; commits: torch_sdpa in layers 0-5" in page
-    )
-    assert "<title>layer 0, steps 4-11 of the first chunk: reference" in page
     assert found.passes_text == "39: 4 for a chunk, 12 for the first by dmd, and commits"
 
 
@@ -219,15 +214,6 @@ def test_schedules_are_drawn_by_layer_and_step() -> None:
     own = {row.layers: row.letters for row in drawn.rows if row.role == "self"}
     assert own == {"0-2": "AABB", "3-5": "BBBB"}
     assert drawn.legend["A"] == "torch_sdpa"
-    page = render(found)
-    # Two runs of steps in each of the first three layers of self-attention, one in any other.
-    assert page.count("<rect") == 3 + len(found.schedule)
-    assert "<title>layer 2, steps 2-3: video_sparse_attn" in page
-    assert 'width="24" height="12"' in page
-    for text in drawn.legend.values():
-        assert f"</span> {text}</li>" in page
-    assert "<script" not in page
-    assert "http" not in page
 
 
 def test_what_leaves_out_passes_that_are_counted_is_said() -> None:
@@ -235,9 +221,6 @@ def test_what_leaves_out_passes_that_are_counted_is_said() -> None:
     assert "step_cache easycache" in found.remarks[-1]
     assert "cfg_gate 0.5 may leave some out" in found.remarks[-1]
     assert found.passes_text == "4 in 4 steps, each of both guidance branches"
-    page = render(found)
-    assert "cfg_gate 0.5" in page
-    assert "dense calls: torch_sdpa" in page
     assert not any("counted as if" in remark for remark in explained().remarks)
     assert explained(guidance_mode="two_pass").passes_text == "8 in 4 steps"
 
@@ -276,16 +259,42 @@ def test_large_numbers_are_written_out() -> None:
     ]
 
 
-def test_the_page_fits_a_small_screen(tmp_path: Path) -> None:
+def test_the_page_draws_schedules_by_layer_and_step_and_fits_a_small_screen(tmp_path: Path) -> None:
     browser = find_browser()
     if browser is None:
         pytest.skip("no chromium was found on PATH")
-    write_page(explained(SPARSE), tmp_path / "page.html")
+    rules = [{"steps": "0-1", "layers": "0-2", "backend": "torch_sdpa"}]
+    sparse = {"backend": "video_sparse_attn", "extra": {"sparsity": 0.5, "tile_size": [4, 4, 4]}}
+    found = explained({"per_role": {"self": sparse}, "schedule": rules}, guidance_mode="two_pass", cfg_gate=0.5)
     (tmp_path / "profile").mkdir()
     with browser_page(browser, tmp_path / "profile") as page:
+        write_page(found, tmp_path / "page.html")
         page.open(tmp_path / "page.html", 360, 800)
         assert page.read("document.documentElement.scrollWidth") <= 360
         assert page.read("Math.min(...[...document.querySelectorAll('.why')].map(each => each.offsetWidth))") >= 240
+        # Two runs of steps in each of the first three layers of self-attention, one in any other.
+        assert page.read("document.querySelectorAll('.map rect:not(.chosen)').length") == 3 + len(found.schedule)
+        texts = page.read("[...document.querySelectorAll('.map title, .legend li')].map(each => each.textContent)")
+        assert any(text.startswith("layer 2, steps 2-3: video_sparse_attn") for text in texts)
+        assert set(schedule_map(found.schedule).legend.values()) <= set(texts)
+        shown = page.read("document.body.innerText")
+        assert "cfg_gate 0.5" in shown
+        assert "dense calls: torch_sdpa" in shown
+        causal = prepare(
+            RuntimeConfig(
+                "shapes-causal",
+                device="cpu",
+                attention={"schedule": [{"steps": "4-11", "role": "self", "backend": "reference"}]},
+            )
+        )
+        write_page(
+            explain(causal, causal.rules.resolve(GenerationRequest("a red circle", num_frames=29))),
+            tmp_path / "causal.html",
+        )
+        page.open(tmp_path / "causal.html", 1000, 800)
+        texts = page.read("[...document.querySelectorAll('.map title')].map(each => each.textContent)")
+        assert any(text.startswith("layer 0, steps 4-11 of the first chunk: reference") for text in texts)
+        assert "12 steps of the first chunk and 4 of the others" in page.read("document.body.innerText")
         assert page.errors == []
         assert all(url.startswith(("data:", "file:")) for url in page.urls)
 
@@ -325,7 +334,9 @@ def test_names_of_strangers_are_text_on_the_page() -> None:
     found = explained()
     config = dataclasses.replace(found.description.config, model_path="<script>alert(1)</script>")
     description = dataclasses.replace(found.description, config=config)
-    assert "<script" not in render(dataclasses.replace(found, description=description))
+    page = render(dataclasses.replace(found, description=description))
+    assert "<script>alert" not in page
+    assert "\\u003cscript>alert" in page
 
 
 def test_operations_are_counted_as_torch_counts_them() -> None:

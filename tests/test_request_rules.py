@@ -15,7 +15,7 @@ from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
-from diffusion_runtime.request.fields import Blocks, Levels, Number, OneOf, Scales
+from diffusion_runtime.request.fields import Blocks, Levels, MediaFiles, Number, OneOf, Scales
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.request.prompt_switches import PromptSwitches, SeedSwitches
@@ -61,6 +61,8 @@ def another(name: str, value: Any) -> Any:
         return ((9, "a blue star"),)
     if isinstance(check, SeedSwitches):
         return ((9, 7),)
+    if isinstance(check, MediaFiles):
+        return ("star.png",)
     if isinstance(check, FrameConditions):
         return ((9, "star.png", 0.5),)
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy
 import torch
+from PIL import Image
+from tiny_anima import write_tiny_anima
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
 from tiny_flux3 import write_tiny_flux3
@@ -18,17 +25,20 @@ from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_minimax_h3 import write_tiny_minimax_h3
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
+from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import TextStream
 
 # Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3,
-# Qwen 3 VL.
+# Qwen 3 VL, Qwen 3.5.
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan": write_tiny_wan,
     "flux1": write_tiny_flux1,
@@ -44,15 +54,36 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "minimax_h3": write_tiny_minimax_h3,
     "z_image": write_tiny_z_image,
     "krea2": write_tiny_krea2,
+    "wan_animate_2": write_tiny_wan_animate_2,
+    "anima": write_tiny_anima,
+    "moss_image": write_tiny_moss_image,
 }
 
 
 def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
-    """64 x 64 pixels; the fewest frames of a video, where the model makes videos."""
+    """64 x 64 pixels; the fewest frames of a video, where the model makes videos; the files that it needs."""
     num_frames = sum(pipeline.rules.sampling.geometry.frame_rule) if makes_videos(pipeline) else 1
+    needed = {name: _needed_files()[name] for name in pipeline.rules.inputs.needed}
     return GenerationRequest(
-        prompt="a red circle", height=64, width=64, num_frames=num_frames, num_inference_steps=num_steps, seed=3
+        prompt="a red circle",
+        height=64,
+        width=64,
+        num_frames=num_frames,
+        num_inference_steps=num_steps,
+        seed=3,
+        **needed,
     )
+
+
+@functools.cache
+def _needed_files() -> dict[str, str]:
+    """A picture and a video of 9 frames, by the field of a request that names them."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny-files-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    frames = numpy.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=numpy.uint8)
+    numpy.save(folder / "video.npy", frames)
+    Image.fromarray(frames[0]).save(folder / "image.png")
+    return {"image_path": str(folder / "image.png"), "video_path": str(folder / "video.npy")}
 
 
 def makes_videos(pipeline: Pipeline) -> bool:
@@ -69,14 +100,18 @@ def given_to(pipeline: Pipeline) -> Given:
     request = small_request(pipeline)
     assert request.num_frames is not None
     size = ClipSize(64, 64, request.num_frames, 24)
-    latents = torch.randn(2, *pipeline.rules.sampling.geometry.sample_shape(size), generator=generator)
+    settings = BatchSettings.of([pipeline.resolve(request)], pipeline.rules.sampling)
+    latents = torch.randn(2, *settings.sizes.sample_shape(size), generator=generator)
+    image = None
+    if pipeline.rules.inputs.needed:
+        image = pipeline.parts.image_conditioner.condition(settings.shared, size).repeat(2)
     text = pipeline.text_encoder.encode(PROMPTS)
     further = tuple(
         TextStream(with_noise(stream.embeddings, stream.lengths), stream.lengths) for stream in text.further
     )
     noisy = dataclasses.replace(text, embeddings=with_noise(text.embeddings, text.lengths), further=further)
     guidance = 3.5 if pipeline.rules.sampling.embeds_guidance else None
-    return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance)
+    return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance, image=image)
 
 
 def with_noise(embeddings: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -13,6 +13,8 @@ from tiny_qwen_image_21 import tiny_qwen3_vl
 CHANNELS, AUDIO_CHANNELS = 6, 5
 # 7 latent frames of 2 x 3 tokens, and 37 moments of sound on each side.
 TINY_SIZES: dict[str, int] = {"height": 64, "width": 96, "num_frames": 22}
+# Of what is given: a clip that takes its ratio from an image or a video, and an image that is referred to.
+TINY_EDGES = {"canvas_short_edge": 64, "canvas_max_pixels": 64 * 96, "reference_image_short_edge": 96}
 
 
 def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
@@ -21,6 +23,7 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
     import torch
     from diffusers import MiniMaxH3Scheduler
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.tokenization_utils_base import AddedToken
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -28,6 +31,9 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
         torch.manual_seed(0)
         # More layers than are read.
         text_encoder, tokenizer = tiny_qwen3_vl(num_layers=51)
+        tokenizer.add_tokens([AddedToken("<|video_pad|>", special=True)], special_tokens=True)
+        text_encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        text_encoder.config.video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
         parts = {
             "scheduler": MiniMaxH3Scheduler(shift=12.0),
             "audio_scheduler": MiniMaxH3Scheduler(shift=3.0),
@@ -38,20 +44,25 @@ def write_tiny_minimax_h3(folder: Path, *, is_modular: bool = False) -> Path:
             "tokenizer": tokenizer,
             "processor": Qwen2VLImageProcessorPil(patch_size=16),
         }
+        parts["transformer_ref"] = tiny_transformer()
     for name, part in parts.items():
         part.save_pretrained(folder / name)
+    size = {"shortest_edge": 4096, "longest_edge": 25165824}
+    patches = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    of_videos = {"size": size, **patches, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "processor" / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     names = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
     names["text_encoder"] = ["transformers", "Qwen3VLForConditionalGeneration"]
     names["tokenizer"] = ["transformers", "Qwen2TokenizerFast"]
     names["processor"] = ["transformers", "Qwen3VLProcessor"]
-    index = {"_class_name": "MiniMaxH3Pipeline", **names}
+    index = {"_class_name": "MiniMaxH3Pipeline", **names, **TINY_EDGES}
     if is_modular:
-        # The other transformer is not here.
         entries = {
             name: [*pair, {"pretrained_model_name_or_path": "ORG/NAME", "subfolder": name, "type_hint": pair}]
-            for name, pair in {**names, "transformer_ref": names["transformer"]}.items()
+            for name, pair in names.items()
         }
-        index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks", **entries}
+        class_name = "MiniMaxH3ModularPipeline"
+        index = {"_class_name": class_name, "_blocks_class_name": "MiniMaxH3Blocks", **entries, **TINY_EDGES}
     (folder / f"{'modular_' * is_modular}model_index.json").write_text(json.dumps(index))
     (folder / "generation.json").write_text(json.dumps({"num_frames": [22, 345]}))
     return folder

@@ -54,10 +54,10 @@ def write_tiny_wan(
         torch.manual_seed(0)
         parts = {
             "tokenizer": tiny_tokenizer(),
-            "text_encoder": _text_encoder(),
+            "text_encoder": tiny_text_encoder(),
             "transformer": _transformer(num_layers, condition),
-            "vae": _sensitive_to_images(_vae(vae)) if condition else _vae(vae),
-            "scheduler": _scheduler(scheduler, flow_shift),
+            "vae": sensitive_to_images(tiny_vae(vae)) if condition else tiny_vae(vae),
+            "scheduler": tiny_scheduler(scheduler, flow_shift),
             "transformer_2": None if boundary_ratio is None else _transformer(num_layers, condition),
         }
         made = WanImageToVideoPipeline if condition else WanPipeline
@@ -107,7 +107,7 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def _text_encoder() -> Any:
+def tiny_text_encoder() -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     vocab_size = len(SPECIAL_TOKENS) + len(WORDS)
@@ -163,7 +163,7 @@ def _transformer(num_layers: int, condition: str = "") -> Any:
     return model.eval()
 
 
-def _sensitive_to_images(vae: Any) -> Any:
+def sensitive_to_images(vae: Any) -> Any:
     """What a random encoder makes of an image is hardly more than its biases: without them, and far larger."""
     import torch
 
@@ -174,7 +174,7 @@ def _sensitive_to_images(vae: Any) -> Any:
     return vae
 
 
-def _vae(kind: str) -> Any:
+def tiny_vae(kind: str) -> Any:
     import torch
     from diffusers import AutoencoderKLWan
 
@@ -202,9 +202,13 @@ def _vae(kind: str) -> Any:
     ).eval()
 
 
-def _scheduler(name: str, flow_shift: float) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+def tiny_scheduler(name: str, flow_shift: float) -> Any:
+    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     if name == "flow_match_euler":
         return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+    if name == "dpmpp_2m":
+        return DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+        )
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)

@@ -1,5 +1,6 @@
 """Triton kernels on a CPU: `interpret` runs a script of tests under Triton's interpreter, in a process of its own, as
-TRITON_INTERPRET is read when triton is imported.
+TRITON_INTERPRET is read when triton is imported. The process is forked from the warm interpreter, which has torch, and
+imports Triton anew.
 
 TRITON_INTERPRET=1 PYTHONPATH=.:tests python tests/triton_interpreter.py SCRIPT
 """
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from warm_python import run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,10 +32,20 @@ def interpret(script: Path | str, *, flags: Sequence[str] = ()) -> str:
     named = [str(script)] if isinstance(script, Path) else ["-c", script]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    command = [sys.executable, *flags, __file__, *named]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if flags:
+        command = [sys.executable, *flags, __file__, *named]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    else:
+        done = run_python(__file__, *named, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def forget_triton() -> None:
+    """What was imported without TRITON_INTERPRET, such as by torch's compiler; the binary part is the same."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
 
 
 def patch_languages_once() -> None:
@@ -71,6 +83,7 @@ def patch_languages_once() -> None:
 
 
 def main() -> None:
+    forget_triton()
     patch_languages_once()
     del sys.argv[0]
     if sys.argv[0] == "-c":

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 # Third-party modules that a generation imports; one that is not installed is left to whoever needs it.
 PRELOADED = (
-    "PIL.Image PIL.PngImagePlugin numpy rich.console rich.markup safetensors.torch tokenizers typer yaml",
+    "PIL.Image PIL.PngImagePlugin numpy rich.console rich.markup rich.table safetensors.torch tokenizers typer yaml",
+    "pydantic.fields pydantic.json_schema pydantic.type_adapter pydantic.types",
     "torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.distributed.elastic.multiprocessing",
     "torch.distributed.elastic.agent.server.local_elastic_agent torch.distributed.elastic.rendezvous.registry",
     "diffusers diffusers.models.autoencoders.autoencoder_kl diffusers.models.autoencoders.autoencoder_kl_wan",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -130,6 +131,23 @@ def list_backends(device: str | Hardware = "auto", *, importing: bool = True) ->
     names = available_names()
     listed = [_describe(name, hardware, importing and hardware.is_here) for name in names]
     return listed + [_unusable(name, reason) for name, reason in broken_backends().items() if name not in names]
+
+
+def option_values(name: str) -> list[dict[str, Any]]:
+    """Return the options of a backend for a form: `name`, `default` as JSON has it, `choices` where it is one of some
+    values. Nothing for a backend that is not there."""
+    backend = find_backend(name)
+    if backend is None:
+        return []
+    hints = get_type_hints(backend.options_type)
+    rows = []
+    for item in dataclasses.fields(backend.options_type):
+        default = None if item.default is dataclasses.MISSING else item.default
+        choices = [True, False] if hints[item.name] is bool else list(get_args(hints[item.name]))
+        is_choice = hints[item.name] is bool or get_origin(hints[item.name]) is Literal
+        plain = list(default) if isinstance(default, tuple) else default
+        rows.append({"name": item.name, "default": plain, **({"choices": choices} if is_choice else {})})
+    return rows
 
 
 def missing_names() -> tuple[str, ...]:

@@ -11,9 +11,10 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.prefix import PrefixCache
+from diffusion_runtime.attention.cache.reference import ReferenceFrames
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
-from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
+from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams, without
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.parallel.sharding import SequenceSharding
@@ -151,8 +152,9 @@ class AttentionContext:
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
     torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
     that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
-    attends to and none computes again, such as those of reference images. shapes_only: whether attention layers make
-    outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
+    attends to and none computes again, such as those of reference images. reference: the same, of a clip whose frames
+    are seen by the frames of the same index alone, for ReferenceFrameAttention. shapes_only: whether attention layers
+    make outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
     operators in compiled graphs have of it (attention/opaque.py), None for one that is made while torch.compile traces.
     """
 
@@ -167,6 +169,7 @@ class AttentionContext:
     is_compiled: bool = False
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
+    reference: ReferenceFrames | None = None
     shapes_only: bool = False
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -192,7 +195,8 @@ class AttentionContext:
         modulated_input: called before the blocks run, by a step cache that compares it.
         """
         num_own = self.sharding.num_own(num_grid_tokens)
-        return self.block_runner.run(list(blocks), streams, self.step, num_own, modulated_input)
+        run = without(list(blocks), self.step.skipped_blocks)
+        return self.block_runner.run(run, streams, self.step, num_own, modulated_input)
 
     def for_prefill(self) -> Self:
         """The pass that computes a prefix within this one: without a layout, in a phase of its own (`commit`)."""

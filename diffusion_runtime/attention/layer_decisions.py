@@ -26,7 +26,7 @@ from diffusion_runtime.parallel.interface import Exchange
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes and features that a layer is built with. num_heads, num_kv_heads: of this process, where processes share
-    the num_heads_total of a layer (tensor parallel); scale, causal, cached_keys: as in AttentionLayer."""
+    the num_heads_total of a layer (tensor parallel); scale, causal, cached_keys, merges: as in AttentionLayer."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,12 +35,13 @@ class LayerShape:
     scale: float | None
     causal: bool
     cached_keys: bool
+    merges: bool = False
 
 
 @dataclass(frozen=True)
 class ResolvedCall:
     """A decision, and the exchange that suits its backend. shared: how processes share the sequence, empty for one
-    process; needs_lse: whether parts are merged by it."""
+    process; needs_lse: whether parts are merged by the log-sum-exp, of a ring or with further keys."""
 
     resolved: Resolved
     exchange: Exchange
@@ -74,7 +75,9 @@ class LayerDecisions:
         self._shape = shape
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(shape.num_heads)
-        self._needs = features_used(scale=shape.scale, causal=shape.causal, cached_keys=shape.cached_keys)
+        self._needs = features_used(
+            scale=shape.scale, causal=shape.causal, return_lse=shape.merges, cached_keys=shape.cached_keys
+        )
         self._known: dict[_DecisionKey, ResolvedCall] = {}
         self._known_at = num_changes()
         self.policy = policy
@@ -244,7 +247,8 @@ class LayerDecisions:
         if served is None:
             resolved = self._resolve(key)
             exchange = self._exchange_for(resolved.backend)
-            served = known[key] = ResolvedCall(resolved, exchange, exchange.describe(), exchange.needs_lse)
+            needs_lse = exchange.needs_lse or self._shape.merges
+            served = known[key] = ResolvedCall(resolved, exchange, exchange.describe(), needs_lse)
         return served
 
     def _resolve(self, key: _DecisionKey) -> Resolved:

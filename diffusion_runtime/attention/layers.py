@@ -56,7 +56,8 @@ class AttentionLayer(nn.Module, ABC):
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
     exchange: how processes share the sequence; None takes what the class makes of the policy's mesh. cached_keys:
     whether its calls attend to the keys and values of earlier frames or of a prefix too, where the context has a cache
-    of them.
+    of them. merges: whether its results are merged with those over further keys, by the log-sum-exp that its backend
+    then returns.
 
     As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
     (tensor parallel): first_head is the first of them among num_heads_total. decisions: what serves its calls, which
@@ -78,6 +79,7 @@ class AttentionLayer(nn.Module, ABC):
         causal: bool = False,
         exchange: Exchange | None = None,
         cached_keys: bool = False,
+        merges: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -101,7 +103,7 @@ class AttentionLayer(nn.Module, ABC):
         # What compiled graphs have of it.
         self._handle = ATTENTIONS.handle_of(self)
         shape = LayerShape(
-            self.num_heads, self.num_kv_heads, self.num_heads_total, head_dim, scale, causal, cached_keys
+            self.num_heads, self.num_kv_heads, self.num_heads_total, head_dim, scale, causal, cached_keys, merges
         )
         self.decisions = LayerDecisions(self.layer, shape, policy, exchange)
 

@@ -19,6 +19,7 @@ from diffusion_runtime.errors import BackendUnavailableError, DiffusionRuntimeEr
 from diffusion_runtime.media.publish import publish_bytes
 from diffusion_runtime.serving.engine_process import EngineProcess
 from diffusion_runtime.serving.engines import EngineLost, Refused, batch_size
+from diffusion_runtime.untrusted.media_kinds import HEAD_BYTES, container_of
 
 # Of a row: where its file goes, by its number of frames; what is known of one that is there.
 Target = Callable[[str, int], Path]
@@ -215,7 +216,9 @@ class Maker:
                 for source in sources:
                     path = content = source.content
                     if isinstance(content, bytes):
-                        suffix = Path(source.name).suffix if ":" not in source.name else ""
+                        is_named = ":" not in source.name
+                        # Readers of videos and sounds go by the name.
+                        suffix = Path(source.name).suffix if is_named else container_of(content[:HEAD_BYTES]) or ""
                         path = Path(self._inputs.name) / f"{row.id}-{len(written)}{suffix}"
                         publish_bytes(path, content)
                         written.append(path)

@@ -29,11 +29,13 @@ from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.request.fields import (
     MAX_COUNT,
     MAX_LEVELS,
+    MAX_REFERENCES,
     MAX_SCALE,
     Blocks,
     Count,
     ImageFile,
     Levels,
+    MediaFiles,
     Number,
     OneOf,
     Scales,
@@ -197,6 +199,8 @@ def _checked(check: object) -> Schema:
         text = {"type": "string", "pattern": CONDITION_TEXT}
         several = {"type": "array", "items": {"anyOf": [listed, text]}, "maxItems": MAX_CONDITIONS}
         return {"anyOf": [several, text]}
+    if isinstance(check, MediaFiles):
+        return {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_REFERENCES}]}
     if isinstance(check, ImageFile):
         return {"anyOf": [_NAME, {"type": "array", "items": _NAME}]} if check.several else _NAME
     if isinstance(check, PromptSwitches | SeedSwitches):

@@ -118,8 +118,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
     put = terminal.show if terminal.log_format == "json" else console_on_stdout().print
     from diffusion_runtime.cli.dry_run import attention_plan, device_row
     from diffusion_runtime.explanation.explanation import implementation_rows
-    from diffusion_runtime.explanation.page import in_tera
-    from diffusion_runtime.explanation.text_map import schedule_map
+    from diffusion_runtime.explanation.text_map import in_tera, schedule_map
 
     description, request = explanation.description, explanation.request
     frames, height, width = explanation.grid
@@ -129,6 +128,7 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
         ("device", f"{device_row(description)}, {description.dtype}"),
         ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
         ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
+        *(("reference", each) for each in explanation.references),
         ("forward passes", explanation.passes_text),
         *([("quantization", description.quantization)] if description.quantization else []),
     ]

@@ -15,7 +15,7 @@ from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import ConfigError, RequestError, shown
-from diffusion_runtime.request.fields import SIZE, ImageFile
+from diffusion_runtime.request.fields import SIZE, ImageFile, MediaFiles
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 
@@ -140,8 +140,8 @@ def _images(name: str, paths: Sequence[str]) -> str | tuple[str, ...] | None:
     Raises RequestError for several of a field that names one.
     """
     check = REQUEST_FIELDS[name].check
-    if isinstance(check, FrameConditions):
-        # Texts of their own form, which the request reads.
+    if isinstance(check, FrameConditions | MediaFiles):
+        # Texts of their own form, or paths in an order that counts.
         return tuple(paths) or None
     if len(paths) > 1 and not (isinstance(check, ImageFile) and check.several):
         raise RequestError(too_many_images(name, paths, 1))

@@ -50,7 +50,7 @@ def download(
     terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.config import RuntimeConfig
-        from diffusion_runtime.core.model_folder import INDEX_FILE, MODULAR_INDEX_FILE
+        from diffusion_runtime.core.model_folder import INDEX_FILE, MODULAR_INDEX_FILE, ModelFolder
         from diffusion_runtime.models import hub
         from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
         from diffusion_runtime.models.modular_folder import parts_elsewhere
@@ -73,7 +73,11 @@ def download(
             places = [hub.download_file(hub_id, name, commit) for name in indexes]
             elsewhere = parts_elsewhere(places[0].parent)
             family = hub.native_family(places[0].parent)
-            left_out = (*elsewhere, *(() if family is None else family.files.unread))
+            unread = [] if family is None else sorted(family.files.left_out)
+            if family is not None and named is not None and named.workflow is not None:
+                whole = ModelFolder(places[0].parent, workflow=family.files.workflow(named.workflow, family.name))
+                unread = whole.on_disk(unread)
+            left_out = (*elsewhere, *unread)
         names = [file.name for file in files]
         wanted = set(hub.needed_files(names, elsewhere=left_out, variant=asked.variant))
         needed = [file for file in files if file.name in wanted]

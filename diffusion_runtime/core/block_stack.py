@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,12 +63,30 @@ def overwriting(block: Callable[..., Any], *inputs: Any) -> RunBlock:
     return run
 
 
+def without(blocks: Sequence[RunBlock], skipped: Collection[int]) -> list[RunBlock]:
+    """Return the blocks, some of which leave the streams as they are. skipped: their indices."""
+    return [_passing(block) if index in skipped else block for index, block in enumerate(blocks)]
+
+
+def _passing(block: RunBlock) -> RunBlock:
+    join: RunBlock | None = getattr(block, _JOIN, None)
+    return (lambda streams: streams) if join is None else join
+
+
+# The attribute of a RunBlock behind which the streams are one: joins them without the block.
+_JOIN = "join"
+
+
 def then_joined(blocks: Sequence[RunBlock]) -> list[RunBlock]:
     """Return the blocks, the last of which leaves all streams as one sequence."""
+
+    def join(streams: Streams) -> Streams:
+        return (torch.cat(streams, dim=1),)
 
     def joined(streams: Streams) -> Streams:
         for block in blocks[-1:]:
             streams = block(streams)
-        return (torch.cat(streams, dim=1),)
+        return join(streams)
 
+    setattr(joined, _JOIN, join)
     return [*blocks[:-1], joined]

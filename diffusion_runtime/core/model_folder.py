@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -62,12 +62,21 @@ class ModularIndex:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Workflow:
+    """A mode of a folder that holds several transformers. stand_ins: component of the model -> the component that takes
+    its place."""
+
+    name: str
+    stand_ins: Mapping[str, str]
+
+
 class ModelFolder:
     """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
     see the same content. `folder / name` is a path inside it. downloads_gb: of a published model, of each component
     whose weights are still on the hub, in 10 ** 9 bytes; None where all are here. parts: where components are that come
     from elsewhere. is_packaged: whether the json is this package's own. modular: its modular index, where that counts,
-    in place of model_index.json."""
+    in place of model_index.json. workflow: the mode it is opened for, None for the first one."""
 
     def __init__(
         self,
@@ -77,12 +86,14 @@ class ModelFolder:
         *,
         is_packaged: bool = False,
         modular: ModularIndex | None = None,
+        workflow: Workflow | None = None,
     ) -> None:
         self.path = path
         self.downloads_gb = downloads_gb
         self.parts = parts
         self.is_packaged = is_packaged
         self.modular = modular
+        self.workflow = workflow
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
 
@@ -90,7 +101,22 @@ class ModelFolder:
         if self.modular is not None and name == INDEX_FILE:
             return self.path / MODULAR_INDEX_FILE
         first, *rest = Path(name).parts or ("",)
-        return self.parts[first].joinpath(*rest) if first in self.parts else self.path / name
+        if first in self.parts:
+            return self.parts[first].joinpath(*rest)
+        stand_ins = {} if self.workflow is None else self.workflow.stand_ins
+        return self.path.joinpath(stand_ins.get(first, first), *rest)
+
+    def with_workflow(self, workflow: Workflow) -> ModelFolder:
+        """Return the same folder opened for a workflow: its index names the components that take the place of
+        others."""
+        return self._copy(workflow=workflow)
+
+    def on_disk(self, components: Iterable[str]) -> list[str]:
+        """Return the names that these components have in their repository, and those of components that others take
+        the place of."""
+        stand_ins = {} if self.workflow is None else self.workflow.stand_ins
+        standing = set(stand_ins.values())
+        return [*(stand_ins.get(each, each) for each in components if each not in standing), *stand_ins]
 
     def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
         """Return the same folder with components from elsewhere."""
@@ -101,7 +127,12 @@ class ModelFolder:
         return self._copy(modular=modular, parts={**self.parts, **parts})
 
     def _copy(self, **changes: Any) -> ModelFolder:
-        kept = {"downloads_gb": self.downloads_gb, "parts": self.parts, "modular": self.modular}
+        kept = {
+            "downloads_gb": self.downloads_gb,
+            "parts": self.parts,
+            "modular": self.modular,
+            "workflow": self.workflow,
+        }
         return ModelFolder(self.path, is_packaged=self.is_packaged, **{**kept, **changes})
 
     def without_downloads(self, components: Collection[str]) -> ModelFolder:
@@ -127,13 +158,14 @@ class ModelFolder:
         if path not in self._mappings:
             self._contents[path] = _read(path)
             self._mappings[path] = _parse(path, self._contents[path])
-        return copy.deepcopy(self._mappings[path])
+        values = copy.deepcopy(self._mappings[path])
+        return values if names != (INDEX_FILE,) or self.workflow is None else standing_in(self.workflow, values)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the json files of the model and its parts, in hexadecimal: folders with different digests are
         different models. Reads those that nothing has read yet."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(b"" if self.workflow is None else self.workflow.name.encode())
         whole = [self.path / INDEX_FILE, self.path / "generation.json"]
         if self.modular is None:
             files = [(path.relative_to(self.path).as_posix(), path) for path in self.path.glob("[!.]*/*.json")]
@@ -147,6 +179,24 @@ class ModelFolder:
                 content = read_file(path, max_bytes=MAX_TEXT_BYTES, error=ModelLoadError) if known is None else known
                 digest.update(name.encode() + b"\0" + content + b"\0")
         return digest.hexdigest()
+
+
+def standing_in(workflow: Workflow, index: Mapping[str, T]) -> dict[str, T]:
+    """Return the components of an index with those of a workflow in the places of others. Raises ModelLoadError for an
+    index that lacks one."""
+    found = dict(index)
+    for component, stand_in in workflow.stand_ins.items():
+        if stand_in not in found:
+            raise ModelLoadError(
+                f"workflow: {workflow.name}: the model's index names no {stand_in}; use a folder that has it"
+            )
+        found[component] = found.pop(stand_in)
+    return found
+
+
+def workflow_of(folder: AnyFolder) -> str | None:
+    """Return the name of the workflow that a folder is opened for; None for the first one."""
+    return folder.workflow.name if isinstance(folder, ModelFolder) and folder.workflow is not None else None
 
 
 # A folder whose files are read once, or one whose files are read whenever they are asked for.

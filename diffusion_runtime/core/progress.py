@@ -12,8 +12,9 @@ import torch
 
 from diffusion_runtime.errors import Cancelled
 
-# `clips`: whole clips that are made one after the other, as a tuning counts them.
-Stage: TypeAlias = Literal["text", "denoise", "decode", "clips"]
+# `clips`: whole clips that are made one after the other, as a tuning counts them; `pieces`: of a video that is
+# restored.
+Stage: TypeAlias = Literal["text", "denoise", "decode", "clips", "pieces"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class StageClock:
         done(0)
         yield done
         self._wait()
-        self._seconds[stage, request_index] = time.perf_counter() - started
+        seconds = self._seconds.get((stage, request_index), 0.0)
+        # A stage may come again, in a video that is made in segments.
+        self._seconds[stage, request_index] = seconds + time.perf_counter() - started
 
     def timings(self, request_index: int) -> dict[str, float]:
         """Seconds by stage: the batch's where all requests advance together, else the request's own."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Of the conditional prediction with a part of the model left out: self-attention of some blocks (spatio-temporal
-# guidance), or attention between pictures and sound (modality guidance).
+# Of the conditional prediction with a part of the model left out: some blocks (skip-layer guidance) or their
+# self-attention (spatio-temporal guidance), or attention between pictures and sound (modality guidance).
 PERTURBED, ISOLATED = "perturbed", "isolated"
 BRANCHES = ("cond", "uncond", "both", PERTURBED, ISOLATED)
 PHASES = ("denoise", "commit")
@@ -37,7 +37,8 @@ class StepInfo:
     `commit` for the pass over clean frames that leaves their final keys in the cache, and for the one that computes a
     prefix (attention/cache/prefix.py). frame_timesteps: of each latent frame of the pass, where they differ, as in a
     rolling window; None where timestep is that of all. shares_keys: whether the unconditional branch goes on from the
-    cached keys of the conditional one, since it has none of its own.
+    cached keys of the conditional one, since it has none of its own. skipped_blocks: indices of the blocks that take no
+    part in the pass (skip-layer guidance).
     """
 
     index: int = 0
@@ -51,3 +52,4 @@ class StepInfo:
     phase: Literal["denoise", "commit"] = "denoise"
     frame_timesteps: tuple[float, ...] | None = None
     shares_keys: bool = False
+    skipped_blocks: tuple[int, ...] = ()

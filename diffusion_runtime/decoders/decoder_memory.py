@@ -181,6 +181,8 @@ def has_frames(autoencoder: Any) -> bool:
 
 
 def _goes_by_frame(autoencoder: Any) -> bool:
+    if getattr(autoencoder, "goes_by_frame", False):
+        return True
     return "feat_cache" in inspect.signature(autoencoder.decoder.forward).parameters
 
 

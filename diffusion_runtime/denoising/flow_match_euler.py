@@ -37,6 +37,8 @@ class FlowMatchEulerSampler(ScheduleSampler):
     settings: ClassVar[Mapping[str, Allows]] = {
         "num_train_timesteps": whole(2, 100_000),
         "shift_terminal": _is_terminal,
+        # Of models whose noise levels are those of their training: TrainedLevels reads it.
+        "training_shift": is_positive,
         "invert_sigmas": is_false,
         "stochastic_sampling": is_false,
         "use_karras_sigmas": is_false,

@@ -36,8 +36,41 @@ class FlowSchedule:
         own."""
         return None
 
+    def levels(self, num_steps: int, flow_shift: float) -> tuple[float, ...] | None:
+        """Return the noise levels of the steps as they run, without the final 0; None for those of `sigmas` after the
+        flow shift. Raises RequestError for a number of steps that there is no schedule of."""
+        return None
+
     def check_sampler(self, name: str) -> None:
         """Raises RequestError for a sampler that does not fit what the model predicts."""
+
+
+@dataclass(frozen=True)
+class TrainedLevels(FlowSchedule):
+    """Evenly spaced noise levels after the flow shift, each moved to the nearest one of the training (MOSS-Image,
+    arXiv:2610.23374). num_levels: of the training, which are evenly spaced before training_shift."""
+
+    num_levels: int = 1000
+    training_shift: float = 1.0
+
+    def levels(self, num_steps: int, flow_shift: float) -> tuple[float, ...]:
+        trained = self._grid(self.num_levels, self.training_shift).flip(0)
+        wanted = self._grid(num_steps, flow_shift)
+        above = torch.searchsorted(trained, wanted).clamp(max=self.num_levels - 1)
+        below = (above - 1).clamp(min=0)
+        is_below = (wanted - trained[below]).abs() <= (trained[above] - wanted).abs()
+        found = trained[torch.where(is_below, below, above)]
+        if len(torch.unique_consecutive(found)) < num_steps:
+            raise RequestError(
+                f"num_inference_steps: {num_steps} steps are closer to each other than the {self.num_levels} noise "
+                "levels of the training; expected fewer"
+            )
+        return tuple(found.tolist())
+
+    def _grid(self, count: int, shift: float) -> torch.Tensor:
+        """Return levels from 1 to that of the last timestep, both shifted, float32."""
+        lowest = shift / (self.num_levels + shift - 1)
+        return shifted(torch.linspace(1, lowest, count), shift)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from diffusion_runtime.core.step_info import ISOLATED, PERTURBED, StepInfo
 from diffusion_runtime.denoising.interface import BranchWrapper, Predict, PredictBranches
+from diffusion_runtime.denoising.skip_layers import SkipLayers
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.request.generation_request import GUIDANCE_MODES
@@ -21,13 +22,14 @@ Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 @dataclass(frozen=True)
 class RequestGuidance:
-    """Guidance of a batch. scale: the factor of classifier-free guidance at a step; mode, branches, wrappers: see
+    """Guidance of a batch. scale: the factor of classifier-free guidance at a step; mode, branches, wrappers, skip: see
     with_guidance."""
 
     scale: Callable[[StepInfo], float]
     mode: str
     branches: BranchExchange | None = None
     wrappers: Sequence[BranchWrapper] = ()
+    skip: SkipLayers | None = None
 
 
 def extrapolate(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
@@ -61,6 +63,7 @@ def with_guidance(
     combine: Combine = extrapolate,
     branches: BranchExchange | None = None,
     wrappers: Sequence[BranchWrapper] = (),
+    skip: SkipLayers | None = None,
 ) -> Predict:
     """`combine` of both branches, in float32, from a prediction that reads `step.branch`.
 
@@ -69,19 +72,20 @@ def with_guidance(
     scale: a number, or a function of the step; 1 or less runs the conditional branch alone.
     branches: two groups of processes that run one branch each, whatever the mode; all combine them alike.
     wrappers: around the velocities of the branches, before they are combined; the last one is the outermost.
+    skip: skip-layer guidance; of the unconditional branch it needs `two_pass`.
 
     Raises RequestError for an unknown mode.
     """
-    velocities = predict_branches(predict, mode, branches)
+    velocities = predict_branches(predict if skip is None else skip.around(predict), mode, branches)
     for wrap in wrappers:
         velocities = wrap(velocities)
 
     def guided(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         factor = scale(step) if callable(scale) else scale
-        if factor <= 1:
-            return velocities(latents, step, ("cond",))["cond"]
-        both = velocities(latents, step, ("cond", "uncond"))
-        return combine(both["cond"], both["uncond"], factor)
+        further = () if skip is None else skip.further(step)
+        found = velocities(latents, step, ("cond", *(("uncond",) if factor > 1 else ()), *further))
+        made = combine(found["cond"], found["uncond"], factor) if factor > 1 else found["cond"]
+        return made if skip is None else skip.combined(made, found)
 
     return guided
 

@@ -68,6 +68,9 @@ def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule:
     elif request.sigmas_before_shift is not None:
         levels, field = tuple(shifted(t, flow_shift) for t in request.sigmas_before_shift), "sigmas_before_shift"
     else:
+        as_they_run = schedule.levels(num_steps, flow_shift) if SAMPLERS[name].takes_levels else None
+        if as_they_run is not None:
+            return build_sampler(name, num_steps, 1.0, options, as_they_run)
         return build_sampler(name, num_steps, flow_shift, options, schedule.sigmas(num_steps))
     if not SAMPLERS[name].takes_levels:
         others = " or ".join(other for other, declared in SAMPLERS.items() if declared.takes_levels)

@@ -16,7 +16,7 @@ from diffusion_runtime.untrusted.known_settings import is_positive
 SAMPLER_OF_CLASS = {
     class_name: name
     for name, sampler in SAMPLERS.items()
-    for class_name in (sampler.scheduler_class, sampler.also_class)
+    for class_name in (sampler.scheduler_class, *sampler.also_classes)
     if class_name is not None
 }
 # Sampler -> what its class calls the flow shift.

@@ -16,7 +16,10 @@ LAYER_COUNTS = ("num_layers", "num_single_layers", "num_refiner_layers", "n_laye
 
 
 # Classes whose forward is not a step of a whole clip, and why.
-_IN_PARTS = {"AnyFlowFARTransformer3DModel": "generates chunk by chunk over a cache of its own"}
+_IN_PARTS = {
+    "AnyFlowFARTransformer3DModel": "generates chunk by chunk over a cache of its own",
+    "CosmosTransformer3DModel": "takes the text that Anima's text conditioner, another model, has made",
+}
 
 
 def class_in_diffusers(transformer_class: str, config: Mapping[str, Any]) -> str:

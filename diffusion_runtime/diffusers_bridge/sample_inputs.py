@@ -28,6 +28,7 @@ from diffusion_runtime.models.minimax_h3.positions import (
     text_positions,
 )
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+from diffusion_runtime.text_encoders.token_ids import digits_of
 
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
 _TIMESTEP, _GUIDANCE = 500.0, 4.0
@@ -358,6 +359,26 @@ def _image_with_text_layers(sample: StepSample) -> StepInputs:
     )
 
 
+def _image_with_token_ids(sample: StepSample) -> StepInputs:
+    """Return inputs of Anima: states of a language model and ids of T5, of equal lengths. Its text conditioner makes
+    states as wide as it takes them."""
+    latents, room = sample.latents(), sample.text_tokens or 512
+    lengths = sample.lengths(*_PROMPT_LENGTHS, room=room)
+    states = sample.padded(room, sample.config["text_embed_dim"], lengths)
+    ids = torch.arange(room, device=sample.device).expand(sample.batch, -1)
+    text = Conditions.of(states, lengths, further=[TextStream(digits_of(ids).to(sample.dtype), lengths)])
+    inputs = DenoiserInputs(text, sample.size)
+    return StepInputs((latents, sample.full(_TIMESTEP), inputs), {}, lambda out: out)
+
+
+def _image_behind_text(sample: StepSample) -> StepInputs:
+    """Return inputs of MOSS-Image, which diffusers does not have."""
+    latents, room = sample.latents(), sample.text_tokens or max(_PROMPT_LENGTHS)
+    lengths = sample.lengths(*_PROMPT_LENGTHS, room=room)
+    text = Conditions.of(sample.padded(room, sample.config["text_dim"], lengths), lengths)
+    return StepInputs((latents, sample.full(_TIMESTEP), DenoiserInputs(text, sample.size)), {}, lambda out: out)
+
+
 def _image_lists(sample: StepSample) -> StepInputs:
     latents = sample.latents()
     text = sample.random(sample.text_tokens or 100, sample.config["cap_feat_dim"])
@@ -559,4 +580,6 @@ _MAKERS: Mapping[str, _Maker] = {
     "QwenImage21Transformer2DModel": _image_after_prefix,
     "ZImageTransformer2DModel": _image_lists,
     "Krea2Transformer2DModel": _image_with_text_layers,
+    "CosmosTransformer3DModel": _image_with_token_ids,
+    "MOSSImageTransformer": _image_behind_text,
 }

@@ -97,7 +97,7 @@ class Explanation:
     pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
     out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. step_seconds: mean
     seconds of a step's computation, as of `parts`; copy_seconds: of the copies of streamed weights that a step has, 0
-    without, which run behind it."""
+    without, which run behind it. references: a line about each one of several kinds."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -112,6 +112,7 @@ class Explanation:
     is_bound: bool
     is_in_chunks: bool = False
     warnings: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
     step_seconds: float = 0.0
     copy_seconds: float = 0.0
 
@@ -176,9 +177,12 @@ class Explanation:
             "request": self.request.to_dict(),
             "grid": list(self.grid),
             "num_text_tokens": self.num_text_tokens,
+            "references": list(self.references),
             "num_steps": self.num_steps,
             "num_first_chunk_steps": self.num_first_steps,
             "num_forwards": self.num_forwards,
+            "passes": self.passes_text,
+            "step": self.step_text,
             "guidance_branches_are_joined": self.is_joined,
             "implementations": [row.to_dict() for row in implementation_rows(self)],
             "schedule": [row.to_dict() for row in self.schedule],
@@ -217,8 +221,11 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
     text = 0 if widest is None else widest.num_text_tokens
+    media = prepared.model.inputs.media
     schedule = tuple(_joined(rows) for rows in zip(*(stage.schedule for stage in stages), strict=True))
-    parts, seconds = _parts(prepared, planned, stages, costs.prefill, groups[0].passes[0].weight)
+    parts, seconds = _parts(
+        prepared, planned, stages, costs.prefill, groups[0].passes[0].weight, len(settings.segments)
+    )
     of_steps = sum(time for name, time in seconds.items() if name not in _OUTSIDE_STEPS)
     num_forwards = sum(each.num for group in groups for each in group.passes)
     num_steps = sum(len(stage.steps) for stage in stages)
@@ -232,6 +239,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         num_forwards=num_forwards,
         is_joined=planned.is_guided and planned.is_batched,
         is_in_chunks=prepared.rules.sampling.is_causal,
+        references=() if media is None else tuple(media.describe(request, planned.size)),
         schedule=schedule,
         parts=parts,
         step_seconds=of_steps / num_steps,
@@ -378,9 +386,11 @@ def _parts(
     stages: Sequence[_Stage],
     prefill: ForwardCost | None,
     branches: float,
+    num_segments: int,
 ) -> tuple[tuple[PartCost, ...], Mapping[str, float]]:
     """Return the parts of the whole request, and their expected seconds: linear layers, attention by role, what is
-    computed once of a prefix or of the text, the rest of the steps, decoding. branches: that compute it."""
+    computed once of a prefix or of the text, the rest of the steps, decoding. branches: that compute it. num_segments:
+    that are decoded."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -408,7 +418,7 @@ def _parts(
         name = "prefill" if prefill.attention else "text, once per request"
         add(name, products + attention, products + attention, time)
     add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
-    decoding = count_decoding(prepared.model, planned, torch.device("meta"))
+    decoding = count_decoding(prepared.model, planned, torch.device("meta")) * num_segments
     add("decode", decoding, decoding, decoding / _RATES["decode"])
     total = sum(seconds.values())
     parts = [PartCost(name, dense, kept, seconds[name] / total) for name, (dense, kept) in operations.items()]

@@ -73,9 +73,10 @@ def num_first_steps(settings: BatchSettings) -> int | None:
 def _groups_of_clip(
     prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[PassGroup]:
+    count, settings = len(settings.segments), settings.of_segment()
     further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
-    num = (1 if is_joined or not planned.is_guided else 2) + further
-    weight = num - further / 2 if is_joined else num
+    num = ((1 if is_joined or not planned.is_guided else 2) + further) * count
+    weight = num - count * further / 2 if is_joined else num
     has_control = isinstance(prepared.model.sampling.control, ImageControl)
     start = 0
     for stage in stages_of(settings):

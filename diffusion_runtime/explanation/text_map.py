@@ -53,6 +53,12 @@ def describe(backend: str, density: float | None) -> str:
     return backend if density == 1.0 or backend == NOT_RUN else f"{backend}, {density:.3g} of the pairs"
 
 
+def in_tera(operations: float) -> str:
+    """Four digits, `78,330` and `0.05389`; `-` for a part that is counted by its time alone."""
+    tera = float(f"{operations / 1e12:.4g}")
+    return "-" if not operations else f"{tera:,.0f}" if tera >= 1000 else f"{tera:g}"
+
+
 def _equal_layers(schedule: Sequence[LayerSchedule]) -> Iterator[tuple[str, list[LayerSchedule]]]:
     """Layers of one role with the same steps."""
     groups: dict[tuple[object, ...], list[LayerSchedule]] = {}

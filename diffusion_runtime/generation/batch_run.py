@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
@@ -90,12 +92,17 @@ class BatchRun:
             hooks=self.hooks,
         )
 
-    def denoise(self, clock: StageClock) -> tuple[torch.Tensor, EncodedPrompts]:
-        """Encode the prompts and denoise the batch. Return clean latents, float32 [batch, *sample_shape]."""
+    def read_prompts(self, clock: StageClock) -> EncodedPrompts:
+        """Encode the prompts of the batch, as a stage."""
         with clock.stage("text", 1) as done:
             prompts = self.encode()
             done(1)
         self.participants.after_text()
+        return prompts
+
+    def denoise(self, clock: StageClock) -> tuple[torch.Tensor, EncodedPrompts]:
+        """Encode the prompts and denoise the batch. Return clean latents, float32 [batch, *sample_shape]."""
+        prompts = self.read_prompts(clock)
         with clock.stage("denoise", self.settings.chunking.num_steps_of_video) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:
@@ -112,6 +119,30 @@ class BatchRun:
             if self.hooks.on_latents is not None:
                 self.hooks.on_latents(latents)
         return latents, prompts
+
+    def denoise_segment(
+        self, prompts: EncodedPrompts, segment: Segment, before: torch.Tensor | None, clock: StageClock
+    ) -> torch.Tensor:
+        """Denoise one segment of a request's video. Return clean latents, float32 [1, *sample_shape]. before: as of
+        ImageConditioner.of_segment."""
+        settings = self.settings.of_segment()
+        num_steps, count = settings.num_steps, len(self.settings.segments)
+
+        def conditioner() -> ImageConditioner:
+            return self._loaded_image_conditioner().of_segment(segment, before)
+
+        # What a segment sees of the one before is no part of the request, by which encodings are kept.
+        denoiser = dataclasses.replace(
+            self.denoiser(), settings=settings, image_conditioner=conditioner, encodings=KeptResults(0)
+        )
+        with clock.stage("denoise", num_steps * count) as done:
+
+            def on_step(step: StepInfo, at: torch.Tensor) -> None:
+                self.hooks.notify_step(step, at)
+                done(num_steps * segment.index + step.index + 1)
+
+            seeds = [request.seed for request in self.batch]
+            return denoiser.denoise(prompts.conditions, seeds, on_step, num_drawn=segment.index)
 
     def _loaded_image_conditioner(self) -> ImageConditioner:
         self.participants.before_image_encoder()

@@ -74,9 +74,11 @@ class LatentDenoiser:
     encodings: KeptResults = field(default_factory=lambda: KeptResults(0))
     hooks: Hooks = field(default_factory=Hooks)
 
-    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
+    def denoise(
+        self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep, num_drawn: int = 0
+    ) -> torch.Tensor:
         """Return the clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's
-        noise.
+        noise. num_drawn: how many times as much noise earlier segments of the video have drawn.
 
         Raises DiffusionRuntimeError when they are not finite.
         """
@@ -84,6 +86,8 @@ class LatentDenoiser:
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
+        for _ in range(num_drawn):
+            noise.draw()
         initial = noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state, forward = RequestCache(), self.forward_of()
@@ -179,7 +183,7 @@ class LatentDenoiser:
         """Return the guidance of these settings around a prediction that reads `step.branch`. inputs: of the
         conditional branch; wrappers: see with_guidance."""
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
-        given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers)
+        given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers, guidance.skip)
         return self.transformer.guided(predict, given, inputs)
 
     def context_of(

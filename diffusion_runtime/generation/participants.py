@@ -28,6 +28,9 @@ class Participant:
     def after_text(self) -> None:
         """Handle the end of the text encoders."""
 
+    def begin_again(self, recorder: AttentionRecorder) -> None:
+        """Handle the start of the forward passes of a video's next segment, after decoding."""
+
     def before_image_encoder(self) -> None:
         """Make room for the image encoder, which is about to run."""
 
@@ -53,6 +56,9 @@ class CountedProducts(Participant):
         self._counter = counter
 
     def begin(self, recorder: AttentionRecorder) -> None:
+        self._counter.start(recorder.record_product)
+
+    def begin_again(self, recorder: AttentionRecorder) -> None:
         self._counter.start(recorder.record_product)
 
     def after_denoising(self, recorder: AttentionRecorder) -> Timings:
@@ -133,6 +139,10 @@ class Participants(Participant):
     def after_text(self) -> None:
         for each in self._several:
             each.after_text()
+
+    def begin_again(self, recorder: AttentionRecorder) -> None:
+        for each in self._several:
+            each.begin_again(recorder)
 
     def before_image_encoder(self) -> None:
         for each in self._several:

@@ -54,27 +54,38 @@ class PatchEmbedding(nn.Module):
         return tokens
 
 
-def timestep_waves(timestep: torch.Tensor, num_channels: int, scale: float = 1.0) -> torch.Tensor:
+def timestep_waves(
+    timestep: torch.Tensor, num_channels: int, scale: float = 1.0, *, is_double: bool = False
+) -> torch.Tensor:
     """Sinusoidal embedding, [batch] to float32 [batch, channels]: cosines, then sines, of scale times the timestep at
     periods from 2 pi to 2 pi * MAX_PERIOD (Vaswani et al., arXiv:1706.03762).
 
     scale: for models whose time is in [0, 1]. It is multiplied last: at hundreds of radians the order shows in the
-    fifth digit.
+    fifth digit. is_double: whether angles are computed in float64, as such a model was trained; Apple's GPUs have none.
     """
     half = num_channels // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-    angles = timestep[:, None].float() * torch.exp(-math.log(MAX_PERIOD) * exponents) * scale
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    dtype = torch.float64 if is_double and timestep.device.type != "mps" else torch.float32
+    exponents = torch.arange(half, dtype=dtype, device=timestep.device) / half
+    angles = timestep[:, None].to(dtype) * torch.exp(-math.log(MAX_PERIOD) * exponents) * scale
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
 
 class TimestepEmbedding(nn.Module):
     """The sinusoidal timestep embedding through a two-layer network, in the dtype of its weights. hidden_dim: None is
-    dim. scale: of timestep_waves."""
+    dim. scale, is_double: of timestep_waves."""
 
     def __init__(
-        self, num_waves: int, dim: int, hidden_dim: int | None = None, *, scale: float = 1.0, bias: bool = True
+        self,
+        num_waves: int,
+        dim: int,
+        hidden_dim: int | None = None,
+        *,
+        scale: float = 1.0,
+        bias: bool = True,
+        is_double: bool = False,
     ) -> None:
         super().__init__()
+        self.is_double = is_double
         hidden_dim = dim if hidden_dim is None else hidden_dim
         self.num_waves = num_waves
         self.scale = scale
@@ -83,7 +94,8 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """[batch] to [batch, dim]."""
-        waves = timestep_waves(timestep, self.num_waves, self.scale).to(self.up.weight.dtype)
+        waves = timestep_waves(timestep, self.num_waves, self.scale, is_double=self.is_double)
+        waves = waves.to(self.up.weight.dtype)
         embedded: torch.Tensor = self.down(F.silu(self.up(waves)))
         return embedded
 

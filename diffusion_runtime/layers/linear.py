@@ -204,15 +204,22 @@ def _runs_on_onednn(x: torch.Tensor) -> bool:
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))), with the tanh form of GELU. out_dim: None is dim."""
+    """down(gelu(up(x))), with the tanh form of GELU, or with is_exact the one that has the error function. out_dim:
+    None is dim."""
 
-    def __init__(self, dim: int, hidden_dim: int, out_dim: int | None = None, *, bias: bool = True) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, out_dim: int | None = None, *, bias: bool = True, is_exact: bool = False
+    ) -> None:
         super().__init__()
+        self.is_exact = is_exact
         self.up = Linear(dim, hidden_dim, bias=bias)
         self.down = Linear(hidden_dim, dim if out_dim is None else out_dim, bias=bias)
 
     def forward(self, x: LinearInput) -> torch.Tensor:
         """[..., dim] to [..., out_dim]. x may be quantised where `up` takes that."""
+        if self.is_exact:
+            out: torch.Tensor = self.down(F.gelu(self.up(x)))
+            return out
         return self.down.forward_after_gelu(self.up, x)
 
 

@@ -38,7 +38,7 @@ class BlockModulation(Modulation):
     """Modulation of a block that is given its rows (layers/modulation_rows.py)."""
 
     # By the code that computes the rows, and not by the block's forward.
-    read_once = ("projection",)
+    read_once: tuple[str, ...] = ("projection",)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def position_rotations(
     axes: tuple[range, ...],
     channels: tuple[int, ...],
     device: torch.device,
-    theta: float = THETA,
+    theta: float | Sequence[float] = THETA,
     spans: Sequence[int] | None = None,
     scales: Sequence[float] | None = None,
 ) -> torch.Tensor:
@@ -50,7 +50,7 @@ def position_rotations(
     axes: the positions along each axis; the tokens are all their combinations, the last axis varying fastest. channels:
     of a head that encode each axis, even numbers. spans: of tokens that cover so many positions along each axis,
     numbered by the first of them through `axes`; they turn by the middle one. None for one each. scales: what positions
-    along each axis are multiplied by; None for 1.
+    along each axis are multiplied by; None for 1. theta: of all axes, or one for each.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
     float32 the last frames of a long clip would already be off in the sixth digit.
@@ -61,7 +61,8 @@ def position_rotations(
     tables = []
     for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
         span, scale = 1 if spans is None else spans[place], 1.0 if scales is None else scales[place]
-        table = _axis_rotations(axis, num_channels, theta, span, scale)
+        own = theta[place] if isinstance(theta, Sequence) else theta
+        table = _axis_rotations(axis, num_channels, own, span, scale)
         shape = [size if index == place else 1 for index, size in enumerate(box)]
         tables.append(table.view(*shape, -1).expand(*box, -1))
     return torch.cat(tables, dim=-1).flatten(0, -2).to(torch.complex64).to(device)

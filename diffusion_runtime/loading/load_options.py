@@ -29,6 +29,7 @@ class LoadOptions(TypedDict, total=False):
     image_encoder_path: str | None  # None
     mmproj_path: str | None  # None
     variant: str | None  # None
+    workflow: str | None  # None
     upsampler_path: str | None  # None
     lora: Any  # ()
     self_check: bool  # True

@@ -277,6 +277,8 @@ def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
     height, width = (side, side) if rules.inputs.references is None else rules.inputs.references.scaled((side, side))
     if not rules.defaults.keys() >= {"height", "width"}:
         notes = [f"the model has no size of its own: memory is planned for one image of {height} x {width}"]
+    if rules.inputs.media is not None:
+        notes = [*notes, "memory is planned for a request without references, which take more"]
     # In the order of the layers that fill a request: the model's own values are the last but these.
     values = {"height": height, "width": width, "num_frames": 1, "fps": 1, "flow_shift": 1.0, **rules.defaults}
     return planned_batch(rules, [GenerationRequest(prompt="a prompt", seed=0).with_defaults(values)]), notes
@@ -284,15 +286,15 @@ def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
 
 def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> PlannedRequest:
     """Return what decides about the memory of resolved requests that are made together."""
-    settings = BatchSettings.of(batch, rules.sampling)
+    settings = BatchSettings.of(batch, rules.sampling).of_segment()
     is_batched = settings.guidance.mode == "batched"
-    num_samples = 1 if settings.decides_per_sample else len(batch)
+    num_samples = 1 if settings.decides_per_sample or settings.pieces else len(batch)
     return PlannedRequest(
         settings.size,
         num_samples,
         settings.guidance.is_guided,
         is_batched,
-        batch[0],
+        settings.shared,
         settings.guidance.embedded,
         settings.guidance.further_branches,
     )
@@ -313,6 +315,8 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
     num_tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
+    if rules.inputs.media is not None:
+        num_tokens += rules.inputs.media.num_tokens(planned.request, size)
     cached = 0
     if rules.sampling.is_causal:
         settings = BatchSettings.of([planned.request], rules.sampling)

@@ -161,8 +161,7 @@ class PreparedModel:
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
-        elsewhere = [file.component for file in opened.weights.files]
-        elsewhere += opened.family.unread_components(config.vae_decoder)
+        elsewhere = [*opened.weights.in_files, *opened.family.unread_components(config.vae_decoder)]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -197,10 +196,10 @@ class PreparedModel:
         description, opened, config = checked.description, self.model, checked.description.config
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
-        elsewhere = [file.component for file in opened.weights.files]
+        elsewhere = opened.weights.in_files
         read_began = time.perf_counter()
         unread = opened.family.unread_components(config.vae_decoder)
-        named = [*named_components(config), *unread]
+        named = [*named_components(config), *elsewhere, *unread]
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
@@ -452,7 +451,8 @@ class PreparedModel:
 
     def _load_image_conditioner(self) -> ImageConditioner:
         conditioner = self.model.load_image_conditioner(self.device, self.dtype)
-        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        conditioner = conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+        return conditioner.in_tiles(self.description.config.vae_tiling)
 
     def _load_decoder(self) -> LatentDecoder:
         config = self.description.config

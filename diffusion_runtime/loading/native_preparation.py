@@ -156,6 +156,7 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     family.decoding.check_mode(config.vae_decode, family.name)
     model = family.open(folder).with_decoder(config.vae_decoder)
     model = model.with_transformer_files(files, lora_names_of_families)
+    folder = folder.without_downloads(model.weights.in_files)
     family.decoding.check_tiling(config.vae_tiling, family.name, model.geometry.spatial_factor)
     if family.text.shapes(folder, model.config).sees:
         check_sees(folder)

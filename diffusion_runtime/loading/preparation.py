@@ -26,6 +26,7 @@ from diffusion_runtime.models.lora_sources import located
 from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.modular_folder import open_folder
 from diffusion_runtime.models.part_files import named_components
+from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -114,9 +115,9 @@ def prepare(
     fusion_is_on()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
-    config = with_found_files(config)
+    config = with_workflow_of_name(with_found_files(config))
     found = (
-        find_configs(config.model_path, revision=config.revision, offline=config.offline)
+        find_configs(config.model_path, revision=config.revision, offline=config.offline, workflow=config.workflow)
         if is_dry_run or is_all_in_files(config)
         # Which variants there are is only seen once they are here.
         else ConfigFolder(
@@ -133,7 +134,7 @@ def prepare(
     loras = located(config.lora, offline=config.offline, is_dry_run=is_dry_run)
     config = dataclasses.replace(config, lora=loras)
     folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
-    folder = open_folder(folder, backend=config.backend, offline=config.offline)
+    folder = open_folder(folder, backend=config.backend, offline=config.offline, workflow=config.workflow)
     planned_on = _planned_device(config, plan_for) if is_dry_run else None
     if _is_passthrough(config.backend, folder):
         if planned_on is not None:
@@ -146,6 +147,18 @@ def prepare(
 
         return prepare_passthrough(config, folder)
     return prepare_native(config, folder, world, is_guided, planned_on)
+
+
+def with_workflow_of_name(config: RuntimeConfig) -> RuntimeConfig:
+    """Return a config with the workflow of the published model that it names. Raises ConfigError for another one."""
+    named = model_of_name(config.model_path)
+    if named is None or named.workflow == config.workflow or (named.workflow is None and config.workflow is not None):
+        return config
+    if config.workflow is not None:
+        raise ConfigError(
+            f"workflow: {config.workflow}: {config.model_path} is the model of {named.workflow}; leave out --workflow"
+        )
+    return dataclasses.replace(config, workflow=named.workflow)
 
 
 def _planned_device(config: RuntimeConfig, plan_for: str | None) -> PlannedDevice | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from diffusion_runtime.errors import OutputError, RequestError
+from diffusion_runtime.errors import MissingPackageError, OutputError, RequestError
 from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.untrusted.files import check_file, named
 
@@ -81,7 +81,7 @@ MAX_SECONDS = 600.0
 NUM_CHANNELS = 2
 _TIMEOUT = 300
 # By suffix: what ffmpeg is to expect. A playlist, which names other files, is none of them.
-_CONTAINERS = {
+CONTAINERS = {
     **{".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".ogg": "ogg", ".oga": "ogg", ".opus": "ogg", ".aac": "aac"},
     **dict.fromkeys((".m4a", ".mp4", ".m4v", ".mov"), "mov"),
     **dict.fromkeys((".mkv", ".webm"), "matroska"),
@@ -102,11 +102,56 @@ def check_sound(path: str, field: str, seconds: float) -> None:
         )
 
 
+def sound_seconds(path: str, field: str, most: float) -> float:
+    """Return the seconds of sound in a file, `most` or as many as there are. Raises what `check_sound` raises."""
+    state = os.stat(check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError))
+    return min(most, _seconds(path, field, most, (state.st_ino, state.st_size, state.st_mtime_ns)))
+
+
+def read_sound_as_it_is(path: str, field: str, seconds: float, sample_rate: int, num_channels: int) -> Audio:
+    """Read the first `seconds` of a file, or as many as there are, at its own rate and in its own channels, which are
+    two where it has more. Raises what `check_sound` raises."""
+    check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
+    # ffmpeg rounds the length to packets of the container.
+    samples = _decoded(path, field, min(seconds + 0.1, MAX_SECONDS), sample_rate, num_channels=num_channels)
+    return Audio(numpy.ascontiguousarray(samples[:, : int(seconds * sample_rate)]), sample_rate)
+
+
 def read_sound(path: str, field: str, seconds: float, sample_rate: int) -> Audio:
     """Read the first `seconds` of a file that `check_sound` passed, in two channels (one is both), resampled by
     ffmpeg's filter where the file has another rate; silence where it ends before. Raises what it raises."""
     check_file(path, field, max_bytes=MAX_SOUND_BYTES, error=RequestError)
     samples, count = _decoded(path, field, seconds, sample_rate), round(seconds * sample_rate)
+    missing = max(0, count - samples.shape[1])
+    return Audio(numpy.ascontiguousarray(numpy.pad(samples, ((0, 0), (0, missing)))[:, :count]), sample_rate)
+
+
+def has_sound(path: str, field: str) -> bool:
+    """Return whether a file that can be read as a video has sound; False where there is no ffmpeg."""
+    if Path(path).suffix.lower() not in CONTAINERS:
+        return False
+    try:
+        check_file(path, field, max_bytes=None, error=RequestError)
+        return _decoded(path, field, 0.1, 8000).size > 0
+    except (RequestError, MissingPackageError):
+        return False
+
+
+def read_long_sound(path: str, field: str, start: float, seconds: float, sample_rate: int) -> Audio:
+    """Read `seconds` from `start` on as `read_sound` does, however many; silence where the file has none. Raises
+    RequestError for a file that is not readable as sound."""
+    count, parts, position = round(seconds * sample_rate), list[numpy.ndarray](), 0.0
+    while position < seconds:
+        length = min(MAX_SECONDS, seconds - position)
+        try:
+            parts.append(_decoded(path, field, length, sample_rate, start + position))
+        except RequestError:
+            # The sound is shorter than the pictures.
+            if not parts and start == 0:
+                raise
+            break
+        position += length
+    samples = numpy.concatenate(parts, axis=1) if parts else numpy.zeros((NUM_CHANNELS, 0), numpy.float32)
     missing = max(0, count - samples.shape[1])
     return Audio(numpy.ascontiguousarray(numpy.pad(samples, ((0, 0), (0, missing)))[:, :count]), sample_rate)
 
@@ -118,23 +163,27 @@ def _seconds(path: str, field: str, most: float, _state: tuple[int, ...]) -> flo
     return float(_decoded(path, field, most, rate).shape[1]) / rate
 
 
-def _decoded(path: str, field: str, seconds: float, sample_rate: int) -> numpy.ndarray:
-    """float32 [channels, samples]."""
-    container = _CONTAINERS.get(Path(path).suffix.lower())
+def _decoded(
+    path: str, field: str, seconds: float, sample_rate: int, start: float = 0.0, num_channels: int = NUM_CHANNELS
+) -> numpy.ndarray:
+    """float32 [channels, samples]. start: in seconds."""
+    container = CONTAINERS.get(Path(path).suffix.lower())
     if container is None:
-        raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(_CONTAINERS)}")
+        raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(CONTAINERS)}")
     if seconds > MAX_SECONDS:
         raise RequestError(f"{named(field, path)}: expected at most {MAX_SECONDS:g} seconds, got {seconds:g}")
     command = [
         find_ffmpeg(named(field, path)), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
-        "-f", container, "-i", f"file:{Path(path).resolve()}", "-map", "0:a:0", "-t", f"{seconds:.6f}",
-        "-ac", str(NUM_CHANNELS), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
+        "-f", container, *(("-ss", f"{start:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
+        "-map", "0:a:0", "-t", f"{seconds:.6f}",
+        "-ac", str(num_channels), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT, start_new_session=True)
     except subprocess.TimeoutExpired as error:
         raise RequestError(f"{named(field, path)}: was not decoded within {_TIMEOUT} seconds") from error
-    samples = numpy.frombuffer(done.stdout[: len(done.stdout) // 8 * 8], "<f4").reshape(-1, NUM_CHANNELS).T
+    size = 4 * num_channels
+    samples = numpy.frombuffer(done.stdout[: len(done.stdout) // size * size], "<f4").reshape(-1, num_channels).T
     if not samples.size or not numpy.isfinite(samples).all():
         messages = done.stderr.decode(errors="replace").strip().splitlines()
         why = messages[-1] if messages else "it has no sound"

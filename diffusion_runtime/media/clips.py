@@ -29,13 +29,18 @@ from diffusion_runtime.untrusted.files import check_file, named
 MAX_CLIP_BYTES = 16 * 1024**3
 # Of a frame of a video: twice 8K.
 MAX_FRAME_PIXELS = 2 * 7680 * 4320
+# More than any video has: for all of its frames.
+MAX_FRAMES = 1_000_000
 # Seconds for the frames of a clip; decoding 81 frames of 4K takes 5 on two cores.
 _TIMEOUT = 600
 
+# Frames of a video that are counted for one of another rate: 30 s at 240 a second.
+_MAX_PACED = 7200
+
 # By suffix: what ffmpeg is to expect. A playlist, which names other files, is none of them.
-_CONTAINERS = {".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+CONTAINERS = {".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
 _PICTURES = (".gif", ".webp", ".png", ".apng", ".jpg", ".jpeg")
-SUFFIXES = (*_CONTAINERS, *_PICTURES, ".npy")
+SUFFIXES = (*CONTAINERS, *_PICTURES, ".npy")
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,91 @@ def read_clip(
     return numpy.stack(frames)
 
 
+def read_paced(
+    path: str, field: str, num_frames: int, fps: float, height: int, width: int
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """Read a video at another frame rate, at most num_frames: each frame stays until the next one's place, as ffmpeg's
+    filter `fps` has it, and those that no place is left for are dropped. Returns uint8, [frames, height, width, 3],
+    scaled by Lanczos' filter. Raises what `inspect_clip` raises."""
+    from PIL import Image
+
+    facts, repeats = paced(path, field, num_frames, fps)
+    size, frames = (width, height), list[numpy.typing.NDArray[numpy.uint8]]()
+    with contextlib.closing(_frames(path, field, facts, len(repeats))) as pictures:
+        for picture, times in zip(pictures, repeats, strict=False):
+            if times:
+                scaled = picture if picture.size == size else picture.resize(size, Image.Resampling.LANCZOS)
+                frames += [numpy.asarray(scaled, dtype=numpy.uint8)] * times
+    return numpy.stack(frames[:num_frames])
+
+
+def paced(path: str, field: str, num_frames: int, fps: float) -> tuple[ClipFacts, tuple[int, ...]]:
+    """Return the facts of a file, and how often each of its first frames comes in its first num_frames at another frame
+    rate. A file without a rate has that one. Raises what `inspect_clip` raises."""
+    facts = inspect_clip(path, field, num_frames)
+    scale = 1.0 if facts.fps is None else fps / facts.fps
+    if scale < 1:
+        # It takes more of its frames for the same time.
+        facts = inspect_clip(path, field, min(math.ceil((num_frames + 1) / scale), _MAX_PACED))
+        scale = fps / (facts.fps or fps)
+    slots = [math.floor(index * scale + 0.5) for index in range(facts.num_frames + 1)]
+    return facts, tuple(stop - start for start, stop in itertools.pairwise(slots) if start < num_frames)
+
+
 def read_pictures(path: str, field: str, most: int) -> list[Any]:
     """Read the first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises
     what `inspect_clip` raises."""
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
         return list(pictures)
+
+
+class FrameCursor:
+    """The frames of one file, read from one place to the next without decoding it again: of a video that is used piece
+    by piece. Frames before the last start are dropped.
+
+    Raises what `inspect_clip` raises, and RequestError for a file that has fewer frames.
+    """
+
+    def __init__(self, path: str, field: str) -> None:
+        self.path = path
+        self._field = field
+        self._facts = inspect_clip(path, field, MAX_FRAMES)
+        self._pictures: Generator[Any, None, None] | None = None
+        # Frames that were read, the first of which is _first.
+        self._first = 0
+        self._kept: list[numpy.typing.NDArray[numpy.uint8]] = []
+
+    def read(self, start: int, count: int) -> numpy.typing.NDArray[numpy.uint8]:
+        """Return frames of the file's own size, uint8, [count, height, width, 3]."""
+        if self._pictures is None or start < self._first:
+            self.close()
+            self._pictures = _frames(self.path, self._field, self._facts, self._facts.num_frames)
+        while self._first + len(self._kept) < start + count:
+            picture = next(self._pictures, None)
+            if picture is None:
+                found = self._first + len(self._kept)
+                self.close()
+                raise RequestError(
+                    f"{named(self._field, self.path)}: expected {start + count} frames, got {found}: it is damaged, "
+                    "or has changed meanwhile"
+                )
+            self._kept.append(numpy.asarray(picture, dtype=numpy.uint8))
+            self._drop(start)
+        self._drop(start)
+        return numpy.stack(self._kept[:count])
+
+    def close(self) -> None:
+        """End the reading; a later one begins again."""
+        if self._pictures is not None:
+            self._pictures.close()
+        self._pictures, self._first, self._kept = None, 0, []
+
+    def _drop(self, start: int) -> None:
+        dropped = min(start - self._first, len(self._kept))
+        if dropped > 0:
+            del self._kept[:dropped]
+            self._first += dropped
 
 
 def is_black(path: str, field: str, most: int) -> bool:
@@ -112,7 +196,7 @@ def _facts(path: str, field: str, most: int, _state: tuple[int, ...]) -> ClipFac
     if suffix not in SUFFIXES:
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(SUFFIXES)}")
     with _readable(path, field):
-        if suffix in _CONTAINERS:
+        if suffix in CONTAINERS:
             find_ffmpeg(named(field, path), "give its frames as a .gif, .webp or .npy")
             return _video_facts(path, most)
         if suffix == ".npy":
@@ -141,7 +225,7 @@ def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any
 
     suffix = Path(path).suffix.lower()
     with _readable(path, field):
-        if suffix in _CONTAINERS:
+        if suffix in CONTAINERS:
             yield from _video_frames(path, facts, most)
         elif suffix == ".npy":
             yield from (Image.fromarray(numpy.array(frame)) for frame in itertools.islice(_array(path), most))
@@ -150,7 +234,7 @@ def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any
 
 
 def _command(path: str, most: int, *output: str) -> list[str]:
-    container = _CONTAINERS[Path(path).suffix.lower()]
+    container = CONTAINERS[Path(path).suffix.lower()]
     return [
         find_ffmpeg(), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
         "-max_pixels", str(MAX_FRAME_PIXELS), "-f", container, "-i", f"file:{Path(path).resolve()}",

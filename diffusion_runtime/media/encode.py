@@ -56,7 +56,7 @@ class FrameChunks:
 
 
 def encode(
-    file_format: str, frames: FrameChunks, fps: int, recipe: str | None, path: Path, audio: Audio | None = None
+    file_format: str, frames: FrameChunks, fps: float, recipe: str | None, path: Path, audio: Audio | None = None
 ) -> None:
     """Write `frames` to `path` in a format of FORMATS; `recipe` is ASCII text to carry along, None for none.
 
@@ -68,7 +68,7 @@ def encode(
         _ENCODERS_WITH_SOUND[file_format](frames, fps, recipe, path, audio)
 
 
-def _write_mp4(frames: FrameChunks, fps: int, recipe: str | None, path: Path, audio: Audio | None = None) -> None:
+def _write_mp4(frames: FrameChunks, fps: float, recipe: str | None, path: Path, audio: Audio | None = None) -> None:
     """H.264 in 4:2:0, which every player supports, and AAC. Sizes must be even: an odd edge is repeated once, never
     cropped."""
     with _sound_arguments(audio, path.parent) as (sound, sound_track):
@@ -94,7 +94,7 @@ def _sound_arguments(audio: Audio | None, folder: Path) -> Iterator[tuple[list[s
 
 
 def _run_ffmpeg(
-    frames: FrameChunks, fps: int, recipe: str | None, path: Path, sound: list[str], sound_track: list[str]
+    frames: FrameChunks, fps: float, recipe: str | None, path: Path, sound: list[str], sound_track: list[str]
 ) -> None:
     """sound, sound_track: of _sound_arguments."""
     output = [
@@ -108,7 +108,7 @@ def _run_ffmpeg(
         encoder.finish()
 
 
-def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
+def _write_gif(frames: FrameChunks, fps: float, recipe: str | None, path: Path) -> None:
     """256 colours, chosen per frame. Times are in hundredths of a second."""
     images = frames.images()
     comment = {} if recipe is None else {"comment": recipe.encode("ascii")}
@@ -123,7 +123,7 @@ def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) ->
     )
 
 
-def _write_webp(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
+def _write_webp(frames: FrameChunks, fps: float, recipe: str | None, path: Path) -> None:
     """Write an animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
     from PIL import Image
 
@@ -143,7 +143,7 @@ def _write_webp(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -
     )
 
 
-def _write_png(frames: FrameChunks, _fps: int, recipe: str | None, path: Path) -> None:
+def _write_png(frames: FrameChunks, _fps: float, recipe: str | None, path: Path) -> None:
     from PIL.PngImagePlugin import PngInfo
 
     texts = PngInfo()
@@ -152,7 +152,7 @@ def _write_png(frames: FrameChunks, _fps: int, recipe: str | None, path: Path) -
     next(frames.images()).save(path, format="PNG", pnginfo=texts)
 
 
-def _write_npy(frames: FrameChunks, _fps: int, _recipe: str | None, path: Path) -> None:
+def _write_npy(frames: FrameChunks, _fps: float, _recipe: str | None, path: Path) -> None:
     """Write the frames as they are. The format has no room for a recipe; the sidecar has it."""
     shape = (frames.num_frames, frames.height, frames.width, 3)
     with path.open("wb") as file:
@@ -163,17 +163,17 @@ def _write_npy(frames: FrameChunks, _fps: int, _recipe: str | None, path: Path) 
             file.write(numpy.ascontiguousarray(chunk).data)
 
 
-_ENCODERS: dict[str, Callable[[FrameChunks, int, str | None, Path], None]] = {
+_ENCODERS: dict[str, Callable[[FrameChunks, float, str | None, Path], None]] = {
     "mp4": _write_mp4,
     "gif": _write_gif,
     "webp": _write_webp,
     "png": _write_png,
     "npy": _write_npy,
 }
-_ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, int, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
+_ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, float, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
 
 
-def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:
+def _durations(num_frames: int, fps: float, per_second: int) -> list[int]:
     """Return how long each frame is shown, in 1/per_second seconds, rounded so that the total has the right length."""
     ends = [round((index + 1) * per_second / fps) for index in range(num_frames)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

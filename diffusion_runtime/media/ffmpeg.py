@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -41,14 +42,16 @@ class VideoEncoder:
         self,
         height: int,
         width: int,
-        fps: int,
+        fps: float,
         output: Sequence[str],
         *,
         inputs: Sequence[str] = (),
         stdout: int = subprocess.DEVNULL,
     ) -> None:
         size = f"{width + width % 2}x{height + height % 2}"
-        raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"]
+        # 29.97 frames per second are 30000/1001.
+        rate = str(Fraction(fps).limit_denominator(1001))
+        raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", rate, "-i", "pipe:0"]
         # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
         self._process = subprocess.Popen(
             [*_program(), *raw, *inputs, *_COLOUR, *output],

@@ -33,7 +33,7 @@ class ClipHeader:
     num_frames: int
     height: int
     width: int
-    fps: int
+    fps: float
     recipe: Mapping[str, Any]
 
     def __post_init__(self) -> None:

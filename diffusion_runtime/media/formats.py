@@ -46,7 +46,7 @@ def _instead(path: str | Path, suffix: str) -> str:
 
 
 def check_format(
-    name: str, num_frames: int | None = None, *, has_sound: bool | None = None, fps: int | None = None
+    name: str, num_frames: int | None = None, *, has_sound: bool | None = None, fps: float | None = None
 ) -> str:
     """`name`, when it is a format that holds `num_frames` frames, so many a second, and sound where has_sound is True
     (None: not known yet). Else raises ConfigError."""

@@ -53,7 +53,7 @@ class GeneratedMedia:
     """
 
     frames: numpy.ndarray
-    fps: int
+    fps: float
     recipe: Mapping[str, Any]
     attention_report: AttentionReport
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class GeneratedMedia:
             raise OutputError(
                 f"frames: expected uint8 [num_frames, height, width, 3], got {self.frames.dtype} {list(shape)}"
             )
-        if type(self.fps) is not int or self.fps < 1:
-            raise OutputError(f"fps: expected a whole number of 1 or more, got {self.fps!r}")
+        if type(self.fps) not in (int, float) or not 0.01 <= self.fps <= 10_000:
+            raise OutputError(f"fps: expected a number from 0.01 to 10,000, got {self.fps!r}")
         object.__setattr__(self, "recipe", {"schema": RECIPE_SCHEMA, **self.recipe})
 
     @property
@@ -152,7 +152,7 @@ class GeneratedMedia:
     def __repr__(self) -> str:
         """Return one line: pixels and recipe are in the fields."""
         request = self.recipe.get("request") or {}
-        made = f"{self.num_frames} frames at {self.fps} per second, " if self.num_frames > 1 else ""
+        made = f"{self.num_frames} frames at {self.fps:.5g} per second, " if self.num_frames > 1 else ""
         height, width = self.frames.shape[1:3]
         of = "".join(f", {name} {shown(request[name])}" for name in ("prompt", "seed") if request.get(name) is not None)
         return f"<GeneratedMedia: {made}{width} x {height}{of}>"

@@ -29,7 +29,7 @@ class ShownMedia(Protocol):
     def num_frames(self) -> int: ...
 
     @property
-    def fps(self) -> int: ...
+    def fps(self) -> float: ...
 
     @property
     def recipe(self) -> Mapping[str, Any]: ...
@@ -51,7 +51,7 @@ def media_html(media: ShownMedia) -> str:
     request = media.recipe.get("request") or {}
     prompt = html.escape(str(request.get("prompt", "")), quote=True)
     height, width = media.frames.shape[1:3]
-    frames = f"{media.num_frames} frames at {media.fps} per second, " if media.num_frames > 1 else ""
+    frames = f"{media.num_frames} frames at {media.fps:.5g} per second, " if media.num_frames > 1 else ""
     facts = f"{frames}{width} x {height}, seed {html.escape(str(request.get('seed', '')))}"
     seconds = sum(media.timings.get(stage, 0.0) for stage in ("text", "denoise", "decode"))
     return (

@@ -201,4 +201,4 @@ def _recipe_of(sidecar: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _written_fps(sidecar: Mapping[str, Any], num_frames: int) -> float | None:
     fps = (_mapping(sidecar.get("file")) or {}).get("fps")
-    return float(fps) if type(fps) is int and fps > 0 and num_frames > 1 else None
+    return float(fps) if isinstance(fps, int | float) and fps > 0 and num_frames > 1 else None

@@ -15,8 +15,8 @@ from diffusion_runtime.weights.weight_files import SUFFIXES, listed
 _logger = logging.getLogger("diffusion_runtime.loading")
 
 # Of transformers, of one part each, of whole checkpoints.
-TRANSFORMERS = ("diffusion_models", "unet")
-PARTS = ("vae", "text_encoders", "clip", "clip_vision")
+TRANSFORMERS = ("diffusion_models", "unet", "SEEDVR2")
+PARTS = ("vae", "text_encoders", "clip", "clip_vision", "SEEDVR2")
 CHECKPOINTS = ("checkpoints",)
 LORAS = "loras"
 UPSAMPLERS = "latent_upscale_models"

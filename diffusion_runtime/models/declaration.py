@@ -13,6 +13,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.config import tile_pixels
 from diffusion_runtime.core.model_folder import (
     AnyFolder,
+    Workflow,
     read_index,
     refuse_other_pipelines,
     refuse_unknown_index_keys,
@@ -23,7 +24,7 @@ from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames
@@ -45,7 +46,8 @@ class FolderFormat:
     that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
     diffusers, whose ControlNets its models take; None where they take none. unread: further components and folders that
     a repository may have and that are neither read nor downloaded -> the request field that one would set, empty for
-    none.
+    none. workflows: modes beside the first one, by the name that RuntimeConfig.workflow has -> component of the model
+    -> the component of the folder that takes its place.
     """
 
     transformer_classes: tuple[str, ...]
@@ -54,7 +56,20 @@ class FolderFormat:
     index_keys: tuple[str, ...] = ()
     controlnet_class: str | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
+    workflows: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     check_parts: Callable[[AnyFolder], object] = _nothing
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Components that a folder may have and the first workflow does not read."""
+        return frozenset((*self.unread, *(each for names in self.workflows.values() for each in names.values())))
+
+    def workflow(self, name: str, family: str) -> Workflow:
+        """Return a workflow by its name. family: its name, for messages. Raises ConfigError."""
+        if name not in self.workflows:
+            known = f": use {' or '.join(self.workflows)}, or leave it out" if self.workflows else "; leave it out"
+            raise ConfigError(f"workflow: {shown(name)}: {family} models have no such workflow{known}")
+        return Workflow(name, self.workflows[name])
 
     def check(self, folder: AnyFolder) -> None:
         """Check that everything in the folder's json besides the transformer is supported. Imports diffusers for

@@ -96,7 +96,7 @@ class Model(Generic[C, G]):
         facts = {
             "true_cfg_scale": sampling.embeds_guidance,
             "guidance_scale_2": len(self.weights.components) > 1,
-            "conditioning_scale": sampling.control is not None,
+            "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
@@ -219,7 +219,7 @@ class ModelFamily(Generic[C, G]):
     def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
         """Return the components that a folder may have and that are not read. vae_decoder: of RuntimeConfig."""
         named = {name: each.component.name for name, each in self.decoding.named.items()}
-        return frozenset((*self.files.unread, *(each for name, each in named.items() if name != vae_decoder)))
+        return frozenset((*self.files.left_out, *(each for name, each in named.items() if name != vae_decoder)))
 
     def open(self, folder: AnyFolder) -> Model[C, G]:
         """Open the model in this folder, from its json alone, after `files.check`."""

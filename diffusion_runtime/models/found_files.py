@@ -43,15 +43,16 @@ from diffusion_runtime.models.part_files import (
     misfit_of,
     named_components,
     part_files,
+    tokenizer_id_of,
     with_parts,
 )
 from diffusion_runtime.models.recognised_files import fits_transformer, published_of, recognise_transformer
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.text_encoders.loading import tokenizer_id
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.file_kinds import kind_of
 from diffusion_runtime.weights.file_parts import parts_of
+from diffusion_runtime.weights.transformer_files import TransformerFile
 from diffusion_runtime.weights.weight_files import (
     GGUF,
     SUFFIXES,
@@ -142,6 +143,7 @@ def is_all_in_files(config: RuntimeConfig) -> bool:
         return False
     found = find_configs(config.model_path, offline=config.offline)
     folder = ModelFolder(found.path)
+    named |= set(_joined_in(folder, str(config.transformer_path)))
     return found.is_packaged and not (
         set(_components(folder, config.vae_decoder)) - named or _tokenizers_missing(folder, config)
     )
@@ -253,6 +255,7 @@ class _Search:
         """Return the file of each part by its option. Raises ConfigError and ModelLoadError."""
         self._refuse_unread()
         found = {"transformer_path": str(self.path)}
+        joined = _joined_in(self.folder, str(self.path))
         missing: list[str] = []
         # Connectors last: a part of them may lie in the text encoder's file.
         for component in sorted(_components(self.folder, self.config.vae_decoder), key="connectors".__eq__):
@@ -261,6 +264,9 @@ class _Search:
                 self._beside = self.config.text_encoder_path
             if component == "transformer":
                 self._say(component, self.path, "given")
+                continue
+            if component in joined:
+                self._say(component, self.path, "in the same file")
                 continue
             given = None if key is None else getattr(self.config, key)
             if given is not None:
@@ -281,12 +287,12 @@ class _Search:
 
     def _refuse_unread(self) -> None:
         """Raises ConfigError for a file whose name says that it is of a component that the model here does not read."""
-        for component in self.family.files.unread:
+        for component in sorted(self.family.files.left_out):
             if any(self.path.name in known.names for known in self._known(component)):
                 raise ConfigError(
-                    f"model_path: {self.path}: by its name it is the {component} of {self.like}, whose requests this "
-                    f"version does not take; use the file of the transformer. To run it as that all the same: "
-                    f"--model-path {self.like} --transformer-path FILE"
+                    f"model_path: {self.path}: by its name it is the {component} of {self.like}, which takes "
+                    f"other requests; use the file of the transformer, or give --like the model of that one. To run it "
+                    f"as the transformer all the same: --model-path {self.like} --transformer-path FILE"
                 )
 
     def _chosen(self, component: str, key: str) -> Path | None:
@@ -409,7 +415,9 @@ class _Search:
         ]
         flags = ", ".join(flag_name(key) for key in keys if not key.startswith("transformer"))
         unread = f" Not readable as weights: {listed(self.unread)}." if self.unread else ""
-        download = "" if published_of(self.like) is None else f"; --download takes what is missing from {self.like}"
+        published = published_of(self.like)
+        is_folder = published is not None and not published.files_alone
+        download = f"; --download takes what is missing from {self.like}" if is_folder else ""
         return (
             f"Files are looked for beside it, in ComfyUI's folders around it, in --models-dir and ${VARIABLE}, and in "
             f"the hub's cache.{unread} Name one by {flags}{download}"
@@ -420,9 +428,7 @@ class _Search:
         paths: dict[str, Any] = dict(found)
         missing = _tokenizers_missing(self.folder, dataclasses.replace(self.config, **paths))
         if missing and not self.config.download:
-            encoders = [re.sub("tokenizer|processor", "text_encoder", each) for each in missing]
-            whose = [tokenizer_id(self.folder.read_json(each, "config.json")) for each in encoders]
-            known = ", ".join(filter(None, whose))
+            known = ", ".join(filter(None, (tokenizer_id_of(self.folder, each) for each in missing)))
             where = f"the hub's cache (tokenizer.json of {known})" if known else "the hub's cache"
             raise ModelLoadError(
                 f"{listed(missing)}: {self.like} needs it, and neither the file of a text encoder nor {where} has it: "
@@ -437,6 +443,13 @@ class _Search:
     def _say(self, component: str, path: Path, how: str) -> None:
         size = f", {size_text(path.stat().st_size)}" if path.is_file() else ""
         _logger.info("%s: %s%s (%s)", component, path, size, how)
+
+
+def _joined_in(folder: AnyFolder, path: str) -> tuple[str, ...]:
+    """Return the components of a model that are a part of its transformer, and are in the transformer's file. Raises
+    ModelLoadError for a file that cannot be read."""
+    weights = family_for_folder(folder).describe(folder).weights
+    return weights.joined_in(TransformerFile(path, "transformer_path", "transformer"))
 
 
 def _components(folder: AnyFolder, vae_decoder: str | None) -> list[str]:
@@ -458,7 +471,7 @@ def _tokenizers_missing(folder: ModelFolder, config: RuntimeConfig) -> list[str]
     for component, entry in index.items():
         # Bytes need no vocabulary; a processor is a tokenizer where there is no other.
         is_needed = isinstance(entry, list) and not str(entry[-1]).startswith("ByT5")
-        is_tokenizer = component.startswith("tokenizer") or (component == "processor" and "tokenizer" not in index)
+        is_tokenizer = "tokenizer" in component or (component == "processor" and "tokenizer" not in index)
         if is_tokenizer and is_needed and not has_tokenizer(opened / component):
             missing.append(component)
     return missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
@@ -23,6 +24,8 @@ class ImageControl:
 
     num_blocks: int
     most: int = 1
+
+    takes_scale: ClassVar[bool] = True
 
     def num_references(self, request: GenerationRequest) -> int:  # noqa: ARG002 - see VideoControl
         """Return 0: the latents hold no reference frames."""

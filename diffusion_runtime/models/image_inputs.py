@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
+from diffusion_runtime.models.reference_media import ReferenceMedia
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +15,13 @@ class ImageInputs:
 
     images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
     in models with control blocks, those of the control video too. references: how a model for editing takes its images.
-    size_of_image: of the height and width of an image, those of what is made of it where a request says none.
+    media: how a model takes references of several kinds. size_of_image: of the height and width of an image, those of
+    what is made of it where a request says none.
     """
 
     images: Mapping[str, bool] = field(default_factory=dict)
     references: ReferenceImages | None = None
+    media: ReferenceMedia | None = None
     size_of_image: Callable[[Size], Size] | None = None
 
     @property

@@ -18,6 +18,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -26,6 +27,23 @@ from diffusion_runtime.text_encoders.interface import Conditions
 
 # For inputs that no pipeline made: a transformer run on its own.
 _PLAIN_REQUEST = GenerationRequest("(no request)")
+
+
+@dataclass(frozen=True)
+class GivenMedia:
+    """A reference as tokens of its own size: an image, a video or a sound. pictures: normalised latents, [batch,
+    channels, frames, height, width], None for a sound; sound: [batch, channels, length, sides], None without one."""
+
+    pictures: torch.Tensor | None = None
+    sound: torch.Tensor | None = None
+
+    def repeat(self, times: int) -> GivenMedia:
+        """Return the reference repeated for every sample of a batch."""
+        pictures, sound = self.pictures, self.sound
+        return GivenMedia(
+            None if pictures is None else pictures.repeat(times, 1, 1, 1, 1),
+            None if sound is None else sound.repeat(times, 1, 1, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,8 @@ class ImageCondition:
 
     In models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
+
+    In models with references of several kinds, media are these in the order of the request, and latents has 0 frames.
     """
 
     latents: torch.Tensor
@@ -53,13 +73,15 @@ class ImageCondition:
     sound: torch.Tensor | None = None
     places: tuple[tuple[int, float], ...] = ()
     first_strength: float = 1.0
+    media: tuple[GivenMedia, ...] = ()
 
     def repeat(self, times: int) -> ImageCondition:
         """Return the images repeated for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
         sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
-        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength)
+        media = tuple(each.repeat(times) for each in self.media)
+        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength, media)
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:
@@ -154,7 +176,8 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the guidance of a batch around a prediction that reads `step.branch`; models with a guidance of their
         own make it here. inputs: of the conditional branch."""
         combine = rescaled(self.combine_guidance, inputs.request.guidance_rescale or 0.0)
-        return with_guidance(predict, guidance.scale, guidance.mode, combine, guidance.branches, guidance.wrappers)
+        others = guidance.branches, guidance.wrappers, guidance.skip
+        return with_guidance(predict, guidance.scale, guidance.mode, combine, *others)
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the guided velocity, float32, out of the two branches', as the model's authors combine them."""
@@ -177,10 +200,19 @@ class ImageConditioner(ABC):
         """Return the same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
+    def in_tiles(self, choice: str) -> ImageConditioner:
+        """Return the same, encoding in the tiles that LatentDecoder.in_tiles decodes in; itself where it has none."""
+        return self
+
     @property
     def libraries(self) -> tuple[LibraryAttention, ...]:
         """Libraries that compute it, for the report of attention that a library runs itself."""
         return ()
+
+    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
+        """Return the conditioner of one segment of a video, in a model that makes longer ones in segments. before: the
+        known frames, [3, frames, height, width] in [-1, 1]; None for the first segment."""
+        return self
 
     @abstractmethod
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:

@@ -32,7 +32,8 @@ from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.declaration import TextShapes
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.image_control import ImageControl
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
+from diffusion_runtime.models.reference_media import ReferenceShape
 from diffusion_runtime.models.text_encoder_files import CONNECTORS, encoder_shapes, why_whole
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.encoder_size import tensor_sizes_of
@@ -94,6 +95,7 @@ def memory_demand(
     num_others = len(modules) - 1 if model.sampling.is_causal else 0
     widest = max((dim for _, dim in shapes.streams), default=0)
     tokens = sum(tokens for tokens, _ in shapes.streams)
+    tokens += sum(each.num_text_tokens for each in _references(model, planned))
     steps = [
         step_demand(model, module, shapes, dtype, planned, num_sharers, num_others)
         for module in modules.values()
@@ -230,6 +232,8 @@ def _inputs(
         return torch.empty(num_samples, *sizes, dtype=dtype, device=_META)
 
     (first, *others), more = shapes.streams, shapes.tokens_per_image * _num_references(model, planned)
+    references = _references(model, planned)
+    more += sum(each.num_text_tokens for each in references)
     streams = [TextStream(empty(*shape), (shape[0],) * num_samples) for shape in ((first[0] + more, first[1]), *others)]
     text = Conditions.of(
         streams[0].embeddings,
@@ -252,12 +256,29 @@ def _inputs(
             keyframes = [(1, 1.0)] * (len(request.frame_conditions or ()) + (request.last_image_path is not None))
             further = [empty(channels, 1, height, width)] * len(keyframes)
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
+    elif references:
+        none = empty(model.geometry.num_channels, 0, 1, 1)
+        image = ImageCondition(none, media=tuple(_given(model, each, empty) for each in references))
     request, prompt = planned.request, None
     if isinstance(model.sampling.control, ImageControl):
         # A step in which the ControlNet runs; of two branches in one pass, it runs for one.
         request = dataclasses.replace(request, control_guidance_start=None, control_guidance_end=None)
         prompt = Conditions.of(text.embeddings[: planned.num_samples], text.lengths[: planned.num_samples])
     return DenoiserInputs(text, planned.size, planned.guidance, image, request, prompt)
+
+
+def _references(model: Model[Any, Any], planned: PlannedRequest) -> list[ReferenceShape]:
+    """Return the sizes of a request's references of several kinds, of a model that takes them."""
+    media = model.inputs.media
+    return [] if media is None else media.shapes(planned.request, planned.size)
+
+
+def _given(model: Model[Any, Any], shape: ReferenceShape, empty: Callable[..., torch.Tensor]) -> GivenMedia:
+    geometry = model.geometry
+    pictures = None if shape.pictures is None else empty(geometry.num_channels, *shape.pictures)
+    if not shape.num_moments:
+        return GivenMedia(pictures)
+    return GivenMedia(pictures, empty(geometry.num_audio_channels, shape.num_moments, geometry.num_audio_bins))
 
 
 def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:
@@ -332,7 +353,7 @@ def _decoder_size(
 ) -> tuple[PartSize, int]:
     """Return the size of the decoder's weights, with the encoder of an image where the request brings one, and the
     activations of a decode. copies_layout: as in LiveBytes."""
-    takes_image = _takes_image(model, planned)
+    takes_image = _takes_image(model, planned) or planned.request.references is not None
     total, activations = 0, 0
     named, size = model.named_decoder, planned.size
     if named is not None:

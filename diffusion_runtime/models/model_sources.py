@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
+from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.untrusted.files import check_place, user_path
+from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
 from diffusion_runtime.weights.weight_files import (
     CONVERT,
@@ -38,6 +41,8 @@ EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
 _ASSETS = Path(__file__).parents[1] / "assets"
 EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
+
+_WELL_KNOWN_FILE = Path(__file__).with_name("well_known_files.yaml")
 
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -124,12 +129,15 @@ class ConfigFolder:
     is_packaged: bool = False
 
 
-def find_configs(model_path: str, *, revision: str | None = None, offline: bool = False) -> ConfigFolder:
-    """Return the json of a model for callers that read nothing else: for a published model the hub's cached files, else
-    those in the package, so that neither the network nor a download is needed. Any other, and a published model at a
-    revision that is not in the cache, as resolve_model_folder, whose errors it raises."""
+def find_configs(
+    model_path: str, *, revision: str | None = None, offline: bool = False, workflow: str | None = None
+) -> ConfigFolder:
+    """Return the json of a model for callers that read nothing else: for a published model the hub's cached files,
+    else those in the package, so that neither the network nor a download is needed. workflow: of RuntimeConfig. Any
+    other, and a published model at a revision that is not in the cache, as resolve_model_folder, whose errors it
+    raises."""
     model_path, revision = _at_revision(model_path, revision)
-    published = published_model_of(model_path)
+    published = published_model_of(model_path, workflow)
     packaged = None if published is None else packaged_folder(published.model_path)
     cached = None if published is None or packaged is None else _cached(published.model_path, revision)
     if published is None or packaged is None or (cached is None and revision is not None):
@@ -137,11 +145,21 @@ def find_configs(model_path: str, *, revision: str | None = None, offline: bool 
     if cached is None:
         return ConfigFolder(packaged, published.downloads_gb, is_packaged=True)
     # A download that was interrupted, or of the json alone.
-    missing = {name: size for name, size in published.downloads_gb.items() if not has_weights(cached, name)}
+    folder = open_workflow(cached, published.workflow)
+    missing = {name: size for name, size in published.downloads_gb.items() if not has_weights(folder, name)}
     return ConfigFolder(cached, missing or None)
 
 
-def has_weights(folder: Path, component: str) -> bool:
+def open_workflow(path: Path, workflow: str | None) -> AnyFolder:
+    """Return a folder opened for a workflow of its family; itself for the first one. Raises ConfigError and
+    ModelLoadError."""
+    if workflow is None:
+        return path
+    family = family_for_folder(path)
+    return ModelFolder(path).with_workflow(family.files.workflow(workflow, family.name))
+
+
+def has_weights(folder: AnyFolder, component: str) -> bool:
     """Return whether all weight files of a component are there."""
     try:
         find_weight_files(folder / component, STEMS[component_class(folder, component)[0]])
@@ -177,6 +195,17 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
         )
 
 
+def addresses_of(name: str) -> dict[str, str]:
+    """Return where ComfyUI's users get the files of a published model, by component: the first known one of each."""
+    found: dict[str, str] = {}
+    for entry in read_packaged_yaml(_WELL_KNOWN_FILE)["files"]:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["models"]):
+            owner, repository, *rest = entry["files"][0].split("/")
+            address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
+            found |= {part: address for part in entry["parts"] if part not in found}
+    return found
+
+
 def fetch_weights(
     model_path: str,
     folder: AnyFolder,
@@ -197,8 +226,9 @@ def fetch_weights(
     # The commit that was opened, whatever its branch is by now.
     path = folder.path if isinstance(folder, ModelFolder) else folder
     commit = commit_of(path)
+    on_disk = folder.on_disk(elsewhere) if isinstance(folder, ModelFolder) else elsewhere
     found = resolve_model_folder(
-        model_path, elsewhere=[*elsewhere, *parts], revision=commit, offline=offline, variant=variant
+        model_path, elsewhere=[*on_disk, *parts], revision=commit, offline=offline, variant=variant
     )
     if str(found) != str(folder):
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
@@ -265,6 +295,13 @@ def _download(
     variant: str | None = None,
 ) -> Path:
     """Download `hub_id` into the hub's cache, updating it when there is a network; return the folder."""
+    published = published_model_of(hub_id)
+    if published is not None and published.files_alone:
+        raise ModelLoadError(
+            f"{published.name}: its authors publish pickles, which are never read. Download these into one folder, and "
+            "give the first by --model-path, the others are found beside it:"
+            + "".join(f"\n  {address}" for address in addresses_of(published.name).values())
+        )
     try:
         return hub.download(
             hub_id, revision=revision, offline=offline, weights=weights, elsewhere=elsewhere, variant=variant

@@ -20,7 +20,9 @@ from diffusion_runtime.core.model_folder import (
     HubPart,
     ModelFolder,
     ModularIndex,
+    Workflow,
     read_json,
+    standing_in,
 )
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models import hub
@@ -53,18 +55,24 @@ def is_modular(folder: Path) -> bool:
     return not ordinary.is_file() or _is_modular_class(read_json(ordinary).get("_class_name"))
 
 
-def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = False) -> ModelFolder:
+def open_folder(
+    folder: ModelFolder, *, backend: str = "auto", offline: bool = False, workflow: str | None = None
+) -> ModelFolder:
     """Return a folder with the components of its modular index, each from its own repository, whose json is downloaded;
-    a folder without one as it is. backend: of RuntimeConfig; `native` refuses what no family stands for.
+    a folder without one as it is. backend: of RuntimeConfig; `native` refuses what no family stands for. workflow: of
+    RuntimeConfig, where a native model runs.
 
-    Raises ModelLoadError for code that comes with the folder, a component that leaves its repository or names a place
-    of this machine from the hub, and what is missing.
+    Raises ConfigError for a workflow that the family does not have, and ModelLoadError for code that comes with the
+    folder, a component that leaves its repository or names a place of this machine from the hub, and what is missing.
     """
     has_both = all((folder.path / name).is_file() for name in (INDEX_FILE, MODULAR_INDEX_FILE))
     if not is_modular(folder.path):
         if has_both:
             _logger.info("%s: %s is ignored, %s is used", folder, MODULAR_INDEX_FILE, INDEX_FILE)
-        return folder
+        if workflow is None or backend == "diffusers":
+            return folder
+        family = family_for_folder(folder)
+        return folder.with_workflow(family.files.workflow(workflow, family.name))
     if has_both:
         _logger.info("%s: %s is ignored, %s is used", folder, INDEX_FILE, MODULAR_INDEX_FILE)
     index = folder.read_json(MODULAR_INDEX_FILE)
@@ -82,6 +90,11 @@ def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = F
     if why is not None and backend == "native":
         raise ModelLoadError(f"{where}: {why}; `--backend diffusers` runs the folder")
     is_native = why is None and backend != "diffusers"
+    chosen: Workflow | None = None
+    if is_native and workflow is not None:
+        family = family_of_class(specifications["transformer"][0][1])
+        chosen = family.files.workflow(workflow, family.name)
+        specifications = standing_in(chosen, specifications)
     if is_native:
         for component in _left_out(specifications):
             del specifications[component]
@@ -100,7 +113,8 @@ def open_folder(folder: ModelFolder, *, backend: str = "auto", offline: bool = F
             _logger.info("%s: %s comes from %s", folder, component, found)
         parts[component] = found
     if is_native:
-        return _with_guidance(_opened(folder, name, settings, specifications, parts, elsewhere), parts)
+        opened = _with_guidance(_opened(folder, name, settings, specifications, parts, elsewhere), parts)
+        return opened if chosen is None else opened.with_workflow(chosen)
     if backend == "auto":
         _logger.info("%s: %s; diffusers' own %s runs it", folder, why, name)
     components = {component: pair for component, (pair, _) in specifications.items()}
@@ -125,7 +139,7 @@ def _opened(
 def _left_out(specifications: Mapping[str, tuple[list[str], Mapping[str, Any]]]) -> list[str]:
     """Return the components that the family of the transformer has no use for."""
     names = [pair[1] for component, (pair, _) in specifications.items() if component == "transformer"]
-    unused = [each for name in names if is_supported(name) for each in family_of_class(name).files.unread]
+    unused = [each for name in names if is_supported(name) for each in family_of_class(name).files.left_out]
     return [component for component in specifications if component in unused]
 
 

@@ -133,6 +133,8 @@ def with_parts(
     places = {part.component: _place_of(folder, part) for part in parts}
     for part in parts:
         places |= _tokenizer_place(folder, part, places[part.component])
+    if parts:
+        places |= _tokenizers_alone(folder)
     if variant is not None:
         places |= _variants(folder, variant, (*places, *elsewhere))
     return folder.with_parts(places) if places else folder
@@ -175,9 +177,7 @@ def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict
         return {}
     config, path = read_json(encoder / "config.json"), Path(user_path(part.path, part.key))
     found = tokenizer_in(path, part_prefix(encoder), str(config.get("model_type"))) if path.is_file() else None
-    whose = tokenizer_id(config) if found is None else None
-    cached = {} if whose is None else {each: cached_file(whose, each) for each in _JSON_FILES}
-    links = {each: file for each, file in cached.items() if file is not None}
+    links = _cached_tokenizer(tokenizer_id(config) if found is None else None)
     if found is None and _JSON_FILES[0] not in links:
         return {}
     place = _linked(name, folder, links)
@@ -190,6 +190,32 @@ def _tokenizer_place(folder: ModelFolder, part: PartFile, encoder: Path) -> dict
         for each, text in found.files({"model_max_length": longest} if type(longest) is int else {}).items():
             (place / each).write_text(text, encoding="utf-8")
     return {name: place}
+
+
+def tokenizer_id_of(folder: ModelFolder, name: str) -> str | None:
+    """Return the repository of the hub that has a tokenizer of a model: that of its text encoder, or by its name that
+    of a tokenizer without one; None for one that is not known."""
+    encoder = name.replace("tokenizer", "text_encoder").replace("processor", "text_encoder")
+    if encoder in read_index(folder):
+        return tokenizer_id(folder.read_json(encoder, "config.json"))
+    return tokenizer_id({"model_type": name.removesuffix("_tokenizer")})
+
+
+def _cached_tokenizer(whose: str | None) -> dict[str, Path]:
+    """Return the files of a repository's tokenizer that are in the hub's cache."""
+    found = {} if whose is None else {each: cached_file(whose, each) for each in _JSON_FILES}
+    return {each: file for each, file in found.items() if file is not None}
+
+
+def _tokenizers_alone(folder: ModelFolder) -> dict[str, Path]:
+    """Return the folders of tokenizers without a text encoder that the model's folder lacks, from the hub's cache."""
+    places = {}
+    for name in read_index(folder):
+        if name.endswith("_tokenizer") and not has_tokenizer(folder / name):
+            links = _cached_tokenizer(tokenizer_id_of(folder, name))
+            if _JSON_FILES[0] in links:
+                places[name] = _linked(name, folder, links)
+    return places
 
 
 def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:

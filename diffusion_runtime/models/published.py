@@ -27,9 +27,10 @@ class PublishedModel:
     `video`, `video from two images` or `image from text or images`. images: the request fields of files that it takes
     -> whether it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the
     size of the download. told_by: a word that names of its files have, where another model has the same tensors; empty
-    for none. parts: the keys of RuntimeConfig that name further folders of it, such as
-    `upsampler_path` -> the class in such a folder. request, presets: the values it was made for, as its authors
-    document them.
+    for none. files_alone: whether the hub has no folder of it that could be read, and users have its files. workflow:
+    of RuntimeConfig, that its folder is opened for; None for the first one. parts: the keys of RuntimeConfig that name
+    further folders of it, such as `upsampler_path` -> the class in such a folder. request, presets: the values it was
+    made for, as its authors document them.
     """
 
     name: str
@@ -39,6 +40,8 @@ class PublishedModel:
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
     told_by: str = ""
+    files_alone: bool = False
+    workflow: str | None = None
     images: Mapping[str, bool] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -104,6 +107,8 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         parameters=tuple(published["parameters"].items()),
         stored_bytes=published.get("stored_bytes", 2),
         told_by=published.get("told_by", ""),
+        files_alone=published.get("files_alone", False),
+        workflow=entry["runtime"].get("workflow"),
         images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
         parts=published.get("parts", {}),
         request={key: value for key, value in entry["request"].items() if value is not None},
@@ -117,10 +122,12 @@ def model_of_name(model_path: str) -> PublishedModel | None:
     return None if named is None or os.path.exists(model_path) else named
 
 
-def published_model_of(model_path: str) -> PublishedModel | None:
-    """Return the published model of a name or a hub id; None for a folder and for anything else."""
-    known = (each for each in published_models() if each.is_download and model_path in (each.name, each.model_path))
-    found = next(known, None)
+def published_model_of(model_path: str, workflow: str | None = None) -> PublishedModel | None:
+    """Return the published model of a name or a hub id; None for a folder and for anything else. workflow: of several
+    models of one repository, the one of this workflow."""
+    known = [each for each in published_models() if each.is_download and model_path in (each.name, each.model_path)]
+    known.sort(key=lambda each: each.name != model_path and each.workflow != workflow)
+    found = next(iter(known), None)
     return None if found is None or os.path.exists(model_path) else found
 
 

@@ -52,6 +52,7 @@ _families: dict[str, _Registered] = {
     "AnyFlowTransformer3DModel": _in_folder("wan"),
     "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
+    "WanAnimate2Transformer3DModel": _in_folder("wan_animate_2"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
@@ -62,9 +63,12 @@ _families: dict[str, _Registered] = {
     "HunyuanVideo15Transformer3DModel": _in_folder("hunyuan_video_15"),
     "ZImageTransformer2DModel": _in_folder("z_image"),
     "Krea2Transformer2DModel": _in_folder("krea2"),
+    "CosmosTransformer3DModel": _in_folder("anima"),
+    "MOSSImageTransformer": _in_folder("moss_image"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
     "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
     "MiniMaxH3Transformer3DModel": _in_folder("minimax_h3"),
+    "SeedVR2Transformer3DModel": _in_folder("seedvr2"),
 }
 
 

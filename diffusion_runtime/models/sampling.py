@@ -11,8 +11,10 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import check_settings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.models.driving_video import DrivingVideo
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
+from diffusion_runtime.models.video_restoration import VideoRestoration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,13 @@ class Sampling:
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
     run without, and whose authors' pipeline leaves the scale unread. guidance_offset: what is added to guidance_scale
     to make it the factor of uncond + factor * (cond - uncond). guides_parts: pictures and sound are guided apart.
-    control: what a model with control blocks takes. is_causal: it makes videos chunk by chunk, and its transformer
-    reads the keys of earlier ones (attention/cache); history: of those whose older frames are in larger patches.
-    caches_prefix: the transformer computes keys and values of tokens that every step attends to once a request
-    (PrefixCache). decodes_with_noise: the decoder takes noise and its level (decode_noise_scale, decode_timestep).
+    control: what a model with control blocks takes, or one that animates by or restores a video. is_causal: it makes
+    videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); history: of those whose
+    older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that every
+    step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
+    level (decode_noise_scale, decode_timestep). segment_overlap: a video of more than chunk_frames latent frames is
+    made in segments that share so many frames, in pixels, with the one before; None for a model that makes a video at
+    once.
     """
 
     geometry: LatentGeometry
@@ -37,16 +42,22 @@ class Sampling:
     takes_guidance: bool = True
     guidance_offset: float = 0.0
     guides_parts: bool = False
-    control: VideoControl | ImageControl | None = None
+    control: VideoControl | ImageControl | DrivingVideo | VideoRestoration | None = None
     is_causal: bool = False
     history: CompressedHistory | None = None
     caches_prefix: bool = False
     decodes_with_noise: bool = False
+    segment_overlap: int | None = None
 
     @property
     def has_phases(self) -> bool:
         """True where forward passes are of two kinds: denoising, and those that write keys for later ones."""
         return self.is_causal or self.caches_prefix
+
+    @property
+    def restoration(self) -> VideoRestoration | None:
+        """Restoration of videos, in a model that is made for it; None for any other."""
+        return self.control if isinstance(self.control, VideoRestoration) else None
 
     @property
     def product(self) -> str:

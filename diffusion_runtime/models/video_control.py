@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.errors import RequestError
@@ -25,6 +25,8 @@ class VideoControl:
 
     num_blocks: int
     geometry: LatentGeometry
+
+    takes_scale: ClassVar[bool] = True
 
     @property
     def most(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol
 from unicodedata import category
 
 from diffusion_runtime.errors import RequestError, nearest, shown
-from diffusion_runtime.request.given_images import as_image_paths, check_given
+from diffusion_runtime.request.given_images import as_image_paths, as_media_paths, check_given
 
 # A panel of `generate --help`; the others are those of runtime options.
 SIZE = "Size and steps"
@@ -37,6 +37,7 @@ NO_UPSAMPLER = "a second stage needs an upsampler, a folder by --upsampler-path;
 NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out"
 NO_SOUND = "this model does not make pictures and sound together; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
+NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 
 # RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.
 OWN_NAME = ("{name}",)
@@ -157,6 +158,34 @@ class SoundFile(InputFile):
     """The path of a sound file, or of a video with sound."""
 
     noun: ClassVar[str] = "a sound file"
+
+
+# Far more than any model takes.
+MAX_REFERENCES = 100
+
+
+@dataclass(frozen=True)
+class MediaFiles(InputFile):
+    """A tuple of paths of images, videos and sounds in an order that counts; the kind of each is found by its content,
+    and what a model takes of them is its rules to check."""
+
+    noun: ClassVar[str] = "an image, a video or a sound"
+
+    def read(self, value: object) -> object:
+        """Return paths as a tuple, of one path too, with media that are values as files; None for no path."""
+        value = as_media_paths(value)
+        return (
+            (value,) if isinstance(value, str) else tuple(value) or None if isinstance(value, list | tuple) else value
+        )
+
+    def __call__(self, name: str, value: object) -> None:
+        """Raises RequestError for what is no path, and for more files than any model takes."""
+        paths = value if isinstance(value, tuple) else (value,)
+        if len(paths) > MAX_REFERENCES:
+            raise RequestError(f"{name}: expected at most {MAX_REFERENCES} files, got {len(paths)}")
+        for path in paths:
+            super().__call__(name, path)
+            check_given(name, str(path))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from diffusion_runtime.request.fields import (
     GUIDED_CHUNKS,
     IMAGES,
     NO_CONTROLNET,
+    NO_RESTORATION,
     NO_SOUND,
     NO_SPATIO_TEMPORAL,
     NO_UPSAMPLER,
@@ -30,6 +31,7 @@ from diffusion_runtime.request.fields import (
     InputFile,
     Levels,
     MaskFile,
+    MediaFiles,
     Number,
     OneOf,
     RequestField,
@@ -60,10 +62,11 @@ POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
+COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
 # pictures with sound; of a second stage; of a file or how it counts; of a ControlNet; of causal models; at a time of
-# the video.
+# the video; of models that restore one.
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
@@ -74,6 +77,7 @@ _input_field = partial(request_field, panel=WHAT)
 _controlnet_field = partial(_same_field, refusal=NO_CONTROLNET)
 _chunk_field = partial(request_field, is_of_chunks=True)
 _switch_field = partial(_chunk_field, panel=WHAT)
+_restoration_field = partial(request_field, refusal=NO_RESTORATION)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,20 @@ class GenerationRequest:
     )
     stg_blocks: tuple[int, ...] | None = _stg_field(
         "Blocks of --stg-scale, counted from 0: 28.", Blocks(), pipeline_parameters=("spatio_temporal_guidance_blocks",)
+    )
+    # Skip-layer guidance, away from a prediction without some blocks, which are counted from 0: that of the negative
+    # prompt, or with a scale one more of the prompt. Steps from start on and before stop have it, shares of all steps.
+    skip_layers: tuple[int, ...] | None = request_field(
+        "Blocks that the prediction of the negative prompt leaves out, counted from 0: 22.", Blocks()
+    )
+    skip_layer_scale: float | None = request_field(
+        "Scale of one more prediction, of the prompt without --skip-layers, in its place; 0 is none.", Number()
+    )
+    skip_layer_start: float | None = request_field(
+        "Share of the steps after which --skip-layers counts.", Number(maximum=1.0)
+    )
+    skip_layer_stop: float | None = request_field(
+        "Share of the steps before which it counts; 0 turns it off.", Number(maximum=1.0)
     )
     # Modality guidance, away from a prediction whose pictures and sound do not attend to each other; None and 1 are
     # none.
@@ -316,11 +334,33 @@ class GenerationRequest:
         flag="--condition-at",
         refusal="this model takes no images at frames of their own; leave --condition-at out",
     )
+    # What the video shows or sounds like, in an order that the prompt can refer to: <Picture 1>, <Audio 1>, <Video 1>.
+    references: tuple[str, ...] | None = _input_field(
+        "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
+        MediaFiles(),
+        flag="--reference",
+        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
+    )
     video_path: str | None = _input_field(
-        "A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
+        "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",
         VideoFile(),
         pipeline_parameters=("video", "control_video", "conditioning_frames"),
         refusal="this model takes no control video; leave it out",
+    )
+    # Of models that restore a video (models/video_restoration.py): the first frame of the file that is read; how many
+    # frames are restored together, and how many of these two such pieces share; how the colours of the file are kept.
+    video_first_frame: int | None = _restoration_field(
+        "The first frame of --video-path that is restored, counted from 0.", Count(minimum=0)
+    )
+    piece_frames: int | None = _restoration_field(
+        "Frames of a longer video that are restored together, best 1 plus a multiple of 4.", Count()
+    )
+    piece_overlap: int | None = _restoration_field(
+        "Frames that such a piece shares with the one before, which are blended.", Count(minimum=0)
+    )
+    color_correction: str | None = _restoration_field(
+        f"How the colours of the video are kept: {', '.join(COLOR_CORRECTIONS[:-1])} or {COLOR_CORRECTIONS[-1]}.",
+        OneOf(COLOR_CORRECTIONS),
     )
     # The sound that a video is made for; None is one of the model's own, where it makes any.
     audio_path: str | None = _input_field(

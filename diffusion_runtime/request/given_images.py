@@ -18,6 +18,7 @@ from typing import Any
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.untrusted.files import read_file
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image, image_kind
+from diffusion_runtime.untrusted.media_kinds import HEAD_BYTES, container_of
 
 # What a PNG can hold of Pillow's modes.
 _MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
@@ -43,6 +44,23 @@ def as_image_paths(value: Any) -> Any:
     if callable(getattr(value, "save", None)) and hasattr(value, "mode") and hasattr(value, "getexif"):
         return _stored(_encoded(value))
     return value
+
+
+def as_media_paths(value: Any) -> Any:
+    """Return `as_image_paths` of media files of any kind, whose stored files end as their content does: their readers
+    go by the name. Raises OSError where no temporary file can be written."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_media_paths, value))
+    if isinstance(value, str) and value.startswith("data:") and not value.startswith(_DIGEST):
+        try:
+            value = data_of_url("", value)
+        except RequestError:
+            # check_given, which knows the field's name, refuses it.
+            return value
+    if isinstance(value, bytes | bytearray):
+        content = bytes(value)
+        return _stored(content, container_of(content[:HEAD_BYTES]) or "")
+    return as_image_paths(value)
 
 
 def check_given(field: str, path: str) -> None:
@@ -82,7 +100,7 @@ def _recorded(path: str) -> str:
     if _folder.cache_info().currsize == 0 or place.parent != Path(_folder().name):
         return path
     address = place.with_suffix(".url")
-    return read_file(address, max_bytes=2**16).decode() if address.exists() else f"{_DIGEST}{place.name}"
+    return read_file(address, max_bytes=2**16).decode() if address.exists() else f"{_DIGEST}{place.stem}"
 
 
 def _of_data(field: str, url: str) -> str:
@@ -110,8 +128,8 @@ def _encoded(image: Any) -> bytes:
     return content.getvalue()
 
 
-def _stored(content: bytes) -> str:
-    path = Path(_folder().name) / hashlib.sha256(content).hexdigest()
+def _stored(content: bytes, suffix: str = "") -> str:
+    path = Path(_folder().name) / f"{hashlib.sha256(content).hexdigest()}{suffix}"
     if not path.exists():
         path.write_bytes(content)
     return str(path)

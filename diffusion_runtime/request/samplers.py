@@ -13,9 +13,9 @@ from typing import Any
 class RegisteredSampler:
     """implementation: `module:class`, a SamplerClass of denoising/interface.py, imported when one is built. A model
     folder asks for it by scheduler_class, the diffusers class in scheduler_config.json, which calls the flow shift
-    shift_key; None for a sampler that only a request chooses; also_class: what its authors' own code calls the same
-    one. required: the settings with which that class integrates a velocity on a fixed schedule and draws no noise of
-    its own. takes_levels: whether a request may say the noise level of every step; the others space their own.
+    shift_key; None for a sampler that only a request chooses; also_classes: what models' own code calls the same one.
+    required: the settings with which that class integrates a velocity on a fixed schedule and draws no noise of its
+    own. takes_levels: whether a request may say the noise level of every step; the others space their own.
     stretches: whether it stretches the schedule to a request's shift_terminal. adds_noise: whether it draws fresh noise
     at every step. num_predictions_per_step: how often it calls the model at a step at most, as the last one may take
     fewer: 2 for Heun's method.
@@ -23,7 +23,7 @@ class RegisteredSampler:
 
     implementation: str
     scheduler_class: str | None = None
-    also_class: str | None = None
+    also_classes: tuple[str, ...] = ()
     shift_key: str | None = None
     required: Mapping[str, Any] = field(default_factory=dict)
     takes_levels: bool = False
@@ -36,8 +36,9 @@ _REGISTERED = {
     "flow_match_euler": RegisteredSampler(
         "diffusion_runtime.denoising.flow_match_euler:FlowMatchEulerSampler",
         scheduler_class="FlowMatchEulerDiscreteScheduler",
-        # Of MiniMax-H3, whose velocity has the other sign; the steps are the same.
-        also_class="MiniMaxH3Scheduler",
+        # Of MiniMax-H3, whose velocity has the other sign, and of MOSS-Image, whose noise levels are those of its
+        # training; the steps are the same.
+        also_classes=("MiniMaxH3Scheduler", "MOSSImageScheduler"),
         shift_key="shift",
         required={"stochastic_sampling": False},
         takes_levels=True,
@@ -49,10 +50,16 @@ _REGISTERED = {
         shift_key="flow_shift",
         required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
     ),
+    "dpmpp_2m": RegisteredSampler(
+        "diffusion_runtime.denoising.dpm_solver:DpmSolverSampler",
+        scheduler_class="DPMSolverMultistepScheduler",
+        shift_key="flow_shift",
+        required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+    ),
     "flow_map_euler": RegisteredSampler(
         "diffusion_runtime.denoising.flow_match_euler:FlowMapEulerSampler",
         scheduler_class="FlowMapEulerDiscreteScheduler",
-        also_class="FlowMapDiscreteScheduler",
+        also_classes=("FlowMapDiscreteScheduler",),
         shift_key="shift",
         takes_levels=True,
     ),

@@ -17,6 +17,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.registry import sampler_of
+from diffusion_runtime.denoising.segments import SegmentPlan
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
@@ -62,6 +63,23 @@ class BatchSettings:
     def chunking(self) -> Chunking:
         return Chunking(self.sizes, self.num_steps)
 
+    @cached_property
+    def segments(self) -> SegmentPlan:
+        """The segments of the video; one of all frames for a model that makes it at once."""
+        overlap, num_frames, chunk = self.sampling.segment_overlap, self.size.num_frames, self.shared.chunk_frames
+        if overlap is None or chunk is None:
+            return SegmentPlan(num_frames, num_frames)
+        length = (chunk - 1) * self.sampling.geometry.temporal_factor + 1
+        return SegmentPlan(num_frames, min(num_frames, length), overlap)
+
+    def of_segment(self) -> Self:
+        """Return the settings of one segment or piece; these where the video is made at once."""
+        length = max(map(len, self.pieces)) if self.pieces else self.segments.length
+        if length == self.size.num_frames:
+            return self
+        shared = dataclasses.replace(self.shared, num_frames=length)
+        return dataclasses.replace(self, shared=shared)
+
     @property
     def size(self) -> ClipSize:
         """The size of what is made."""
@@ -71,8 +89,20 @@ class BatchSettings:
     def has_condition(self) -> bool:
         """True where the transformer has a condition beside the text: of images, of a sound, or of control blocks."""
         shared = self.shared
-        given = (shared.image_path, shared.last_image_path, shared.frame_conditions, shared.audio_path)
+        given = (
+            shared.image_path,
+            shared.last_image_path,
+            shared.frame_conditions,
+            shared.references,
+            shared.audio_path,
+        )
         return any(path is not None for path in given) or self.sampling.control is not None
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """The frames that are made together, of a video that is restored piece by piece; empty for any other."""
+        restoration = self.sampling.restoration
+        return () if restoration is None else restoration.pieces(self.shared, self.size)
 
     @property
     def num_inference_steps(self) -> int:
@@ -118,6 +148,9 @@ class BatchSettings:
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
+        restoration = self.sampling.restoration
+        if restoration is not None and (advice := restoration.advice(self.shared, size)):
+            ways.insert(0, advice)
         return f"These need less: {', '.join(ways)}"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.step_info import PERTURBED, StepInfo
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
+from diffusion_runtime.denoising.skip_layers import SkipLayers
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -27,8 +28,9 @@ class Guidance:
 
     @property
     def mode(self) -> str:
-        """The value of guidance_mode."""
-        return filled(self.shared.guidance_mode)
+        """The value of guidance_mode; two passes where they do not run the same blocks."""
+        apart = self.skip is not None and self.skip.branch == "uncond"
+        return "two_pass" if apart else filled(self.shared.guidance_mode)
 
     @property
     def embedded(self) -> float | None:
@@ -70,13 +72,31 @@ class Guidance:
         return None if terms is None or terms.is_plain else terms
 
     @property
+    def skip(self) -> SkipLayers | None:
+        """Skip-layer guidance; None without it, and where the branch that it is of does not run."""
+        shared = self.shared
+        if shared.skip_layers is None or shared.skip_layer_stop == 0:
+            return None
+        start = shared.skip_layer_start or 0.0
+        stop = 1.0 if shared.skip_layer_stop is None else shared.skip_layer_stop
+        skip = SkipLayers(shared.skip_layers, shared.skip_layer_scale or 0.0, start, stop)
+        return skip if skip.scale > 0 or self.is_guided else None
+
+    @property
     def further_branches(self) -> tuple[str, ...]:
         """Forward passes of each step in addition to the one or two of classifier-free guidance."""
+        if self.skip is not None and self.skip.scale > 0:
+            return (PERTURBED,)
         return () if self.terms is None else self.terms.further_branches
 
     @property
     def note(self) -> str | None:
         """The forward passes of each step, for the report; None for classifier-free guidance alone."""
+        if self.skip is not None:
+            blocks, passes = ", ".join(map(str, self.skip.layers)), 1 + self.is_guided + len(self.further_branches)
+            what = "the unconditional pass" if self.skip.branch == "uncond" else f"a pass of scale {self.skip.scale:g}"
+            when = f"from {self.skip.start:g} to {self.skip.stop:g} of the steps"
+            return f"guidance: up to {passes} forward passes per step: {what} skips block {blocks} {when}"
         return None if self.terms is None else self.terms.note(self.mode)
 
     @property
@@ -86,14 +106,20 @@ class Guidance:
         return max(self.cfg_scales) > 1 if terms is None else terms.is_guided
 
 
+# Of skip-layer guidance, beside its blocks.
+_OF_SKIP = ("skip_layer_scale", "skip_layer_start", "skip_layer_stop")
+
+
 def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
     """Raises RequestError for guidance of a model that runs without, and for spatio-temporal guidance without blocks,
-    or with some that the model does not have. num_blocks: of the transformer, None where that is not known."""
+    or with some that the model does not have; for skip-layer guidance that does not say which. num_blocks: of the
+    transformer, None where that is not known."""
     if not guidance.sampling.takes_guidance and guidance.is_guided:
         raise RequestError(
             "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
             f"{guidance.scale:g}; leave it out"
         )
+    _check_skip(guidance, num_blocks)
     terms = guidance.terms
     if terms is None or not terms.is_perturbed:
         return
@@ -103,4 +129,26 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
     if beyond:
         raise RequestError(
             f"stg_blocks: expected indices from 0 to {(num_blocks or 0) - 1}, the model's blocks, got {beyond[0]}"
+        )
+
+
+def _check_skip(guidance: Guidance, num_blocks: int | None) -> None:
+    shared = guidance.shared
+    if shared.skip_layers is None:
+        named = [name for name in _OF_SKIP if getattr(shared, name) is not None]
+        if named:
+            raise RequestError(f"{named[0]}: needs the blocks that are left out: --skip-layers 22; or leave it out")
+        return
+    beyond = [block for block in shared.skip_layers if num_blocks is not None and block >= num_blocks]
+    if beyond:
+        raise RequestError(
+            f"skip_layers: expected indices from 0 to {(num_blocks or 0) - 1}, the model's blocks, got {beyond[0]}"
+        )
+    if num_blocks is not None and len(shared.skip_layers) == num_blocks:
+        raise RequestError("skip_layers: these are all blocks of the model, and nothing is left; leave some out")
+    start = shared.skip_layer_start or 0.0
+    if shared.skip_layer_stop is not None and 0 < shared.skip_layer_stop <= start:
+        raise RequestError(
+            f"skip_layer_stop: expected more than skip_layer_start, {start:g}, or 0 for none, got "
+            f"{shared.skip_layer_stop:g}"
         )

@@ -21,6 +21,7 @@ from diffusion_runtime.request.generation_request import (
 )
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
+from diffusion_runtime.untrusted.files import named
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class ImageRules:
 
     def fill(self, draft: Draft) -> None:
         """Set the size that the images say. Raises RequestError for an image that is missing or cannot be used."""
+        if self.inputs.media is not None and draft.image_path is not None:
+            raise RequestError(
+                "image_path: this model takes images as references, in an order that counts: write --reference FILE"
+            )
+        restoration = self.sampling.restoration
+        if restoration is not None:
+            self.count(draft)
+            draft.fill(restoration.values(draft.values))
+            return
         if self.inputs.references is None and self.inputs.size_of_image is None:
             return
         # Before they are read.
@@ -42,8 +52,15 @@ class ImageRules:
         elif self.inputs.size_of_image is not None and (
             paths := paths or paths_of("last_image_path", draft.last_image_path)
         ):
+            if draft.height is not None and draft.width is not None:
+                return
             width, height = inspect_picture(paths[0]).size
-            draft.fill(dict(zip(("height", "width"), self.inputs.size_of_image((height, width)), strict=True)))
+            try:
+                size = self.inputs.size_of_image((height, width))
+            except RequestError as error:
+                field = "last_image_path" if draft.image_path is None else "image_path"
+                raise RequestError(f"{named(field, paths[0])}: {error}, or give --height and --width") from error
+            draft.fill(dict(zip(("height", "width"), size, strict=True)))
 
     def count(self, draft: Draft) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""
@@ -61,6 +78,16 @@ class ImageRules:
                 "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
                 "--mask-path FILE"
             )
+        if draft.video_path is None and "video_path" in needed:
+            raise RequestError(
+                "video_path: this model moves the image's character as in a video; give one: --video-path FILE"
+            )
+        if draft.references is None and "references" in needed:
+            raise RequestError(
+                f"references: this model makes {self.sampling.product} from references; give one: --reference FILE"
+            )
+        if self.inputs.media is not None:
+            self.inputs.media.files(paths_of("references", draft.references))
         takes_several = references or self.sampling.control
         paths, expected = paths_of("image_path", draft.image_path), 1 if takes_several is None else takes_several.most
         if len(paths) > expected:
@@ -81,6 +108,8 @@ class ImageRules:
                 "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
             )
         self._check_frame_conditions(request, size)
+        if self.inputs.media is not None:
+            self.inputs.media.shapes(request, size)
         if control is not None:
             control.check(request, size)
         if control is not None or self.inputs.references is not None:
@@ -114,6 +143,8 @@ class ImageRules:
         if self.inputs.references is not None:
             paths = image_paths(settings.shared, "image_path")
             remarks += self.inputs.references.remarks(paths, settings.size.height, settings.size.width)
+        if self.inputs.media is not None:
+            remarks += self.inputs.media.remarks(settings.shared, settings.size)
         return remarks if control is None else [*remarks, *control.remarks(settings.shared, settings.size)]
 
 

@@ -67,6 +67,8 @@ class RequestRules:
             check_chunks(settings)
         values = chunk_values(settings)
         check_guidance(settings.guidance, self.num_blocks)
+        if settings.guidance.skip is not None:
+            values |= {"guidance_mode": settings.guidance.mode}
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()
         if self.sampling.is_causal:

@@ -21,8 +21,12 @@ from diffusion_runtime.serving.api_errors import ApiError, api_error, invalid
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.guard import Guard
 from diffusion_runtime.serving.image_routes import image_routes
+from diffusion_runtime.serving.job_routes import job_routes
+from diffusion_runtime.serving.jobs import IMAGE, VIDEO
 from diffusion_runtime.serving.openapi import request_schemas
+from diffusion_runtime.serving.page_routes import page_routes
 from diffusion_runtime.serving.server_routes import server_routes
+from diffusion_runtime.serving.stream_routes import stream_routes
 from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.unavailable import Unavailable
 from diffusion_runtime.serving.video_routes import video_routes
@@ -51,8 +55,12 @@ def build_api(dispatcher: Dispatcher) -> FastAPI:
 
     api = _Api(title="diffusion-runtime", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     submission = Submission(dispatcher)
+    api.include_router(page_routes())
     api.include_router(video_routes(dispatcher, submission))
     api.include_router(image_routes(dispatcher, submission))
+    api.include_router(stream_routes(dispatcher))
+    for kind_of_job in (VIDEO, IMAGE):
+        api.include_router(job_routes(kind_of_job, dispatcher))
     api.include_router(admin_routes(dispatcher))
     api.include_router(server_routes(dispatcher, submission, int(time.time())))
 

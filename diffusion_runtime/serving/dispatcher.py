@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.serving.admin_state import DefaultLoras, Profiles
 from diffusion_runtime.serving.engines import EngineLost, Engines
 from diffusion_runtime.serving.files import ResultFiles
-from diffusion_runtime.serving.jobs import IMAGE, IN_PROGRESS, QUEUED, Job, Jobs
+from diffusion_runtime.serving.jobs import IN_PROGRESS, QUEUED, Job, Jobs, work_of
 from diffusion_runtime.serving.kept_engine import KeptEngine
 from diffusion_runtime.serving.live_jobs import Live
 from diffusion_runtime.serving.queueing import NextBatch, WaitingJob, next_batch, refuse, seconds_until_place
 from diffusion_runtime.serving.replicas import Replicas
+from diffusion_runtime.serving.request_fields import RECORDED
 from diffusion_runtime.serving.retention import Retention
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.serving.unavailable import Unavailable
@@ -57,6 +58,7 @@ class Dispatcher:
         warm_up = settings.warm_up and not jobs.in_status(QUEUED, IN_PROGRESS)
         storage = str(files.storage.absolute())
         given = {**given, "warm_up": warm_up, "preview": settings.preview, "storage": storage}
+        self.model_path = given.get("config", {}).get("model_path")
         self.engines = Replicas(engines, given, settings, self._take, metrics)
         self.is_draining = False
         self.step_seconds = 1.0
@@ -66,20 +68,22 @@ class Dispatcher:
         self._retention = Retention(jobs, files, settings.limits)
         self._live: dict[str, Live] = {}
         self._overtaken: dict[str, int] = {}
-        self._running: dict[str, tuple[KeptEngine, float]] = {}
+        self.running: dict[str, tuple[KeptEngine, float]] = {}
         self._batches: set[asyncio.Task[None]] = set()
+        # Jobs of each stream that runs, to which forks are added.
+        self.streams: dict[str, list[Job]] = {}
         self._wake = asyncio.Event()
         self._step_began: dict[int, tuple[int, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: asyncio.Future[None] | None = None
         metrics.watch("queue_length", "Jobs that wait.", lambda: float(self.jobs.num_queued()))
-        metrics.watch("running", "Jobs that run.", lambda: float(len(self._running)))
+        metrics.watch("running", "Jobs that run.", lambda: float(len(self.running)))
         metrics.watch("storage_bytes", "Bytes of results.", lambda: float(self.jobs.num_bytes()))
 
     async def start(self) -> None:
         """Queue again what an earlier process left, and start the engines."""
         for job in self.jobs.in_status(IN_PROGRESS):
-            self.jobs.requeue(job.id, is_loss=False)
+            self._note_loss(job.id, is_loss=False)
         self.files.remove_unowned(self.jobs.ids())
         tasks = (self.engines.run(), _again(self._dispatch), _again(self._look_after))
         self._tasks = [asyncio.create_task(task) for task in tasks]
@@ -133,16 +137,16 @@ class Dispatcher:
             return False
         self._fail(job_id, code, message)
         self.metrics.cancelled.labels(reason).inc()
-        if job_id in self._running:
+        if job_id in self.running:
             with contextlib.suppress(EngineLost):
-                self._running[job_id][0].send("cancel", job=job_id)
+                self.running[job_id][0].send("cancel", job=job_id)
         return True
 
     async def delete(self, job_id: str) -> None:
         """Stop a job, wait for the engine to let go of it, and remove its row and files."""
         self.cancel(job_id, "deleted")
         deadline = time.monotonic() + 10.0
-        while job_id in self._running and time.monotonic() < deadline:
+        while job_id in self.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.jobs.delete(job_id)
         self.files.remove(job_id)
@@ -157,7 +161,7 @@ class Dispatcher:
                 return
             changed = self.live(job_id).changed
             yield job
-            if self.is_draining and job_id not in self._running:
+            if self.is_draining and job_id not in self.running:
                 return
             await changed.wait()
 
@@ -184,7 +188,7 @@ class Dispatcher:
                 self._overtaken[job_id] = self._overtaken.get(job_id, 0) + 1
             # Here, before the next look at who waits and who is free.
             self.jobs.begin(batch.ids)
-            self._running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
+            self.running |= {job_id: (free[0], time.monotonic()) for job_id in batch.ids}
             free[0].batch = asyncio.get_running_loop().create_future()
             found = [self.jobs.get(job_id) for job_id in batch.ids]
             task = asyncio.ensure_future(self._run(free[0], [job for job in found if job is not None]))
@@ -202,7 +206,7 @@ class Dispatcher:
                 self._fail(job.id, "internal_error", "the server failed; its log says how", kind="server_error")
         finally:
             for job in jobs:
-                self._running.pop(job.id, None)
+                self.running.pop(job.id, None)
             replica.batch = None
             replica.idle_since = time.monotonic()
             self._wake.set()
@@ -215,20 +219,21 @@ class Dispatcher:
             self._overtaken.pop(job.id, None)
             self.live(job.id).parts.clear()
             self.live(job.id).previews.clear()
+            self.live(job.id).chunks.clear()
             self.live(job.id).note()
             self.metrics.queue_seconds.observe(max(0.0, time.time() - job.created))
-            for index, request in enumerate(job.work["requests"]):
-                target = self.files.target(job.id, index if job.kind == IMAGE else None)
-                inputs = {str(self.files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
-                works.append(
-                    {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
-                )
+            works += [work_of(job, index, request, self.files) for index, request in enumerate(job.work["requests"])]
         self.metrics.batch_size.observe(len(works))
         shared = {name: jobs[0].work.get(name) for name in ("attention", "loras", "preset")}
+        recorded = {name: bool(jobs[0].work["options"].get(name)) for name in RECORDED[1:]}
         previews = max(int(job.work.get("previews") or 0) for job in jobs)
         profile = self.profiles.take()
+        if jobs[0].is_stream:
+            self.streams[jobs[0].id] = jobs
         try:
-            replica.send("run", works=works, previews=previews, profile=profile, **shared)
+            replica.send(
+                "run", works=works, previews=previews, profile=profile, stream=jobs[0].is_stream, **recorded, **shared
+            )
             await replica.batch
         except EngineLost:
             if profile is not None:
@@ -241,7 +246,8 @@ class Dispatcher:
                 self._fail(job.id, "cancelled", "the job was cancelled")
         finally:
             for job in jobs:
-                self._running.pop(job.id, None)
+                self.running.pop(job.id, None)
+                self.streams.pop(job.id, None)
             seconds = time.monotonic() - began
             self.mean_seconds += 0.2 * (seconds / len(jobs) - self.mean_seconds)
             for job in jobs:
@@ -250,11 +256,16 @@ class Dispatcher:
                     # Those that follow it have the object.
                     self._live.pop(job.id, Live()).note()
 
-    def _note_loss(self, job_id: str) -> None:
+    def _note_loss(self, job_id: str, *, is_loss: bool = True) -> None:
         job = self.jobs.get(job_id)
         if job is None or job.is_over:
             return
-        if job.losses >= _MAX_LOSSES:
+        if job.is_stream:
+            # Prompts that came on the way, and what a fork continued, are lost with it.
+            self._fail(job_id, "engine_lost", "the stream ended with its engine; begin it again", kind="server_error")
+        elif not is_loss:
+            self.jobs.requeue(job_id, is_loss=False)
+        elif job.losses >= _MAX_LOSSES:
             self._fail(job_id, "engine_lost", "the engine ended twice while it made this job", kind="server_error")
         else:
             self.jobs.requeue(job_id, is_loss=True)
@@ -267,8 +278,11 @@ class Dispatcher:
             self._wake.set()
         elif kind == "progress":
             self._note_progress(replica, message)
-        elif kind == "preview" and message["job"] in self._running:
+        elif kind == "preview" and message["job"] in self.running:
             self.live(message["job"]).previews.append(message)
+            self.live(message["job"]).note()
+        elif kind == "frames" and message["job"] in self.running:
+            self.live(message["job"]).chunks.append(message)
             self.live(message["job"]).note()
         elif kind == "finished":
             self._note_result(replica, message)
@@ -314,9 +328,9 @@ class Dispatcher:
 
     def _fail(self, job_id: str, code: str, message: str, kind: str = "invalid_request_error") -> None:
         if self.jobs.fail(job_id, {"code": code, "message": message, "param": None, "type": kind}):
-            self.files.remove(job_id, keeps_inputs=job_id in self._running)
+            self.files.remove(job_id, keeps_inputs=job_id in self.running)
             self.live(job_id).note()
-            if job_id not in self._running:
+            if job_id not in self.running:
                 self._live.pop(job_id, Live()).note()
 
     async def _look_after(self) -> None:
@@ -331,9 +345,9 @@ class Dispatcher:
                     self.cancel(job.id, "timeout", "the job waited longer than --queue-timeout", "timeout")
             for job in self.jobs.in_status(IN_PROGRESS):
                 # Its end could not be written down, as the disk was full.
-                if job.id not in self._running:
+                if job.id not in self.running:
                     self._note_loss(job.id)
-            for job_id, (replica, began) in tuple(self._running.items()):
+            for job_id, (replica, began) in tuple(self.running.items()):
                 seconds = time.monotonic() - began
                 if seconds > limits.request_timeout:
                     self.cancel(job_id, "timeout", "the job ran longer than --request-timeout", "timeout")

@@ -1,9 +1,9 @@
 """Engine: the process that holds the model. `python -m diffusion_runtime.serving.engine FOLDER`
 
 FOLDER, which the server's user alone can read, has `config.json` and the socket over which lines of JSON go: `check`,
-`explain`, `load`, `run` and `cancel` come in; `prepared`, `loading`, `ready`, `checked`, `progress`, `preview`,
-`finished`, `failed` and `done` go out. With several processes rank 0 holds the socket and hands every batch to the
-others. A server that is gone ends the engine.
+`explain`, `load`, `run`, `cancel`, `prompt` and `fork` come in; `prepared`, `loading`, `ready`, `checked`, `progress`,
+`preview`, `frames`, `finished`, `failed` and `done` go out. With several processes rank 0 holds the socket and hands
+every batch to the others. A server that is gone ends the engine.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ class Engine:
         works = [works[index] for index in watch.wanted]
         for work in works:
             refuse_elsewhere(work["request"], self._inputs)
+        if message.get("stream"):
+            self._stream(message, works[0])
+            return
         watch = BatchProgress(self._channel, works)
         try:
             media = make({**message, "works": works}, watch)
@@ -106,12 +109,33 @@ class Engine:
             media = []
         kept = [work for index, work in enumerate(works) if index in watch.wanted] if media else []
         for work, each in zip(kept, media, strict=True):
-            self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
-            # Files leave this machine, and name nothing of it.
-            names = {**self._names, **work.get("names", {})}
-            recipe, has_pictures = work.get("recipe"), message.get("pictures", True)
-            result = publish(each, Path(work["target"]), names, recipe=recipe, has_pictures=has_pictures)
-            self._channel.send("finished", job=work["job"], index=work["index"], **result)
+            self._publish(work, each, has_pictures=message.get("pictures", True))
+
+    def _publish(
+        self, work: Mapping[str, Any], media: GeneratedMedia, *, has_pictures: bool = True, **more: Any
+    ) -> None:
+        """Write the file of a work, and tell the server. more: added to what is told."""
+        self._channel.send("progress", jobs=[work["job"]], stage="write", step=0, num_steps=1)
+        # Files leave this machine, and name nothing of it.
+        names = {**self._names, **work.get("names", {})}
+        recipe = work.get("recipe")
+        result = publish(media, Path(work["target"]), names, recipe=recipe, has_pictures=has_pictures)
+        self._channel.send("finished", job=work["job"], index=work["index"], **result, **more)
+
+    def _stream(self, message: Mapping[str, Any], work: Mapping[str, Any]) -> None:
+        """Make a stream and its forks."""
+        from diffusion_runtime.request.generation_request import GenerationRequest
+        from diffusion_runtime.serving.served_model import Choice
+        from diffusion_runtime.serving.streams import Streams
+
+        def publish(made: Mapping[str, Any], media: GeneratedMedia) -> None:
+            # With the prompts that came on the way, which repeat it.
+            self._publish(made, media, request=media.recipe["request"])
+
+        streams = Streams(self._channel, publish, lambda failed, error: self._fail([failed], error))
+        request = GenerationRequest.from_dict(work["request"])
+        with self._model.streaming(request, Choice.of(message)) as stream:
+            streams.run(work, stream)
 
     def _fail(self, works: Sequence[Mapping[str, Any]], error: Exception) -> None:
         failure = Failure.of(error)
@@ -156,12 +180,18 @@ def _make_batch(
 ) -> list[GeneratedMedia]:
     """Make the requests of a message on this rank. watch: of rank 0, which is told of previews and profiles."""
     from diffusion_runtime.request.generation_request import GenerationRequest
+    from diffusion_runtime.serving.recorded import recorded
     from diffusion_runtime.serving.served_model import Choice
 
     requests = [GenerationRequest.from_dict(work["request"]) for work in message["works"]]
     previews = int(message.get("previews") or 0)
     on_preview = None if watch is None else watch.preview
-    with _profiled(model, message, on_progress or (lambda _: None), watch) as on_progress:
+    # Files are rank 0's.
+    works = () if watch is None else message["works"]
+    with (
+        _profiled(model, message, on_progress or (lambda _: None), watch) as on_progress,
+        recorded(model.pipeline, message, works),
+    ):
         return model.generate(requests, Choice.of(message), on_progress, on_preview, previews)
 
 

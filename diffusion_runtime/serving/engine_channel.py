@@ -36,6 +36,8 @@ class Channel:
         self._lock = threading.Lock()
         self.runs: queue.Queue[dict[str, Any]] = queue.Queue()
         self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
+        # Prompts and forks of the streams that run.
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self.cancelled: set[str] = set()
         self.send("hello", versions=versions())
         for target, name in ((self._read, "server connection"), (self._beat, "signs of life")):
@@ -61,6 +63,8 @@ class Channel:
                         self.runs.put(message)
                     elif message["type"] == "cancel":
                         self.cancelled.add(message["job"])
+                    elif message["type"] in ("prompt", "fork"):
+                        self.commands.put(message)
                     else:
                         self.questions.put(message)
         finally:

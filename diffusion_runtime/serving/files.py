@@ -17,7 +17,13 @@ ID = re.compile(r"(video|img)_[0-9a-f]{32}")
 _PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/:'\",;]+/)+")
 _MAX_BYTES = 2**30
 RESULTS, INPUTS = "results", "inputs"
-VARIANTS = {"thumbnail": "-thumbnail.webp", "spritesheet": "-spritesheet.webp", "sidecar": ".json", "sound": ".wav"}
+VARIANTS = {
+    "thumbnail": "-thumbnail.webp",
+    "spritesheet": "-spritesheet.webp",
+    "sidecar": ".json",
+    "sound": ".wav",
+    "latents": "-latents.bin",
+}
 
 
 class ResultFiles:
@@ -53,13 +59,13 @@ class ResultFiles:
         return read_file(path, max_bytes=_MAX_BYTES) if path.is_file() and not path.is_symlink() else None
 
     def input(self, job_id: str, name: str) -> Path:
-        """Return the path of an image that came with a job. name: `image_path-0.png` and the like, of ours."""
+        """Return the path of a file that came with a job. name: `image_path-0.png` and the like, of ours."""
         assert ID.fullmatch(job_id)
-        assert re.fullmatch(r"[a-z_]+-\d+\.(png|jpg|webp)", name)
+        assert re.fullmatch(r"[a-z_]+-\d+\.[a-z0-9]{3,4}", name)
         return self._inputs / f"{job_id}-{name}"
 
     def write_input(self, job_id: str, name: str, content: bytes) -> Path:
-        """Write an image that came with a job; it is on the disk when this returns. Raises OutputError."""
+        """Write a file that came with a job; it is on the disk when this returns. Raises OutputError."""
         path = self.input(job_id, name)
         publish_bytes(path, content)
         sync(path)

@@ -17,8 +17,8 @@ from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.settings import ServerSettings
 
 _logger = logging.getLogger("diffusion_runtime.serving.access")
-# Answered without a key: whoever starts processes asks them.
-_OPEN = ("/liveness", "/health")
+# Answered without a key: whoever starts processes asks the first two; the page, which asks for the key, holds nothing.
+_OPEN, _PAGE = ("/liveness", "/health", "/"), "/page/"
 # Bytes per second of a body.
 _SLOWEST = 1024
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
@@ -86,7 +86,8 @@ class Guard:
         if "origin" in headers and not access.allows_origin(headers["origin"], headers.get("host", "")):
             return ApiError(403, "origin_not_allowed", "pages of this site may not call; see --allow-origin")
         key = key_of(headers)
-        if access.api_keys and path not in _OPEN and (key is None or not access.accepts(key)):
+        is_open = path in _OPEN or path.startswith(_PAGE)
+        if access.api_keys and not is_open and (key is None or not access.accepts(key)):
             return ApiError(401, "invalid_api_key", "expected Authorization: Bearer KEY with a key of this server")
         length = headers.get("content-length", "0")
         if _has_two_ends(headers):

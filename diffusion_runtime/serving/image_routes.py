@@ -1,4 +1,4 @@
-"""Routes of images: generations, edits, streams of partial images, content."""
+"""Routes of images beside those of all jobs: generations, edits, streams of partial images, content."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from diffusion_runtime.errors import shown
-from diffusion_runtime.serving.api_errors import ApiError, invalid, not_found
+from diffusion_runtime.serving.api_errors import ApiError, invalid
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.event_stream import DONE, event, with_pings
-from diffusion_runtime.serving.files import ID
 from diffusion_runtime.serving.job_objects import image_bytes, image_text, images_object
+from diffusion_runtime.serving.job_routes import found_job, job_answer
 from diffusion_runtime.serving.jobs import COMPLETED, IMAGE, Job
 from diffusion_runtime.serving.openapi import request_body
 from diffusion_runtime.serving.pictures import converted
-from diffusion_runtime.serving.submission import Submission, may_see
+from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.waiting import job_error, until_over
 
 _USAGE = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
@@ -32,6 +32,8 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
     async def made(request: Request, name: str) -> Response:
         job, draft = await submission.accept(IMAGE, request)
+        if not draft.options["wait"]:
+            return job_answer(job, dispatcher)
         if draft.options["stream"]:
             events = with_pings(_events(job, dispatcher, name))
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -41,7 +43,7 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
 
     @router.post("/v1/images/generations", openapi_extra=request_body(IMAGE))
     async def generate_images(request: Request) -> Response:
-        """Make images; they are cancelled when the client leaves."""
+        """Make images; they are cancelled when the client leaves, except with `wait` false, which answers at once."""
         return await made(request, "image_generation")
 
     @router.post("/v1/images/edits", openapi_extra=request_body(IMAGE))
@@ -55,9 +57,7 @@ def image_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
     @router.get("/v1/images/{image_id}/content")
     async def image_content(image_id: str, request: Request, variant: str = "0") -> Response:
         """Return one image of a finished request."""
-        job = dispatcher.jobs.get(image_id) if ID.fullmatch(image_id) else None
-        if job is None or job.kind != IMAGE or not may_see(request, job, dispatcher.settings.access):
-            raise not_found(f"image {shown(image_id[:64])}")
+        job = found_job(IMAGE, image_id, request, dispatcher)
         if variant not in map(str, range(len(job.work["requests"]))):
             raise invalid("variant", f"variant: expected 0 to {len(job.work['requests']) - 1}, got {shown(variant)}")
         if job.status != COMPLETED:

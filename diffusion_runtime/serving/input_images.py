@@ -1,5 +1,5 @@
-"""Images that come with a request: their size by their header, before anything is decoded; where an engine finds
-them."""
+"""Images, videos and sounds that come with a request: what each is by its head, before anything is decoded; where an
+engine finds them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import io
 import os
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request.generation_request import INPUT_FIELDS
 from diffusion_runtime.untrusted.image_urls import image_kind
+from diffusion_runtime.untrusted.media_kinds import HEAD_BYTES, SOUNDS, container_of
 
+IMAGES = (".png", ".jpg", ".webp")
+STREAMS = (".mp4", ".mkv", ".avi", *SOUNDS)
 # Parts of a PNG or JPEG beside its pixels, and of a PNG's pixels. Cameras and editors write fewer than a hundred and a
 # few thousand; a decoder passes them one by one, at up to 4 ms each.
 _MAX_PARTS, _MAX_PIXEL_PARTS = 1000, 20_000
@@ -44,6 +48,21 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
     if width * height > max_pixels:
         raise RequestError(f"{field}: the image has {width} x {height} pixels, at most {max_pixels} are taken")
     return extension
+
+
+def check_media(field: str, content: bytes, max_pixels: int) -> str:
+    """Return the extension of an image, a video or a sound. Raises RequestError for what is none, and for an image that
+    `check_image` refuses. What is in a video or a sound is found by the engine, which decodes no more of it than its
+    model takes."""
+    extension = container_of(content[:HEAD_BYTES])
+    if extension in IMAGES:
+        return check_image(field, content, max_pixels)
+    if extension not in STREAMS:
+        raise RequestError(
+            f"{field}: expected an image (PNG, JPEG, WebP), a video (mp4, mkv, webm, avi) or a sound (wav, flac, mp3, "
+            "ogg, m4a)"
+        )
+    return extension.removeprefix(".")
 
 
 def _has_few_parts(kind: str, content: bytes) -> bool:
@@ -89,8 +108,15 @@ def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
     if inputs is None:
         return
     for name, value in request.items():
-        for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
-            if name.endswith("_path") and os.path.realpath(path) != os.path.join(
-                os.path.realpath(inputs), os.path.basename(str(path))
-            ):
+        for path in _texts(value) if name.endswith("_path") or name in INPUT_FIELDS else ():
+            if os.path.realpath(path) != os.path.join(os.path.realpath(inputs), os.path.basename(path)):
                 raise RequestError(f"{name}: names a file that did not come with the request")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value and in the lists in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)

@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_runtime.serving.dispatcher import Dispatcher
-from diffusion_runtime.serving.jobs import COMPLETED, IN_PROGRESS, QUEUED, Job
+from diffusion_runtime.serving.jobs import COMPLETED, IMAGE, IN_PROGRESS, QUEUED, VIDEO, Job
 from diffusion_runtime.serving.pictures import converted
+from diffusion_runtime.serving.request_fields import PLAIN_FIELDS
 
 # Milliseconds that a client is told to wait before it asks again: at least, and at most.
 _POLL = (50, 5000)
 _PREVIEW_PIXELS, _PREVIEW_QUALITY = 512, 80
 
 
-def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
-    """Return a job as OpenAI's videos are, with fields of ours behind theirs."""
+def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
+    """Return a job as OpenAI's videos are, with fields of ours behind theirs; of images, what is of one file is of the
+    first one."""
     work, request = job.work, job.work["requests"][0]
     live = dispatcher.live(job.id) if job.status in (QUEUED, IN_PROGRESS) else None
     part = None if job.result is None else job.result["parts"][0]
@@ -27,7 +29,7 @@ def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
     keep = dispatcher.settings.limits.keep
     return {
         "id": job.id,
-        "object": "video",
+        "object": job.kind,
         "model": work["model"],
         "status": job.status,
         "progress": 100 if job.status == COMPLETED else live.progress if live is not None else 0,
@@ -55,11 +57,25 @@ def video_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "peak_memory_mb": peak_megabytes(part),
         "attention_report": report,
         "warnings": work.get("warnings") or [],
-        "media_type": "video/mp4",
+        "media_type": "video/mp4" if job.kind == VIDEO else f"image/{work['options']['output_format']}",
         "file_name": None if part is None else part["file"]["name"],
         "bytes": None if part is None else part["file"]["bytes"],
         "sha256": None if part is None else part["file"]["sha256"],
+        "has_sound": None if part is None else part["has_sound"],
+        "num_images": len(work["requests"]) if job.kind == IMAGE else None,
+        "settings": _settings(work, request if part is None else part.get("request") or request),
+        "recorded": [name for name in ("density", "latents") if work["options"].get(f"return_{name}")],
+        "is_stream": job.is_stream,
+        "forked_from_video_id": work.get("forked_from"),
     }
+
+
+def _settings(work: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request that makes the same job again, beside its prompt, size and seed. Images that came
+    with it, whose names stand for them, are not kept."""
+    values = {name: request[name] for name in PLAIN_FIELDS if request.get(name) is not None}
+    chosen = {name: work.get(of) for name, of in (("attention", "attention"), ("lora", "loras"), ("preset", "preset"))}
+    return {"values": values, **chosen, "images": list(work.get("inputs") or ())}
 
 
 def preview_object(job: Job, preview: Mapping[str, Any]) -> dict[str, Any]:

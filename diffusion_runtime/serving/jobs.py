@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.serving.files import sync
+from diffusion_runtime.serving.files import ResultFiles, sync
 from diffusion_runtime.untrusted.json_text import parse_json
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
@@ -77,10 +77,21 @@ class Job:
     def is_over(self) -> bool:
         return self.status in (COMPLETED, FAILED)
 
+    @property
+    def is_stream(self) -> bool:
+        return self.kind == VIDEO and bool(self.work["options"].get("stream"))
+
 
 def new_id(kind: str) -> str:
     """Return an identifier that nobody can guess."""
     return f"{'video' if kind == VIDEO else 'img'}_{secrets.token_hex(16)}"
+
+
+def work_of(job: Job, index: int, request: Mapping[str, Any], files: ResultFiles) -> dict[str, Any]:
+    """Return what the engine makes one file of a job of."""
+    target = files.target(job.id, None if job.kind == VIDEO else index)
+    inputs = {str(files.input(job.id, name)): name for name in job.work.get("inputs") or ()}
+    return {"job": job.id, "index": index, "request": request, "target": str(target), "names": inputs}
 
 
 class WrittenLog:

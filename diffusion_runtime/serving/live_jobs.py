@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Percent of a job at the beginning and the end of each stage; 100 is a published file.
-_SPANS = {"text": (0, 2), "denoise": (2, 90), "decode": (90, 98), "write": (99, 99)}
+_SPANS = {"text": (0, 2), "denoise": (2, 90), "decode": (90, 98), "stream": (2, 98), "write": (99, 99)}
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Live:
     num_steps: int | None = None
     progress: int = 0
     previews: list[dict[str, Any]] = field(default_factory=list)
+    # Of a stream: the chunks so far, as the engine sent them.
+    chunks: list[dict[str, Any]] = field(default_factory=list)
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

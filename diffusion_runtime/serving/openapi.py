@@ -36,13 +36,30 @@ def _properties(kind: str) -> dict[str, Any]:
         "attention": {"description": "Attention of this request: names, or default, per_role and schedule."},
         "lora": {"description": "Names of /v1/models, or objects with name and scale."},
         "return_report": {"type": "boolean", "default": True},
+        "return_density": {
+            "type": "boolean",
+            "default": False,
+            "description": "Count the share of pairs by layer and step, for the report; calls wait for the device.",
+        },
+        "return_latents": {
+            "type": "boolean",
+            "default": False,
+            "description": "Keep a sample of the latents after every step, as the variant `latents` of a video.",
+        },
     }
     for name in PLAIN_FIELDS:
         declared = REQUEST_FIELDS[name]
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
         previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
-        return {**properties, "input_reference": image, "return_previews": previews}
+        several = {"description": "Images, videos and sounds in an order that counts, each as input_reference."}
+        stream = {
+            "type": "boolean",
+            "default": False,
+            "description": "Frames as events while they are made (causal models).",
+        }
+        inputs = {"input_reference": image, "references": several}
+        return {**properties, **inputs, "return_previews": previews, "stream": stream}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},
@@ -52,5 +69,6 @@ def _properties(kind: str) -> dict[str, Any]:
         "output_format": {"enum": list(IMAGE_FORMATS)},
         "output_compression": {"type": "integer", "minimum": 0, "maximum": 100},
         "stream": {"type": "boolean"},
+        "wait": {"type": "boolean", "default": True, "description": "False: answer with the job, at once."},
         "partial_images": {"type": "integer", "minimum": 0, "maximum": 3},
     }

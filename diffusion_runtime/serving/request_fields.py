@@ -63,12 +63,17 @@ _INSTEAD = {"enable_teacache": "step_cache", "enable_cache_dit": "step_cache"}
 _FORBIDDEN = re.compile(
     r"\w*_path|video_url|video_reference|output_\w*path|perf_dump\w*|save_\w+|file_id|model_dir|lora_dir"
 )
-_OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "return_report", "n")
-_OF_VIDEOS = ("input_reference", "return_previews")
-_OF_IMAGES = ("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images")
-# What becomes of the images that clients send.
+_OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "n")
+# Of the answer: what of a generation is counted or kept beside its file.
+RECORDED = ("return_report", "return_density", "return_latents")
+_OF_VIDEOS = ("input_reference", "references", "return_previews", "stream")
+_OF_IMAGES = (
+    *("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images"),
+    "wait",
+)
+# What becomes of the images that clients send, and of videos and sounds as references.
 _IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    VIDEO: {"input_reference": "image_path"},
+    VIDEO: {"input_reference": "image_path", "references": "references"},
     IMAGE: {"image": "image_path", "mask": "mask_path"},
 }
 # Texts in which the options of a method name a file.
@@ -135,10 +140,13 @@ def read_draft(kind: str, body: Body, model: str, limits: Limits) -> Draft:
         draft.warnings.append("generator_device: the noise is drawn on the CPU, so that every device begins alike")
     num_images = reader.take("n", reader.whole)
     draft.requests = _with_seeds(kind, request, 1 if num_images is None else num_images, reader.take("seed", _anything))
-    report = reader.take("return_report", reader.boolean)
-    draft.options["return_report"] = True if report is None else report
+    for name in RECORDED:
+        recorded = reader.take(name, reader.boolean)
+        draft.options[name] = name == "return_report" if recorded is None else recorded
     if kind == IMAGE:
         _read_image_options(draft, reader)
+    elif reader.take("stream", reader.boolean):
+        draft.options["stream"] = True
     elif reader.take("return_previews", reader.boolean):
         draft.num_previews = _VIDEO_PREVIEWS
     _take_images(draft, values, body.files)
@@ -156,6 +164,11 @@ def checked_prompt(value: Any) -> str:
     return value
 
 
+def checked_seed(value: Any) -> int:
+    """Return a seed. Raises ApiError for what is no whole number."""
+    return _Reader({}, is_form=True).whole("seed", value)
+
+
 def _check_text(name: str, text: str) -> None:
     if "\x00" in text:
         raise invalid(name, f"{name}: expected a text without NUL, got one at character {text.index(chr(0))}")
@@ -170,11 +183,14 @@ def _read_image_options(draft: Draft, reader: _Reader) -> None:
         raise invalid("output_compression", f"output_compression: expected 0 to 100, got {quality}")
     options["output_compression"] = 100 if quality is None else quality
     options["stream"] = bool(reader.take("stream", reader.boolean))
+    options["wait"] = reader.take("wait", reader.boolean) is not False
+    if options["stream"] and not options["wait"]:
+        raise invalid("wait", "wait: a stream is waited for; leave it out, or read /v1/images/{id}/events")
     partial = reader.take("partial_images", reader.whole) or 0
     if not 0 <= partial <= 3:
         raise invalid("partial_images", f"partial_images: expected 0 to 3, got {partial}")
-    if partial and not options["stream"]:
-        raise invalid("partial_images", "partial_images: they come with stream=true alone")
+    if partial and not options["stream"] and options["wait"]:
+        raise invalid("partial_images", "partial_images: they come with stream=true, or as events with wait=false")
     if options["stream"] and len(draft.requests) > 1:
         raise invalid("n", "n: a stream is of one image")
     draft.num_previews = partial
@@ -224,7 +240,7 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(kind: str, values: Mapping[str, Any], body: Body) -> None:
-    own = (*_OWN, *PLAIN_FIELDS, *(_OF_VIDEOS if kind == VIDEO else _OF_IMAGES))
+    own = (*_OWN, *RECORDED, *PLAIN_FIELDS, *(_OF_VIDEOS if kind == VIDEO else _OF_IMAGES))
     for name, value in values.items():
         if name in own or name in UNUSED:
             continue
@@ -239,7 +255,7 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any], body: Body) -> None:
             )
         raise invalid(name[:80], f"unknown field {shown(name)}.{nearest(name, own)}", "unknown_parameter")
     for name in body.files:
-        if SPELLINGS.get(name, name) not in ("input_reference", "image", "mask"):
+        if SPELLINGS.get(name, name) not in ("input_reference", "references", "image", "mask"):
             raise invalid(name[:80], f"{shown(name)}: expected no file", "unknown_parameter")
 
 

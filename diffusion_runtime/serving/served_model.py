@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention.catalogue import list_backends
+from diffusion_runtime.attention.catalogue import list_backends, option_values
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.core.progress import OnProgress
@@ -31,6 +31,7 @@ from diffusion_runtime.profiling.instruments import attention_choices
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.serving.previews import OnPreview, Previews
+from diffusion_runtime.streaming.generation_stream import GenerationStream
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -155,7 +156,17 @@ class ServedModel:
             "loras": sorted(self._loras),
             "attention_roles": sorted({layer.layer.role for layer in prepared.layers}),
             "backends": [
-                {"name": each.name, "usable": each.usable, "reason": each.reason}
+                {
+                    "name": each.name,
+                    "usable": each.usable,
+                    "reason": each.reason,
+                    "fix": each.fix,
+                    "summary": each.summary,
+                    "categories": sorted(each.capability.categories),
+                    "options": [
+                        option for option in option_values(each.name) if not option["name"].endswith(_FILE_OPTIONS)
+                    ],
+                }
                 for each in list_backends(description.device)
             ],
         }
@@ -170,6 +181,7 @@ class ServedModel:
                 "frames_rule": f"1+{frames}k" if is_video else "1",
                 "takes_image": takes,
                 "needs_image": bool(rules.inputs.needed),
+                "streams": rules.sampling.is_causal and description.degrees.num_processes == 1,
                 "image_fields": sorted(images) or (["image_path"] if takes else []),
                 "task_types": (types := [f"T2{kind}"] * (not rules.inputs.needed) + [f"TI2{kind}"] * takes),
                 # As SGLang's clients read them.
@@ -195,6 +207,16 @@ class ServedModel:
         watching = self._previews.watching(self.pipeline, requests, on_preview, num_previews)
         with self._chosen(choice), watching:
             return self.pipeline.generate(requests, on_progress=on_progress)
+
+    @contextlib.contextmanager
+    def streaming(self, request: GenerationRequest, choice: Choice) -> Iterator[GenerationStream]:
+        """Context manager: the stream of a resolved request. Raises what Pipeline.stream raises."""
+        if not isinstance(self.pipeline, Pipeline):
+            raise RequestError(
+                "stream: diffusers' own pipeline runs this model, which makes a clip at once; leave it out"
+            )
+        with self._chosen(choice), self.pipeline.stream(request, keeps_frames=True) as stream:
+            yield stream
 
     def _resolved(self, prepared: Prepared, work: Mapping[str, Any]) -> list[GenerationRequest]:
         preset = work.get("preset")

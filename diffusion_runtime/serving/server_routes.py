@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,10 @@ from diffusion_runtime.serving.jobs import VIDEO
 from diffusion_runtime.serving.openapi import request_body
 from diffusion_runtime.serving.submission import Submission
 from diffusion_runtime.serving.unavailable import Unavailable
+from diffusion_runtime.untrusted.json_text import read_json_file
+
+# Written by scripts/write_shipped_figures.py.
+_FIGURES = Path(__file__).with_name("shipped_figures.json")
 
 
 def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) -> APIRouter:
@@ -52,6 +57,12 @@ def server_routes(dispatcher: Dispatcher, submission: Submission, created: int) 
     async def explain(request: Request) -> Response:
         """Return what a request would run and cost, by layer and step; nothing is made."""
         return JSONResponse(await submission.explained(request))
+
+    @router.get("/v1/figures")
+    async def figures() -> Response:
+        """Return measured settings of the model: the time and the quality of each; none for most models."""
+        shipped = read_json_file(_FIGURES)
+        return JSONResponse(shipped if dispatcher.model_path == shipped["model"] else {"rows": []})
 
     @router.get("/liveness")
     async def liveness() -> Response:

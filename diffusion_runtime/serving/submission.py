@@ -18,9 +18,9 @@ from diffusion_runtime.serving.body import Body
 from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.guard import key_of
-from diffusion_runtime.serving.input_images import check_image
+from diffusion_runtime.serving.input_images import check_image, check_media
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
-from diffusion_runtime.serving.request_fields import Draft, check_limits, in_clients_words, read_draft
+from diffusion_runtime.serving.request_fields import RECORDED, Draft, check_limits, in_clients_words, read_draft
 from diffusion_runtime.serving.retention import bytes_of
 from diffusion_runtime.serving.settings import Access
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
@@ -99,6 +99,10 @@ class Submission:
             name = "return_previews" if draft.kind == VIDEO else "partial_images"
             message = f"{name}: this server shows no estimates of running jobs: {card.get('no_previews')}; leave it out"
             raise invalid(name, message, "unsupported_for_model")
+        is_stream = bool(draft.options.get("stream")) and draft.kind == VIDEO
+        if is_stream and not card.get("streams"):
+            message = "stream: this model makes a clip at once, or runs in several processes; leave it out"
+            raise invalid("stream", message, "unsupported_for_model")
         if draft.images and not card.get("takes_image", True):
             name = in_clients_words(draft.kind, next(iter(draft.images)))
             raise invalid(name, f"{name}: this model takes no images; leave it out", "unsupported_for_model")
@@ -108,7 +112,8 @@ class Submission:
             for index, content in enumerate(contents):
                 sent_as = in_clients_words(draft.kind, field)
                 image = await self._image(sent_as, content)
-                extension = await asyncio.to_thread(check_image, sent_as, image, settings.limits.max_upload_pixels)
+                check = check_media if field == "references" else check_image
+                extension = await asyncio.to_thread(check, sent_as, image, settings.limits.max_upload_pixels)
                 names.append(f"{field}-{index}.{extension}")
                 path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)
                 paths.setdefault(field, []).append(str(path))
@@ -124,7 +129,11 @@ class Submission:
         remarks = [in_clients_words(draft.kind, dispatcher.files.scrub(remark)) for remark in checked["remarks"]]
         return {
             "requests": checked["requests"],
-            "key": checked["key"],
+            # What is counted in one batch is counted of all its requests.
+            "key": checked["key"]
+            + "".join(f" {name}" for name in RECORDED[1:] if draft.options[name])
+            # A stream runs by itself.
+            + (f" {job_id}" if is_stream else ""),
             "attention": draft.attention,
             "loras": draft.loras,
             "preset": draft.preset,

@@ -1,28 +1,25 @@
-"""Routes of videos: create, get, list, delete, content, remix, cancel, events, and the synchronous one."""
+"""Routes of videos beside those of all jobs: create, content, remix, and the synchronous one."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from diffusion_runtime.errors import shown
 from diffusion_runtime.serving.api_errors import ApiError, invalid, not_found
 from diffusion_runtime.serving.bodies import read_body
 from diffusion_runtime.serving.dispatcher import Dispatcher
-from diffusion_runtime.serving.event_stream import event, with_pings
-from diffusion_runtime.serving.files import ID, VARIANTS
-from diffusion_runtime.serving.job_objects import poll_milliseconds, preview_object, video_object
-from diffusion_runtime.serving.jobs import COMPLETED, FAILED, IN_PROGRESS, QUEUED, VIDEO, Job
+from diffusion_runtime.serving.files import VARIANTS
+from diffusion_runtime.serving.job_objects import inference_seconds, peak_megabytes
+from diffusion_runtime.serving.job_routes import found_job, job_answer
+from diffusion_runtime.serving.jobs import COMPLETED, FAILED, VIDEO, Job
 from diffusion_runtime.serving.openapi import request_body
 from diffusion_runtime.serving.request_fields import Draft, checked_prompt
-from diffusion_runtime.serving.submission import Submission, may_see, owner_of, whose
+from diffusion_runtime.serving.submission import Submission, owner_of
 from diffusion_runtime.serving.waiting import until_over
 
 _MEDIA_TYPES = {
@@ -31,23 +28,18 @@ _MEDIA_TYPES = {
     "spritesheet": "image/webp",
     "sidecar": "application/json",
     "sound": "audio/wav",
+    "latents": "application/octet-stream",
 }
 
 
 def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
     router = APIRouter(tags=["videos"])
 
-    access = dispatcher.settings.access
-
     def found(video_id: str, request: Request) -> Job:
-        job = dispatcher.jobs.get(video_id) if ID.fullmatch(video_id) else None
-        if job is None or job.kind != VIDEO or not may_see(request, job, access):
-            raise not_found(f"video {shown(video_id[:64])}")
-        return job
+        return found_job(VIDEO, video_id, request, dispatcher)
 
     def answer(job: Job) -> JSONResponse:
-        headers = {} if job.is_over else {"openai-poll-after-ms": str(poll_milliseconds(dispatcher))}
-        return JSONResponse(video_object(job, dispatcher), headers=headers)
+        return job_answer(job, dispatcher)
 
     @router.post("/v1/videos", openapi_extra=request_body(VIDEO))
     async def create_video(request: Request) -> Response:
@@ -64,57 +56,11 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         headers = {
             "x-video-id": job.id,
             "x-model": quote(job.work["model"], safe=" /:@"),
-            "x-inference-time-s": str(video_object(job, dispatcher)["inference_time_s"]),
+            "x-inference-time-s": str(inference_seconds(part)),
             "x-stage-durations": json.dumps(part["timings"]),
-            "x-peak-memory-mb": str(video_object(job, dispatcher)["peak_memory_mb"]),
+            "x-peak-memory-mb": str(peak_megabytes(part)),
         }
         return content(request, job, "video", headers)
-
-    @router.get("/v1/videos")
-    async def list_videos(
-        request: Request,
-        limit: str = "20",
-        order: str = "desc",
-        after: str | None = None,
-        status: str | None = None,
-    ) -> Response:
-        """List videos by acceptance, the newest first."""
-        if not re.fullmatch("[1-9][0-9]?|100", limit):
-            raise invalid("limit", f"limit: expected 1 to 100, got {shown(limit)}")
-        if order not in ("asc", "desc"):
-            raise invalid("order", f"order: expected asc or desc, got {shown(order)}")
-        if status not in (None, QUEUED, IN_PROGRESS, COMPLETED, FAILED):
-            raise invalid("status", f"status: expected queued, in_progress, completed or failed, got {shown(status)}")
-        jobs, has_more = dispatcher.jobs.page(
-            VIDEO,
-            limit=int(limit),
-            is_descending=order == "desc",
-            after=None if after is None else found(after, request).number,
-            status=status,
-            owner=whose(request, access),
-        )
-        data = [video_object(job, dispatcher) for job in jobs]
-        ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return JSONResponse({"object": "list", "data": data, **ids, "has_more": has_more})
-
-    @router.get("/v1/videos/{video_id}")
-    async def get_video(video_id: str, request: Request) -> Response:
-        """Return a video's state; 200 for one that failed, too."""
-        return answer(found(video_id, request))
-
-    @router.delete("/v1/videos/{video_id}")
-    async def delete_video(video_id: str, request: Request) -> Response:
-        """Stop a video if it is being made, and remove it."""
-        job = found(video_id, request)
-        await dispatcher.delete(job.id)
-        return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
-
-    @router.post("/v1/videos/{video_id}/cancel")
-    async def cancel_video(video_id: str, request: Request) -> Response:
-        """Stop a video; it is then `failed` with the code `cancelled`."""
-        dispatcher.cancel(found(video_id, request).id, "client")
-        await dispatcher.jobs.log.kept()
-        return answer(found(video_id, request))
 
     @router.post("/v1/videos/{video_id}/remix")
     async def remix_video(video_id: str, request: Request) -> Response:
@@ -166,31 +112,9 @@ def video_routes(dispatcher: Dispatcher, submission: Submission) -> APIRouter:
         suffix = ".mp4" if variant == "video" else VARIANTS[variant]
         return FileResponse(path, media_type=_MEDIA_TYPES[variant], filename=f"{job.id}{suffix}", headers=headers)
 
-    @router.get("/v1/videos/{video_id}/events")
-    async def video_events(video_id: str, request: Request) -> Response:
-        """Stream the video's state now and after every change, as server-sent events; previews with return_previews."""
-        job = found(video_id, request)
-        last = request.headers.get("last-event-id", "")
-
-        async def events() -> AsyncIterator[bytes]:
-            # Kept here, as the last previews may come together with the end.
-            live = None if job.is_over else dispatcher.live(job.id)
-            num_sent = 0
-            async for each in dispatcher.follow(job.id):
-                for preview in () if live is None else live.previews[num_sent:]:
-                    num_sent += 1
-                    yield event("preview", await asyncio.to_thread(preview_object, job, preview))
-                name = each.status if each.is_over else "progress"
-                number = "end" if live is None or each.is_over else str(live.version)
-                if number != last:
-                    yield event(name, video_object(each, dispatcher), number)
-
-        return StreamingResponse(with_pings(events()), media_type="text/event-stream", headers=_UNCACHED)
-
     return router
 
 
-_UNCACHED: dict[str, Any] = {"cache-control": "no-store"}
 _RANGES = re.compile(r"bytes=(\d{1,18}-\d{0,18}|-\d{1,18})(,\s*(\d{1,18}-\d{0,18}|-\d{1,18}))*", re.IGNORECASE)
 
 

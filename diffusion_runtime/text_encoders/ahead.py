@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.core.device_guard import device_guard
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.startup import startup_is_on
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
@@ -48,6 +49,10 @@ class EncodingAhead(TextEncoder):
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
         self._wait()
         return self._or_self(self._encoder.of_pictures(paths))
+
+    def of_request(self, request: GenerationRequest) -> TextEncoder:
+        self._wait()
+        return self._or_self(self._encoder.of_request(request))
 
     def of_negative(self) -> TextEncoder:
         self._wait()

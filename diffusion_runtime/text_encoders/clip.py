@@ -66,14 +66,17 @@ def load_clip(
 
 
 _MODEL_TYPE = "clip_vision_model"
+# Height and width in pixels, of models that prepare their pictures themselves.
+PREPARED_SIZE = 224
 
 
 class ClipImageEncoder:
-    """Encoder of `image_encoder/` and `image_processor/` of a diffusers folder."""
+    """Encoder of `image_encoder/` and `image_processor/` of a diffusers folder. preparation: None for a model that
+    prepares its pictures itself."""
 
     library = "transformers"
 
-    def __init__(self, model: CLIPVisionModel, preparation: PicturePreparation) -> None:
+    def __init__(self, model: CLIPVisionModel, preparation: PicturePreparation | None) -> None:
         self.model = model
         self.preparation = preparation
         self.implementation = str(model.config._attn_implementation)
@@ -81,17 +84,23 @@ class ClipImageEncoder:
     @torch.inference_mode()
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         """Return the tokens before the last layer, [1, tokens, dim]. image: [height, width, 3], uint8, of any size."""
-        pixels = self.preparation.prepare(image).to(self.model.device, self.model.dtype)
-        states = self.model(pixels, output_hidden_states=True).hidden_states
+        assert self.preparation is not None, "this model prepares its pictures itself"
+        return self.tokens(self.preparation.prepare(image))
+
+    @torch.inference_mode()
+    def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return `encode` of prepared pixels, [1, 3, height, width]."""
+        states = self.model(pixels.to(self.model.device, self.model.dtype), output_hidden_states=True).hidden_states
         assert states is not None
         tokens: torch.Tensor = states[-2]
         return tokens
 
 
-def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None) -> None:
+def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None, *, prepares: bool = True) -> None:
     """Check from their json that a folder's image encoder and image preparation are supported.
 
-    dim: of a token; num_tokens: of an image, None for any number. Raises ModelLoadError that names the file and the
+    dim: of a token; num_tokens: of an image, None for any number. prepares: whether `image_processor` prepares them;
+    else they come with 224 x 224 pixels. Raises ModelLoadError that names the file and the
     key.
     """
     check_model_type(folder / "image_encoder", (_MODEL_TYPE,))
@@ -104,6 +113,10 @@ def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None
     found = (image_size // patch_size) ** 2 + 1
     if num_tokens is not None and found != num_tokens:
         raise file.error("image_size", f"that of {num_tokens} tokens", image_size)
+    if not prepares:
+        if image_size != PREPARED_SIZE:
+            raise file.error("image_size", f"{PREPARED_SIZE}, the size that pictures are prepared to", image_size)
+        return
     path = folder / "image_processor" / "preprocessor_config.json"
     preparation = read_preparation(path)
     if (preparation.height, preparation.width) != (image_size, image_size):
@@ -113,13 +126,17 @@ def check_clip_image_encoder(folder: AnyFolder, dim: int, num_tokens: int | None
         )
 
 
-def load_clip_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ClipImageEncoder:
-    """Load the image encoder of a model folder, from safetensors and json and without a network.
+def load_clip_image_encoder(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, prepares: bool = True
+) -> ClipImageEncoder:
+    """Load the image encoder of a model folder, from safetensors and json and without a network. prepares: False for a
+    model that prepares its pictures itself.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
     check_model_type(folder / "image_encoder", (_MODEL_TYPE,))
-    preparation = read_preparation(folder / "image_processor" / "preprocessor_config.json")
+    path = folder / "image_processor" / "preprocessor_config.json"
+    preparation = read_preparation(path) if prepares else None
     # Imported late: transformers takes seconds.
     from transformers.models.clip.modeling_clip import CLIPVisionModel
 

@@ -66,7 +66,8 @@ class LanguageModelEncoder(TextEncoder):
         to the longest prompt is enough where the padding is not kept."""
         template, rows = self.template, [self.tokenized(prompt) for prompt in prompts]
         room = self.max_tokens + template.num_cropped
-        num_tokens = room if self.keeps_padding else max(len(row.ids) for row in rows)
+        # At least one: a model without tokens of its own for the beginning has none of an empty prompt.
+        num_tokens = room if self.keeps_padding else max(1, *(len(row.ids) for row in rows))
         ids = torch.full((len(rows), num_tokens), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):

@@ -1,5 +1,5 @@
 """Loads language models as text encoders: LLaMA (Touvron et al. 2023, arXiv:2302.13971; version 3: arXiv:2407.21783),
-Mistral 3, Qwen2.5-VL, Qwen3 and Qwen3-VL."""
+Mistral 3, Qwen2.5-VL, Qwen3, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -158,6 +158,35 @@ def load_qwen3_vl(
         part=lambda whole: whole.model if sees else whole.model.language_model,
     )
     check_vocabulary(folder / tokenizer_in, len(tokenizer), model.config.get_text_config().vocab_size)
+    return model, tokenizer
+
+
+def load_qwen3_5(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerFast]:
+    """Load the language model of the Qwen3.5 in `text_encoder/` of a model folder, and its tokenizer, from safetensors
+    and without a network. Most of its layers are linear attention (Gated DeltaNet, arXiv:2412.06464), which
+    transformers computes.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    kind = check_model_type(folder / "text_encoder", ("qwen3_5", "qwen3_5_text"))
+    # Imported late: transformers takes seconds.
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
+    if kind == "qwen3_5":
+        # Vision and output layers stay on the CPU.
+        model = load_encoder(
+            folder / "text_encoder",
+            modeling.Qwen3_5ForConditionalGeneration,
+            device,
+            dtype,
+            unread=("lm_head.", "mtp."),
+            part=lambda whole: whole.model.language_model,
+        )
+    else:
+        model = load_encoder(folder / "text_encoder", modeling.Qwen3_5TextModel, device, dtype)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
     return model, tokenizer
 
 

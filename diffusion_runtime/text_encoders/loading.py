@@ -180,6 +180,8 @@ _TOKENIZER_IDS = {
     "qwen2_5_vl_text": "Qwen/Qwen2.5-VL-7B-Instruct",
     "qwen3": "Qwen/Qwen3-4B",
     "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+    "qwen3_5": "Qwen/Qwen3.5-9B",
+    "qwen3_5_text": "Qwen/Qwen3.5-9B",
     "gemma3": "google/gemma-3-12b-it",
     "gemma4_unified": "google/gemma-4-12B-it",
     "mistral3": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 
@@ -24,28 +25,33 @@ class _WaitingTextEncoder(TextEncoder):
         """Bring the encoder to the device and return it."""
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
-        return _OfPictures(self, paths)
+        return _OfPictures(self, lambda encoder: encoder.of_pictures(paths))
+
+    def of_request(self, request: GenerationRequest) -> TextEncoder:
+        return _OfPictures(self, lambda encoder: encoder.of_request(request))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
         return self.brought().encode(prompts)
 
 
 class _OfPictures(_WaitingTextEncoder):
-    """`whole` for prompts about these images. is_negative: for the negative ones."""
+    """`whole` for prompts about pictures. about: gives its encoder of those. is_negative: for the negative ones."""
 
-    def __init__(self, whole: _WaitingTextEncoder, paths: Sequence[str], *, is_negative: bool = False) -> None:
+    def __init__(
+        self, whole: _WaitingTextEncoder, about: Callable[[TextEncoder], TextEncoder], *, is_negative: bool = False
+    ) -> None:
         super().__init__(whole)
         self._whole = whole
-        self._paths = paths
+        self._about = about
         self._is_negative = is_negative
 
     def brought(self) -> TextEncoder:
-        encoder = self._whole.brought().of_pictures(self._paths)
+        encoder = self._about(self._whole.brought())
         return encoder.of_negative() if self._is_negative else encoder
 
     def of_negative(self) -> TextEncoder:
         encoder = self.brought()
-        return self if encoder.of_negative() is encoder else _OfPictures(self._whole, self._paths, is_negative=True)
+        return self if encoder.of_negative() is encoder else _OfPictures(self._whole, self._about, is_negative=True)
 
 
 class OffloadedTextEncoder(_WaitingTextEncoder):

@@ -18,13 +18,14 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.picture_patches import PatchPreparation, PicturePatches, read_patch_preparation
-from diffusion_runtime.text_encoders.tokenized import tokenize
+from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_PICTURE = "<|image_pad|>"
-_AROUND = "<|vision_start|>{}<|vision_end|>"
+# The token that each of a picture's tokens takes the place of, and the marks around them.
+PICTURE = "<|image_pad|>"
+AROUND = "<|vision_start|>{}<|vision_end|>"
 
 
 class PictureLanguageEncoder(TextEncoder):
@@ -75,18 +76,7 @@ class PictureLanguageEncoder(TextEncoder):
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """Encode prompts. Padding comes last and is masked, and the model is causal."""
         template, device = self.template, self.model.device
-        shown = "".join(
-            self._label.format(index) + _AROUND.format(_PICTURE * picture.num_tokens)
-            for index, picture in enumerate(self._pictures, start=1)
-        ).lstrip()
-        first = len(template.before) + len(shown)
-        room = self.max_tokens + template.num_cropped + sum(picture.num_tokens for picture in self._pictures)
-        rows = [
-            tokenize(
-                self.tokenizer, f"{template.before}{shown}{prompt}{template.after}", room, first, first + len(prompt)
-            )
-            for prompt in (without_marks(prompt) for prompt in prompts)
-        ]
+        rows = self.tokenized([without_marks(prompt) for prompt in prompts])
         ids = torch.full((len(rows), max(len(row.ids) for row in rows)), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
@@ -127,6 +117,22 @@ class PictureLanguageEncoder(TextEncoder):
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
 
+    def tokenized(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
+        """Return the tokens of prompts in the template, pictures included. prompts: without marks of pictures."""
+        template = self.template
+        shown = "".join(
+            self._label.format(index) + AROUND.format(PICTURE * picture.num_tokens)
+            for index, picture in enumerate(self._pictures, start=1)
+        ).lstrip()
+        first = len(template.before) + len(shown)
+        room = self.max_tokens + template.num_cropped + sum(picture.num_tokens for picture in self._pictures)
+        return [
+            tokenize(
+                self.tokenizer, f"{template.before}{shown}{prompt}{template.after}", room, first, first + len(prompt)
+            )
+            for prompt in prompts
+        ]
+
     def _places(self, is_text: torch.Tensor) -> tuple[int, ...]:
         """Return how many tokens of the text precede each picture. is_text: [tokens], of one prompt."""
         before, found, start = is_text.cumsum(0), [], 0
@@ -163,7 +169,7 @@ class PictureLanguageEncoder(TextEncoder):
 
 def without_marks(prompt: str) -> str:
     """Remove from a prompt the token that marks a picture: its words are no pictures."""
-    return prompt.replace(_PICTURE, "")
+    return prompt.replace(PICTURE, "")
 
 
 def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:

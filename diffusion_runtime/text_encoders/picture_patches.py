@@ -40,7 +40,7 @@ class PicturePatches:
 
 @dataclass(frozen=True)
 class PatchPreparation:
-    """Preprocessing of pixels. patch: pixels a side; frames: of a patch, in which a picture is repeated; merge: patches
+    """Preprocessing of pixels. patch: pixels a side; frames: of a patch, a picture's repeated; merge: patches
     a side of a token. min_pixels, max_pixels: of the resulting picture. mean, std: by colour, of values in [0, 1]."""
 
     patch: int
@@ -53,27 +53,42 @@ class PatchPreparation:
 
     def prepare(self, image: torch.Tensor) -> PicturePatches:
         """Return an image's patches, scaled to whole tokens by a bicubic filter. image: [height, width, 3], uint8."""
+        (patches,) = self.prepare_clip(image[None])
+        return patches
+
+    def prepare_clip(self, clip: torch.Tensor) -> list[PicturePatches]:
+        """Return the patches of the frames that a token stands for, one group after the other; the last frame is
+        repeated to whole groups. clip: [frames, height, width, 3], uint8."""
+        num_frames, (height, width) = len(clip), self.whole_tokens(*clip.shape[:3])
+        pixels = torch.stack([self._pixels(frame, height, width) for frame in clip])
+        pixels = torch.cat([pixels, pixels[-1:].expand(-num_frames % self.frames, -1, -1, -1)])
+        rows, columns, side = height // self.patch, width // self.patch, self.merge
+        tokens = pixels.reshape(-1, self.frames, 3, rows // side, side, self.patch, columns // side, side, self.patch)
+        # The patches of a token are consecutive; in each, colour before frame before row.
+        ordered = tokens.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(len(tokens), rows * columns, -1)
+        return [PicturePatches(each, (1, rows, columns), side) for each in ordered]
+
+    def _pixels(self, frame: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Return a frame of another size, normalised, [3, height, width]."""
         import numpy
         from PIL import Image
 
-        height, width = self._whole_tokens(image.shape[0], image.shape[1])
-        picture = Image.fromarray(image.cpu().numpy()).resize((width, height), Image.Resampling.BICUBIC)
+        picture = Image.fromarray(frame.cpu().numpy()).resize((width, height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(numpy.array(picture)).float().div(255)
-        pixels = pixels.sub(torch.tensor(self.mean)).div(torch.tensor(self.std)).permute(2, 0, 1)
-        rows, columns, side = height // self.patch, width // self.patch, self.merge
-        tokens = pixels.reshape(3, rows // side, side, self.patch, columns // side, side, self.patch)
-        # The patches of a token are consecutive; in each, colour before frame before row.
-        ordered = tokens.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
-        return PicturePatches(ordered.reshape(rows * columns, -1), (1, rows, columns), side)
+        return pixels.sub(torch.tensor(self.mean)).div(torch.tensor(self.std)).permute(2, 0, 1)
 
-    def _whole_tokens(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest size of whole tokens, between the smallest and the largest number of pixels."""
-        side, area = self.patch * self.merge, height * width
+    def whole_tokens(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the nearest size of whole tokens, between the smallest and the largest number of pixels, which of
+        several frames are those of all together."""
+        # To whole groups, an odd half to the even one.
+        num_counted = 1 if num_frames == 1 else round(num_frames / self.frames) * self.frames
+        side, area = self.patch * self.merge, num_frames * height * width
         rows, columns = round(height / side), round(width / side)
-        if rows * columns * side * side > self.max_pixels:
+        pixels = num_counted * rows * columns * side * side
+        if pixels > self.max_pixels:
             shrink = math.sqrt(area / self.max_pixels)
             rows, columns = (max(1, math.floor(size / shrink / side)) for size in (height, width))
-        elif rows * columns * side * side < self.min_pixels:
+        elif pixels < self.min_pixels:
             growth = math.sqrt(self.min_pixels / area)
             rows, columns = (math.ceil(size * growth / side) for size in (height, width))
         return rows * side, columns * side

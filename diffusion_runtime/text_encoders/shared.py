@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.parallel.world import World
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 
 
@@ -30,6 +31,9 @@ class SharedTextEncoder(TextEncoder):
 
     def of_pictures(self, paths: Sequence[str]) -> SharedTextEncoder:
         return SharedTextEncoder(None if self._encoder is None else self._encoder.of_pictures(paths), self._world)
+
+    def of_request(self, request: GenerationRequest) -> SharedTextEncoder:
+        return SharedTextEncoder(None if self._encoder is None else self._encoder.of_request(request), self._world)
 
     def of_negative(self) -> SharedTextEncoder:
         """Return the encoder of negative prompts; every process learns from rank 0 whether it is another one."""
@@ -78,6 +82,8 @@ def _describe(conditions: Conditions) -> dict[str, Any]:
     return {
         "tensors": [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
         "lengths": conditions.lengths,
+        "picture_places": conditions.picture_places,
+        "picture_ranges": conditions.picture_ranges,
         "unknown_words": conditions.unknown_words,
         "num_cut_tokens": conditions.num_cut_tokens,
         "has_pooled": conditions.pooled is not None,
@@ -100,4 +106,6 @@ def _conditions(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Cond
         tuple(TextStream(next(waiting), tuple(lengths)) for lengths in header["further_lengths"]),
         header["encoder"],
         tuple(EncoderCut(name, tuple(counts), room) for name, counts, room in header["further_cuts"]),
+        picture_places=tuple(header["picture_places"]),
+        picture_ranges=tuple((start, stop) for start, stop in header["picture_ranges"]),
     )

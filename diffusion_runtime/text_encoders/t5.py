@@ -101,12 +101,16 @@ def load_t5(
     # Imported late: transformers takes seconds.
     from transformers.models.t5.modeling_t5 import T5EncoderModel
 
-    place = folder / tokenizer
-    has_json = (place / "tokenizer.json").is_file() or not (place / SENTENCEPIECE).is_file()
-    words = load_tokenizer(place, remedy=_REMEDY) if has_json else load_t5_sentencepiece(place)
+    words = load_t5_tokenizer(folder / tokenizer)
     model = load_encoder(folder / encoder, T5EncoderModel, device, dtype)
     check_vocabulary(folder / tokenizer, len(words), model.config.vocab_size)
     return T5TextEncoder(model, words, max_tokens, padding=padding)
+
+
+def load_t5_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer in a folder, from tokenizer.json or spiece.model. Raises ModelLoadError."""
+    has_json = (folder / "tokenizer.json").is_file() or not (folder / SENTENCEPIECE).is_file()
+    return load_tokenizer(folder, remedy=_REMEDY) if has_json else load_t5_sentencepiece(folder)
 
 
 # The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.
@@ -135,17 +139,21 @@ MAX_TOKENS = 512
 
 class UMT5TextEncoder(TextEncoder):
     """Encoder of `text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with
-    zeros, which the transformer attends to. model: ours, or transformers'."""
+    zeros, which the transformer attends to. model: ours, or transformers'. cleans: whether prompts go through
+    clean_prompt."""
 
     def __init__(
         self,
         model: UMT5Encoder | UMT5EncoderModel,
         tokenizer: JsonTokenizer | PreTrainedTokenizerFast,
         max_tokens: int,
+        *,
+        cleans: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
+        self._cleans = cleans
         if isinstance(model, UMT5Encoder):
             self.library, self.implementation = "torch", "sdpa"
         else:
@@ -153,7 +161,8 @@ class UMT5TextEncoder(TextEncoder):
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        rows = [tokenize(self.tokenizer, clean_prompt(prompt), self.max_tokens) for prompt in prompts]
+        texts = [clean_prompt(prompt) if self._cleans else prompt for prompt in prompts]
+        rows = [tokenize(self.tokenizer, text, self.max_tokens) for text in texts]
         lengths = tuple(len(row.ids) for row in rows)
         # The encoder runs on the longest prompt's length, not on max_tokens: its positions are relative and padding is
         # masked, so the result is the same, for a fraction of the work.
@@ -199,10 +208,12 @@ def load_umt5(
     *,
     max_tokens: int = MAX_TOKENS,
     fill: Fill | None = None,
+    cleans: bool = True,
 ) -> UMT5TextEncoder:
     """Load the text encoder of a model folder, from safetensors and without a network.
 
-    fill: reads the weights of a module of ours; None leaves every folder to transformers.
+    fill: reads the weights of a module of ours; None leaves every folder to transformers. cleans: as of
+    UMT5TextEncoder.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
@@ -214,13 +225,13 @@ def load_umt5(
         with empty_modules():
             encoder = UMT5Encoder(sizes)
         fill(encoder, folder / "text_encoder", device, dtype)
-        return UMT5TextEncoder(encoder, tokenizer, max_tokens)
+        return UMT5TextEncoder(encoder, tokenizer, max_tokens, cleans=cleans)
     # Imported late: transformers takes seconds.
     from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
     model = load_encoder(folder / "text_encoder", UMT5EncoderModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
-    return UMT5TextEncoder(model, tokenizer, max_tokens)
+    return UMT5TextEncoder(model, tokenizer, max_tokens, cleans=cleans)
 
 
 class ByT5Encoder:

@@ -76,6 +76,13 @@ _KINDS = (
         ("qwen3", "qwen3_vl"),
         "text_encoder",
     ),
+    # The first of its layers is one of linear attention.
+    FileKind(
+        "Qwen3.5",
+        (r"(model\.)?(language_model\.)?layers\.0\.linear_attn\.in_proj_qkv\.weight",),
+        ("qwen3_5", "qwen3_5_text"),
+        "text_encoder",
+    ),
     FileKind(
         "a language model such as Llama or Mistral",
         (r"(language_model\.)?(model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj\.weight",),

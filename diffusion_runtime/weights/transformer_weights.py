@@ -52,7 +52,8 @@ class TransformerWeights:
 
     family: in tensor_parallel.yaml. pieces: by component, our parameter name -> the checkpoint tensors that fill it.
     lora_names: names of the modules in LoRA files. stays_float32: parameters that are not converted to the model's
-    dtype. components: folders of the weights; joined_components: those read with them, under their name and a dot.
+    dtype. components: folders of the weights; joined_components: those read with them, under their name and a dot, from
+    their folders where no file of `files` holds them. shares_joined: whether tensor_parallel.yaml has their layers.
     prepare: adds the parts to a component's module that only the names of its checkpoint's tensors show; is_ignored:
     tensors of a checkpoint that nothing reads; arrange: see load_weights. files: weights that are read from elsewhere
     than the folder; known_names: the modules of all families. tensor: the processes that share the weights, None for
@@ -69,6 +70,7 @@ class TransformerWeights:
     stays_float32: Callable[[str], bool]
     components: tuple[str, ...] = ("transformer",)
     joined_components: tuple[str, ...] = ()
+    shares_joined: bool = False
     prepare: Callable[[nn.Module, Collection[str]], object] = lambda *_: None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
@@ -86,7 +88,7 @@ class TransformerWeights:
                 f"parallel.tensor_parallel_size: {blocks[0]}: the blocks of a GGUF file are not shared by processes in "
                 "this version; leave out --tensor-parallel-size, or use a safetensors file"
             )
-        if self.joined_components:
+        if self.joined_components and not self.shares_joined:
             raise ConfigError(
                 f"parallel.tensor_parallel_size: the weights of a {self.joined_components[0]} are not shared by "
                 "processes in this version; leave out --tensor-parallel-size; --ulysses-degree works"
@@ -164,9 +166,26 @@ class TransformerWeights:
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
         return found
 
-    def expected(self, component: str) -> Expected:
-        """Return the tensors that a file of a transformer must have."""
-        beside = tuple(f"{name}." for name in self.joined_components)
+    @property
+    def in_files(self) -> tuple[str, ...]:
+        """The components, joined ones included, whose weights are in `files`. Raises ModelLoadError for files that
+        cannot be read."""
+        joined = [name for file in self.files for name in self.joined_in(file)]
+        return (*(file.component for file in self.files), *dict.fromkeys(joined))
+
+    def joined_in(self, file: TransformerFile) -> tuple[str, ...]:
+        """Return the joined components that have tensors in a transformer's file, as ComfyUI's files do. Raises
+        ModelLoadError for a file that cannot be read."""
+        if not self.joined_components:
+            return ()
+        names = [name.rpartition(".")[0] for name in file.shapes()]
+        modules = {rows.module for name in names for rows in self.lora_names.find(name, flattened=False)}
+        known = tuple(modules) + tuple(names)
+        return tuple(each for each in self.joined_components if any(name.startswith(f"{each}.") for name in known))
+
+    def expected(self, component: str, beside: Sequence[str] = ()) -> Expected:
+        """Return the tensors that a file of a transformer must have. beside: joined components that it lacks."""
+        beside = tuple(f"{name}." for name in beside)
         shapes = {name: shape for name, shape in self.shapes(component).items() if not name.startswith(beside)}
         return Expected(shapes, self.lora_names, self.known_names, self.is_ignored)
 
@@ -275,9 +294,11 @@ class TransformerWeights:
         kept: dict[str, torch.Tensor] | None = None,
     ) -> Checkpoint:
         file = next((file for file in self.files if file.component == component), None)
-        source = None if file is None else file.source(self.expected(component))
-        if self.joined_components:
-            source = _joined(self.folder, component, self.joined_components, source)
+        within = () if file is None else self.joined_in(file)
+        beside = tuple(name for name in self.joined_components if name not in within)
+        source = None if file is None else file.source(self.expected(component, beside))
+        if beside:
+            source = _joined(self.folder, component, beside, source)
         return Checkpoint(
             self.folder / component,
             changes=changes,
@@ -330,6 +351,9 @@ def _joined(folder: AnyFolder, component: str, further: Sequence[str], own: Sour
     def open_files(stack: contextlib.ExitStack) -> Rows:
         rows = dict(of_folder(component, stack) if own is None else own(stack))
         for name in further:
+            if any(tensor.startswith(f"{name}.") for tensor in rows):
+                # The transformer's own files have them.
+                continue
             rows.update({f"{name}.{tensor}": stored for tensor, stored in of_folder(name, stack).items()})
         return rows
 

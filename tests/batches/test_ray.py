@@ -38,6 +38,7 @@ def batch(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_batch_outlives_a_node_and_has_the_bytes_of_one_machine(tmp_path: Path) -> None:
     rows = [{"id": f"r{at}", **SMALL} for at in range(20)]
     (tmp_path / "rows.jsonl").write_text(

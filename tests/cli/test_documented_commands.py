@@ -144,6 +144,8 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
             Image.new("RGB", (width, height), "white").save(name)
         elif name.endswith(".mp4") and "--video-path" in arguments:
             make_media(request.get("num_frames", 5), height, width).save(name)
+        elif name.endswith(".mp4") and "--reference" in arguments:
+            make_media(24, 64, 96).save(name)
         elif name.endswith(".txt"):
             Path(name).write_text("a red circle\na blue star\n")
         elif name.endswith(".jsonl"):

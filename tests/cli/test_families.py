@@ -40,13 +40,15 @@ def backends(report: dict[str, object]) -> dict[str, str]:
     return {row["role"]: row["backend"] for row in rows}
 
 
-def test_a_role_of_a_family_is_chosen_by_its_dotted_name(hunyuan_video: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_role_of_a_family_is_chosen_by_its_dotted_name(
+    hunyuan_video: tuple[str, ...], tmp_path: Path, command: Command
+) -> None:
     """In a process of its own: no family has been loaded when the command line is read."""
     made = command_process("generate", "a cat", *hunyuan_video, *CHOICE, "--json", cwd=tmp_path)
     assert made.code == 0, made.err
     (item,) = made.json["items"]
     assert backends(item["attention_report"]) == {TEXT_ROLE: "reference", "self": "torch_sdpa"}
-    again = command_process("generate", "--from", item["path"], "--json", cwd=tmp_path)
+    again = command("generate", "--from", str(tmp_path / item["path"]), "--json")
     assert again.code == 0, again.err
     assert backends(again.json["items"][0]["attention_report"])[TEXT_ROLE] == "reference"
 
@@ -100,20 +102,20 @@ def pixels(path: str) -> numpy.ndarray:
     return numpy.asarray(Image.open(path))
 
 
-def test_a_video_from_an_image(image_to_video: Path, tmp_path: Path) -> None:
+def test_a_video_from_an_image(image_to_video: Path, command: Command) -> None:
     sizes = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "2", "--format", "npy")
-    arguments = ("a star moving left", "--model-path", image_to_video, *sizes)
+    arguments = ("a star moving left", "--model-path", str(image_to_video), *sizes)
     frames = {}
     for colour in ("red", "blue"):
-        Image.new("RGB", (128, 128), colour).save(tmp_path / f"{colour}.png")
+        Image.new("RGB", (128, 128), colour).save(f"{colour}.png")
         image = ("--image-path", f"{colour}.png", "-o", f"{colour}.npy")
-        made = command_process("generate", *arguments, *image, cwd=tmp_path)
+        made = command("generate", *arguments, *image)
         assert made.code == 0, made.err
         assert made.out == f"{colour}.npy\n"
-        frames[colour] = numpy.load(tmp_path / f"{colour}.npy")
+        frames[colour] = numpy.load(f"{colour}.npy")
     assert frames["red"].shape == (5, 64, 64, 3)
     assert (frames["red"] != frames["blue"]).any()
-    assert read_recipe(tmp_path / "red.json")["request"]["image_path"] == "red.png"
+    assert read_recipe("red.json")["request"]["image_path"] == "red.png"
 
 
 def test_a_changed_image_is_told_and_its_video_is_not_taken_for_this_one(

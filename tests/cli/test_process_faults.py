@@ -46,7 +46,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("faults", "said"), FAULTS.values(), ids=FAULTS)
+# How a silence is judged is tested with a clock of the test's own in tests/parallel/test_signs_of_life.py.
+ALSO_SLOW = (
+    *("hangs while it loads", "stopped before they meet", "busy, and then stopped"),
+    *("terminated often", "interrupted alone"),
+)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [pytest.param(*FAULTS[name], id=name, marks=[pytest.mark.slow] if name in ALSO_SLOW else []) for name in FAULTS],
+)
 def test_a_fault_ends_all_processes_with_one_error(faults: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
     flags = ("--num-gpus", 2, "--set", "runtime.parallel.timeout=8", "--json")
     # Before they meet, a process is known by the environment that its interpreter was started with.
@@ -97,27 +107,25 @@ def test_a_rank_that_hears_no_interruption_is_killed_soon(tmp_path: Path) -> Non
         end(running)
 
 
-def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["killed", pytest.param("interrupted twice", marks=pytest.mark.slow)])
+def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(what: str, tmp_path: Path) -> None:
     """While one process loads, and the other waits for it."""
-    folders = [tmp_path / name for name in ("killed", "twice")]
-    flags = (*GENERATE, "--num-gpus", 2)
     deaf = {"faults": [{"rank": 1, "stage": "load", "fault": "deaf"}]}
-    killed, twice = [start(folder, *flags, plan=deaf) for folder in folders]
+    running = start(tmp_path, *GENERATE, "--num-gpus", 2, plan=deaf)
     try:
-        for folder, running in zip(folders, (killed, twice), strict=True):
-            wait_for(folder / "happened", running)
-        killed.process.kill()
-        twice.process.send_signal(signal.SIGINT)
-        # The first one has reached the processes, and one of them does not care.
-        wait_for(folders[1] / "heard", twice)
-        twice.process.send_signal(signal.SIGINT)
-        result = twice.finish()
-        assert result.code == 130
-        assert "Traceback" not in result.err
-        # Two lines where a rank was about to report the first signal when the second one came.
-        assert result.err.count("error: ") == result.err.count("error: interrupted") in (1, 2), result.err
-        assert killed.remaining() == []
-        assert twice.remaining() == []
+        wait_for(tmp_path / "happened", running)
+        if what == "killed":
+            running.process.kill()
+        else:
+            running.process.send_signal(signal.SIGINT)
+            # The first one has reached the processes, and one of them does not care.
+            wait_for(tmp_path / "heard", running)
+            running.process.send_signal(signal.SIGINT)
+            result = running.finish()
+            assert result.code == 130
+            assert "Traceback" not in result.err
+            # Two lines where a rank was about to report the first signal when the second one came.
+            assert result.err.count("error: ") == result.err.count("error: interrupted") in (1, 2), result.err
+        assert running.remaining() == []
     finally:
-        end(killed)
-        end(twice)
+        end(running)

@@ -98,7 +98,7 @@ def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path)
     assert (tmp_path / "outputs" / "a-star-seed0.mp4").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: Path, tmp_path: Path) -> None:
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("hang-ups are ignored here, as under nohup, and stay so")
@@ -114,6 +114,7 @@ def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_interrupted_while_blocks_are_streamed_leaves_nothing(tmp_path: Path) -> None:
     flags = ("--device", "cpu", "--memory-limit", "36MB", "--height", "64", "--width", "64", "--num-frames", "5")
     arguments = ("-m", "diffusion_runtime", "generate", "a star", *flags, "--num-inference-steps", "500", "--json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,10 +64,26 @@ def image_flags(model: PublishedModel, tmp_path: Path) -> list[str]:
 COUNTED = ("wan2.1-1.3b", "flux.1-dev")
 
 
-@table("name", MODELS)
-def test_a_published_model_is_planned_from_the_package(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+# One of each family and of each kind of input; that all have their names, sizes and weights is tested in
+# tests/models/test_published_settings.py and tests/benchmark/test_step.py.
+PLANNED = {*{(model.family, *model.images): name for name, model in MODELS.items()}.values(), *COUNTED}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [PLANNED, pytest.param(MODELS.keys() - PLANNED, marks=pytest.mark.slow)],
+    ids=["one of each kind", "others"],
+)
+def test_published_models_are_planned_from_the_package(
+    names: Collection[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in sorted(names):
+        (tmp_path / name).mkdir()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            check_plan(name, tmp_path / name, capsys, monkeypatch)
+
+
+def check_plan(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]
     if name not in COUNTED:
         monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_demand", lambda *_: StepDemand(1, 0))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_support import REPOSITORY, Command, command_process
+from cli_support import REPOSITORY, Command, process_environment
+from warm_python import run_python
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -116,16 +117,16 @@ def test_several_processes_take_what_the_first_found(tmp_path: Path, tiny_flags:
     (info / "entry_points.txt").write_text(
         "[diffusion_runtime.attention_backends]\nwrong = wrong_on_the_first:WrongOnTheFirst\n"
     )
-    result = command_process(
-        *("generate", "a star", *tiny_flags, "--device", "cpu", "--num-gpus", 2, "--ulysses-degree", 2),
+    done = run_python(
+        *("-m", "diffusion_runtime", "generate", "a star", *tiny_flags),
+        *("--device", "cpu", "--num-gpus", 2, "--ulysses-degree", 2),
         *("--attention-backend", "wrong_on_the_first,torch_sdpa"),
         cwd=tmp_path,
-        # One run of the installed command whose launcher starts interpreters.
-        warm=False,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]),
+        env=process_environment(PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)])),
+        max_ranks=2,
     )
-    assert result.code == 0, result.err
+    assert done.returncode == 0, done.stderr
     sidecar = json.loads(next((tmp_path / "outputs").glob("*.json")).read_text())
     assert {row["backend"] for row in sidecar["attention_report"]["rows"]} == {"torch_sdpa"}
     assert any("its self-check failed here" in note for note in sidecar["attention_report"]["notes"])
-    assert result.said.count("self-check of wrong_on_the_first (0.7)") >= 1
+    assert "self-check of wrong_on_the_first (0.7)" in " ".join(done.stderr.split())

@@ -97,7 +97,9 @@ def test_a_general_choice_says_what_it_passed_over(command: Command, tiny_flags:
             2,
             "must lie in [0, 1], got 1.5",
         ),
-        (("--attention-backend", "sta", "--dry-run"), 2, "needs to know its windows"),
+        pytest.param(
+            ("--attention-backend", "sta", "--dry-run"), 2, "needs to know its windows", marks=pytest.mark.slow
+        ),
         (("--attention-config", BY_ROLE), 3, "serves self attention, not role 'cross'"),
     ],
 )

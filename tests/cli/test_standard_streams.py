@@ -56,7 +56,10 @@ def test_json_is_ascii_on_every_stream(npy: Path) -> None:
     assert command("info", NAME, cwd=npy.parent, PYTHONIOENCODING="latin-1").returncode == 0
 
 
-@pytest.mark.parametrize(("streams", "has_output"), [(">&-", False), ("<&- >&- 2>&-", False), ("2>/dev/full", True)])
+@pytest.mark.parametrize(
+    ("streams", "has_output"),
+    [(">&-", False), pytest.param("<&- >&- 2>&-", False, marks=pytest.mark.slow), ("2>/dev/full", True)],
+)
 def test_a_stream_that_is_closed_or_full(streams: str, has_output: bool, npy: Path) -> None:
     done = command("info", NAME, cwd=npy.parent, streams=streams)
     assert (done.returncode, done.stderr, bool(done.stdout)) == (0, b"", has_output)

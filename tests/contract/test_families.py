@@ -36,7 +36,9 @@ def strayed_names(package: Path) -> Iterator[str]:
         owner = place.parts[1] if place.parts[0] == "models" and place.parts[1] in families else None
         for number, line in enumerate(_code_lines(path), 1):
             for family in families.keys() - {owner}:
-                name = re.compile(rf"models\.{family}\b|\b{family}\.|\b{family}_(?!\d)|['\"]{family}['\"]")
+                # Not of a family whose name is longer.
+                longer = "".join(rf"|{each[len(family) + 1 :]}\b" for each in families if each.startswith(f"{family}_"))
+                name = re.compile(rf"models\.{family}\b|\b{family}\.|\b{family}_(?!\d{longer})|['\"]{family}['\"]")
                 if name.search(line) and not (owner and families[owner] == family and _stands_on(family, line)):
                     yield f"{place}:{number}: {line.strip()}"
 

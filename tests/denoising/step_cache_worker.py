@@ -1,16 +1,13 @@
-"""Denoising with step caches on 2 and 4 real processes; test_step_cache_ranks.py runs it with a folder for results.
+"""Denoising with step caches on 4 real processes; test_step_cache_ranks.py runs it with a folder for results.
 
-Each process compares with itself alone: the latents after the last step, and which steps were computed.
+Each process compares with what one computes alone: the latents after the last step, and which steps were computed.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
-import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from denoiser_inputs import text_inputs
+from forked_ranks import fork_ranks
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, AttentionRecorder, RequestCache, StepInfo
@@ -32,8 +30,9 @@ from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomial, TeaCachePolynomials
 
-# (ulysses, ring, branch) of each world.
-WORLDS = {2: ((2, 1, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2), (1, 2, 2))}
+# (ulysses, ring, branch): both ways to share tokens, and tokens shared beside guidance branches.
+WORLD = 4
+MESHES = ((2, 2, 1), (2, 1, 2))
 REQUESTS = {
     "easycache": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2"),
     "both": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2", cfg_gate=0.5),
@@ -42,7 +41,7 @@ REQUESTS = {
     "teacache of tokens": GenerationRequest("-", step_cache="teacache:threshold=0.2"),
 }
 POLYNOMIALS = TeaCachePolynomials("a model", "a source", TeaCachePolynomial((0.0, 0.0, 0.0, 1.0, 0.0), None))
-NUM_STEPS = 10
+NUM_STEPS = 8
 PATCH = (1, 2, 2)
 CONFIG = WanTransformerConfig(2, 4, 12, 64, 4, 8, 16, PATCH, norm_cross=True, eps=1e-6, has_gate=False)
 
@@ -72,7 +71,7 @@ def denoise(request: GenerationRequest, mesh: ProcessMesh, name: str) -> tuple[t
     for parameter in model.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape))
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(1, 4, 3, 6, 10, generator=generator)
+    noise = torch.randn(1, 4, 3, 6, 6, generator=generator)
     inputs = {branch: text_inputs(torch.randn(1, 5, 8, generator=generator)) for branch in ("cond", "uncond")}
     state, recorder = RequestCache(), AttentionRecorder()
 
@@ -93,38 +92,28 @@ def denoise(request: GenerationRequest, mesh: ProcessMesh, name: str) -> tuple[t
     return latents, recorder.report().to_dict()["steps"]
 
 
-def work(world: int, rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{world}"), world)
+def work(rank: int, folder: Path, singles: dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]) -> None:
+    store = dist.FileStore(str(folder / "store"), WORLD)
     patience = datetime.timedelta(seconds=600)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
     measured = []
-    singles = {name: denoise(request, ProcessMesh(), name) for name, request in REQUESTS.items()}
-    for degrees in WORLDS[world]:
+    for degrees in MESHES:
         mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=degrees[2])
         for name, request in REQUESTS.items():
             (together, steps), (alone, steps_alone) = denoise(request, mesh, name), singles[name]
             error = float((together - alone).abs().max() / alone.abs().max())
             row = {"mesh": degrees, "cache": name, "error": error, "steps": steps, "steps_alone": steps_alone}
             measured.append(row)
-    (folder / f"result-{world}-{rank}.json").write_text(json.dumps(measured))
+    (folder / f"result-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> int:
-    folder, children = Path(sys.argv[1]), []
-    for world, rank in itertools.chain.from_iterable(((world, rank) for rank in range(world)) for world in WORLDS):
-        process = os.fork()
-        if process == 0:
-            try:
-                work(world, rank, folder)
-                os._exit(0)
-            except BaseException:
-                print(f"rank {rank} of {world}: {traceback.format_exc()}", file=sys.stderr, flush=True)
-                os._exit(1)
-        children.append(process)
-    return max(os.waitpid(process, 0)[1] != 0 for process in children)
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    singles = {name: denoise(request, ProcessMesh(), name) for name, request in REQUESTS.items()}
+    return fork_ranks(lambda rank: work(rank, folder, singles), WORLD)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,16 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
 
 
-# Compiled in place without fullgraph: test_attach.py.
+# Compiled in place without fullgraph: test_attach.py. Blocks that diffusers compiled: below, with fullgraph.
 @pytest.mark.parametrize(
     ("compile_model", "fullgraph"),
-    [(wrapped, False), (by_blocks, False), (wrapped, True), (by_blocks, True), (block_by_block, True)],
+    [
+        pytest.param(wrapped, False, marks=pytest.mark.slow),
+        pytest.param(by_blocks, False, marks=pytest.mark.slow),
+        (wrapped, True),
+        pytest.param(by_blocks, True, marks=pytest.mark.slow),
+        (block_by_block, True),
+    ],
 )
 def test_a_compiled_model_is_attached_to_like_others(compile_model: Callable[..., Any], fullgraph: bool) -> None:
     torch._dynamo.reset()
@@ -142,8 +148,18 @@ def in_place(model: Any, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("compile_model", [wrapped, in_place, by_blocks])
-@pytest.mark.parametrize("is_attached_first", [True, False])
+@pytest.mark.parametrize(
+    ("compile_model", "is_attached_first"),
+    [
+        (wrapped, False),
+        (in_place, True),
+        (by_blocks, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((wrapped, True), (in_place, False), (by_blocks, True))
+        ),
+    ],
+)
 def test_a_whole_pipeline_keeps_its_graphs(
     compile_model: Callable[..., Any], is_attached_first: bool, tiny_wan_folder: Any
 ) -> None:

@@ -82,12 +82,16 @@ def compare(kind: str, place: str, head_dim: int, dtype: torch.dtype, averaged: 
 
 
 def run_cases() -> None:
-    for kind, place in (("tiles", "prefix"), ("tiles", "all text valid"), ("clusters", "suffix"), ("clusters", "grid")):
-        compare(kind, place, 16, torch.float32, "qk", "cpu")
+    # Text before the grid, of which samples have less than there is room for.
+    compare("tiles", "prefix", 16, torch.float32, "qk", "cpu")
+    # Text on both sides without padding, and rows of odd numbers.
+    compare("tiles", "all text valid", 5, torch.float32, "qkv", "cpu")
+    # An order of each head's own, and text that one sample has none of.
     compare("clusters", "suffix", 16, torch.float32, "k", "cpu")
-    compare("tiles", "suffix", 5, torch.float32, "qkv", "cpu")
+    # A tile of more tokens than a program reads at a time, and a padded head.
     compare("tiles", "grid", 72, torch.float16, "qkv", "cpu")
-    compare("clusters", "suffix", 130, torch.bfloat16, "none", "cpu")
+    # More numbers of a row than a program reads at a time.
+    compare("clusters", "grid", 130, torch.bfloat16, "none", "cpu")
     x, order = torch.randn(2, 70, 3, 16).transpose(1, 2).contiguous().transpose(1, 2), torch.randperm(70)
     assert torch.equal(reorder_tokens(x, order.int()), x[:, order])
     print("ok")

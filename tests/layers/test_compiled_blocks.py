@@ -113,6 +113,7 @@ def test_models_of_one_process_have_graphs_of_their_own_and_leave_nothing() -> N
     assert [reference() for reference in gone] == [None] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_inductor_computes_the_same(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

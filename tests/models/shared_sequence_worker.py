@@ -1,6 +1,6 @@
 """Two processes that share the sequence of whole transformers; test_shared_sequence.py runs it with a file for results.
 
-Each process compares with itself alone and writes the largest difference, as a part of the largest value.
+Each process compares with what one computes alone and writes the largest difference, as a part of the largest value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from forked_ranks import fork_ranks
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
+from diffusion_runtime.models.anima import conditioner as anima_roles
+from diffusion_runtime.models.anima.config import AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.models.anima.transformer import AnimaTransformer
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -26,23 +29,29 @@ from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux3.config import Flux3TransformerConfig
 from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, Flux3Transformer
 from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_ROLE
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
 from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE as H3_TEXT_ROLE
 from diffusion_runtime.models.minimax_h3.transformer import MiniMaxH3Transformer
+from diffusion_runtime.models.moss_image.config import MossImageConfig
+from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE as MOSS_TEXT_ROLE
+from diffusion_runtime.models.moss_image.transformer import MossImageTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
+from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config
+from diffusion_runtime.models.wan_animate_2.transformer import REFERENCE_ROLE as DRIVING_ROLE
+from diffusion_runtime.models.wan_animate_2.transformer import WanAnimate2Transformer
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 WORLD = 2
 CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
@@ -50,6 +59,7 @@ CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
 LATENTS = (2, CHANNELS, 1, 6, 10)
 LENGTHS = (3, 7)
 GEOMETRY = ImageGeometry(CHANNELS, 8, 1, (1, 2, 2))
+SIZE = ClipSize(48, 80, 1, 1)
 
 
 def flux1(policy: AttentionPolicy) -> DiffusionTransformer:
@@ -103,6 +113,21 @@ def krea2(policy: AttentionPolicy) -> DiffusionTransformer:
     return Krea2Transformer(config, GEOMETRY, policy)
 
 
+def anima(policy: AttentionPolicy) -> DiffusionTransformer:
+    for role in (anima_roles.SELF_ROLE, anima_roles.STATES_ROLE):
+        register_role(role, "cross")
+    conditioner = ConditionerConfig(TEXT_DIM, 8, 12, 2, 1, 16, 300, min_tokens=9)
+    config = AnimaTransformerConfig(2, 4, 12, 96, CHANNELS, 1, 12, 8, (1e4, 4e4, 3e4), conditioner)
+    return AnimaTransformer(config, GEOMETRY, policy)
+
+
+def moss_image(policy: AttentionPolicy) -> DiffusionTransformer:
+    """Four heads, with a multiple of 8 channels each."""
+    register_role(MOSS_TEXT_ROLE, "cross")
+    config = MossImageConfig(2, 4, 64, 96, TEXT_DIM, CHANNELS, 8, 10000.0)
+    return MossImageTransformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
+
+
 def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(CONTROL_SELF_ROLE, "self")
     register_role(CONTROL_TEXT_ROLE, "cross")
@@ -119,6 +144,81 @@ def flux1_fill(policy: AttentionPolicy) -> DiffusionTransformer:
 def qwen_image_at_zero(policy: AttentionPolicy) -> DiffusionTransformer:
     config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4), references_at_zero=True)
     return QwenImageTransformer(config, GEOMETRY, policy)
+
+
+def animate(mesh: ProcessMesh) -> torch.Tensor:
+    """A step of an animation: 3 frames, of which two attend to a driving video's, and the pass of that before."""
+    register_role(DRIVING_ROLE, "cross")
+    config = WanAnimate2Config(
+        num_layers=2,
+        num_heads=2,
+        head_dim=12,
+        ffn_dim=24,
+        num_channels=CHANNELS,
+        text_dim=TEXT_DIM,
+        num_waves=12,
+        patch=(1, 2, 2),
+        norm_cross=True,
+        eps=1e-6,
+        condition_channels=CHANNELS + 4,
+        max_tokens=8,
+        reference_start=(1, 0, None),
+        reference_stride=1,
+    )
+    torch.manual_seed(0)
+    policy, geometry = AttentionPolicy(environment=None, mesh=mesh), LatentGeometry(CHANNELS, 8, 4, (1, 2, 2))
+    model = WanAnimate2Transformer(config, geometry, policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, CHANNELS, 3, 6, 10, generator=generator)
+    image = ImageCondition(torch.randn(1, 2 * CHANNELS + 4, 3, 6, 10, generator=generator)).repeat(2)
+    texts, driving = (torch.randn(2, 8, TEXT_DIM, generator=generator) for _ in range(2))
+    text = Conditions.of(texts, LENGTHS, further=[TextStream(driving, LENGTHS)])
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), DenoiserInputs(text, SIZE, image=image), context)
+    return out
+
+
+def minimax_h3(policy: AttentionPolicy) -> DiffusionTransformer:
+    register_role(H3_TEXT_ROLE, "cross")
+    sizes = {"num_waves": 8, "time_hidden_dim": 16, "time_dim": 12, "num_paces": 2, "theta": 1e4}
+    config = MiniMaxH3Config(2, 1, 4, 12, 24, 40, CHANNELS, 3, TEXT_DIM, **sizes, eps=1e-5, qk_eps=1e-5, out_eps=1e-5)
+    geometry = MiniMaxH3Geometry(CHANNELS, 16, 4, (1, 2, 2), 3, 2, 40.0, frame_limits=(22, 345))
+    return MiniMaxH3Transformer(config, geometry, policy)
+
+
+# A clip of 7 x 1 x 3 tokens with its sound.
+CLIP = ClipSize(32, 96, 22, 24)
+
+
+def forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
+    """A video with its sound, an image and a sound, in this order, and texts of unequal lengths."""
+    torch.manual_seed(0)
+    model = minimax_h3(AttentionPolicy(environment=None, mesh=mesh)).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=generator)
+
+    media = (
+        GivenMedia(drawn(CHANNELS, 7, 4, 2), drawn(3, 20, 2)),
+        GivenMedia(drawn(CHANNELS, 1, 6, 4)),
+        GivenMedia(None, drawn(3, 9, 2)),
+    )
+    image = ImageCondition(torch.empty(2, CHANNELS, 0, 2, 6), media=media)
+    conditions = Conditions.of(drawn(8, TEXT_DIM), LENGTHS)
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    latents = drawn(*model.geometry.sample_shape(CLIP))
+    inputs = DenoiserInputs(conditions, CLIP, image=image)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    return out
 
 
 # Beside the latents, of their size; to edit, of others.
@@ -142,7 +242,12 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "qwen_image_21": qwen_image_21,
     "z_image": z_image,
     "krea2": krea2,
+    "anima": anima,
+    "moss_image": moss_image,
 }
+# What a transformer does with its tokens is the same in a ring: text beside the grid, images to edit, a control.
+IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2", "minimax_h3")
+CASES = {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}
 
 
 def forward(
@@ -155,10 +260,13 @@ def forward(
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(LATENTS, generator=generator)
     text = torch.randn(2, 8, TEXT_DIM, generator=generator)
-    conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
+    pooled = torch.randn(2, POOLED_DIM, generator=generator)
+    # Of families that read a second tokenizer's ids.
+    further = [TextStream(torch.tensor([[[0, 7], [1, 3], [0, 9]]] * 2).float(), (3, 1))] if build is anima else []
+    conditions = Conditions.of(text, LENGTHS, pooled=pooled, further=further)
     parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
     image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
-    inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5, image=image)
+    inputs = DenoiserInputs(conditions, SIZE, guidance=3.5, image=image)
     context = AttentionContext()
     if mesh.sequence.size > 1:
         context = dataclasses.replace(context, sharding=mesh.sharding)
@@ -193,23 +301,25 @@ def fasth3(mesh: ProcessMesh) -> torch.Tensor:
     return out
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: Path, alone: dict[str, torch.Tensor]) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     patience = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
     measured = {}
     for kind, degrees in {"ulysses": (2, 1), "ring": (1, 2)}.items():
         mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=1, ring_inside=False)
-        for name, (build, images) in {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}.items():
-            if kind == "ring" and name in ("flux2 cached", "qwen_image_21"):
-                # Refused: keys that move between processes cannot be cached.
+        for name, (build, images) in CASES.items():
+            if kind == "ring" and name not in IN_A_RING:
                 continue
-            together, alone = forward(build, mesh, images), forward(build, ProcessMesh(), images)
-            measured[f"{name}, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
+            together, expected = forward(build, mesh, images), alone[name]
+            measured[f"{name}, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+        together, expected = animate(mesh), alone["wan_animate_2"]
+        measured[f"wan_animate_2, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+        together, expected = forward_with_references(mesh), alone["minimax_h3"]
+        measured[f"minimax_h3, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
     mesh = ProcessMesh.create(ulysses_degree=2, ring_degree=1, branch_degree=1, ring_inside=False)
-    together, alone = fasth3(mesh), fasth3(ProcessMesh())
-    measured["fasth3, ulysses"] = float((together - alone).abs().max() / alone.abs().max())
+    together, expected = fasth3(mesh), alone["fasth3"]
+    measured["fasth3, ulysses"] = float((together - expected).abs().max() / expected.abs().max())
     (folder / f"result-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
@@ -217,7 +327,11 @@ def work(rank: int, folder: Path) -> None:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    return fork_ranks(lambda rank: work(rank, folder), WORLD)
+    torch.set_num_threads(1)
+    alone = {name: forward(build, ProcessMesh(), images) for name, (build, images) in CASES.items()}
+    alone |= {"wan_animate_2": animate(ProcessMesh()), "fasth3": fasth3(ProcessMesh())}
+    alone["minimax_h3"] = forward_with_references(ProcessMesh())
+    return fork_ranks(lambda rank: work(rank, folder, alone), WORLD)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""One of several processes that share the tiles of a decoder: RANK SIZE STORE. Each writes how many tiles it decoded of
-how many, and the largest difference to decoding alone."""
+"""Two processes that share the tiles of a decoder; test_decoding_families.py runs it with a folder for results. Each
+writes how many tiles it decoded of how many, and the largest difference to decoding alone."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 from models.test_decoding_families import KINDS, TILINGS, autoencoder, random_latents
 
 from diffusion_runtime.attention.layers import LocalAttention
@@ -17,12 +20,13 @@ from diffusion_runtime.decoders.vit_decoder_network import VitDecoderSizes, VitV
 from diffusion_runtime.decoders.vit_video_decoder import VitVideoDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
 
+NUM_PROCESSES = 2
 # Five latent frames are two tiles; 2 x 2 tiles in space, narrow ones at the ends.
-SIZES = {"hunyuan": (5, 9, 8), "hunyuan 1.5": (2, 4, 7), "ltx2": (2, 7, 9)}
+SIZES = {"hunyuan": (5, 9, 8), "ltx2": (2, 7, 9)}
 
 
 @torch.inference_mode()
-def share_clips(group: RankGroup) -> None:
+def share_clips(group: RankGroup) -> list[Any]:
     """The same for a decoder whose tiles come in batches, two clips of 2 x 2."""
     sizes = VitDecoderSizes(4, 1, 2, 16, 2, 4, 12, 100.0, 1e-5, (4, 16), 17, 3)
     torch.manual_seed(0)
@@ -36,14 +40,15 @@ def share_clips(group: RankGroup) -> None:
     tiles.clear()
     shared = list(decoder.stream(latents, group).chunks)
     difference = max(float((one - other).abs().max()) for one, other in zip(alone, shared, strict=True))
-    print("clips", num_tiles, sum(tiles), difference)
+    return ["clips", num_tiles, sum(tiles), difference]
 
 
 @torch.inference_mode()
-def main(rank: int, size: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+def work(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
     assert dist.group.WORLD is not None
-    group = RankGroup.of(dist.group.WORLD)
+    group, found = RankGroup.of(dist.group.WORLD), []
     for kind, shape in SIZES.items():
         module = autoencoder(kind)
         tiles: list[int] = []
@@ -62,12 +67,14 @@ def main(rank: int, size: int, store: str) -> None:
         shared = list(decoder.stream(latents, group).chunks)
         assert [each.shape for each in shared] == [each.shape for each in alone]
         difference = max(float((one - other).abs().max()) for one, other in zip(alone, shared, strict=True))
-        print(kind.replace(" ", "_"), num_tiles, len(tiles), difference)
-    share_clips(group)
+        found.append([kind, num_tiles, len(tiles), difference])
+    found.append(share_clips(group))
+    (folder / f"result-{rank}.json").write_text(json.dumps(found))
     # None may leave while another still reads from it.
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    torch.set_num_threads(1)
+    sys.exit(fork_ranks(lambda rank: work(rank, Path(sys.argv[1])), NUM_PROCESSES))

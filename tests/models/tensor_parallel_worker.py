@@ -87,6 +87,8 @@ NARROW: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 96, "axes_dims_rope": [4, 6, 6], "text_hidden_dim": 32, "text_intermediate_size": 48},
         **{"text_num_attention_heads": 8, "text_num_key_value_heads": 4},
     },
+    "anima-base": {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "adaln_lora_dim": 8},
+    "moss-image-sft": {"num_layers": 1, "num_heads": 4, "dim": 64, "ffn_dim": 96, "text_dim": 32},
     "ltx-2": {
         **{"num_layers": 1, "caption_channels": 32, **_STREAM, "audio_num_attention_heads": 4},
         **{"audio_attention_head_dim": 8, "audio_cross_attention_dim": 32},
@@ -113,6 +115,33 @@ SPARSE: dict[str, Any] = {
 }
 # By denoising step, layer and head.
 WINDOWS = {f"0_{layer}_{head}": [1 + head % 2, 1 + 2 * (head > 1), 1] for layer in range(2) for head in range(4)}
+# How four processes share a model. Each of the families shares its weights in both of the usual ways: two by two beside
+# a shared sequence with weights as they are, among all four with a LoRA in weights of 8 bits.
+MESHES = {
+    "TP 2": {"branch_degree": 2, "tensor_degree": 2},
+    "TP 2 x Ulysses 2": {"ulysses_degree": 2, "tensor_degree": 2},
+    "TP 2 x ring 2": {"ring_degree": 2, "tensor_degree": 2},
+    "TP 4": {"tensor_degree": 4},
+}
+# One token stream, and streams apart with blocks of one stream: these are shared in every way.
+IN_EVERY_WAY = ("wan2.1-1.3b", "flux.1-dev")
+
+
+def meshes_of(case: str) -> list[str]:
+    """How the processes share a case, by its name."""
+    model, _, what = case.partition(", ")
+    if model == "wan":
+        # A ring shows a sparse backend a part of the keys.
+        return ["TP 2 x Ulysses 2", "TP 4"]
+    if what:
+        # What is in a weight does not depend on how the tokens are cut.
+        ways = ["TP 2", "TP 4"] if model in IN_8_BITS else ["TP 4"]
+    else:
+        ways = list(MESHES) if model in IN_EVERY_WAY else ["TP 2 x Ulysses 2"]
+    # Its 170 features are not shared by four.
+    return list(dict.fromkeys("TP 2" if model.startswith("z-image") and way == "TP 4" else way for way in ways))
+
+
 # What one process computes of each case.
 ALONE: dict[str, torch.Tensor] = {}
 
@@ -127,10 +156,6 @@ class Case:
     loras: tuple[Lora, ...] = ()
     quantization: str = "none"
     attention: Any = None
-
-    @property
-    def has_other_weights(self) -> bool:
-        return bool(self.loras) or self.name.endswith("in the file")
 
     def load(self, mesh: ProcessMesh, dtype: torch.dtype = DTYPE) -> DiffusionTransformer:
         model = self.model.shared_by(mesh.tensor)
@@ -239,21 +264,10 @@ def work(rank: int, folder: Path, cases: Sequence[Case]) -> None:
     patience = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
     measured = {}
-    meshes = {
-        "TP 2": ProcessMesh.create(branch_degree=2, tensor_degree=2),
-        "TP 2 x Ulysses 2": ProcessMesh.create(ulysses_degree=2, tensor_degree=2),
-        "TP 2 x ring 2": ProcessMesh.create(ring_degree=2, tensor_degree=2),
-        "TP 4": ProcessMesh.create(tensor_degree=4),
-    }
+    meshes = {name: ProcessMesh.create(**degrees) for name, degrees in MESHES.items()}
     for case in cases:
-        for name, mesh in meshes.items():
-            # A ring shows a sparse backend a part of the keys; z-image's 170 features are not shared by four.
-            if (case.attention and mesh.ring.size > 1) or (name == "TP 4" and case.name.startswith("z-image")):
-                continue
-            # What is in a weight does not depend on how the tokens are cut.
-            if case.has_other_weights and mesh.sequence.size > 1:
-                continue
-            measured[f"{case.name}, {name}"] = relative(case.forward(mesh), alone[case.name])
+        for name in meshes_of(case.name):
+            measured[f"{case.name}, {name}"] = relative(case.forward(meshes[name]), alone[case.name])
     whole, with_lora = cases[0], cases[1]
     measured |= {f"{case.name} against dense": relative(alone[case.name], alone[whole.name]) for case in cases[-4:]}
     measured |= _reading(whole, meshes["TP 2"])

@@ -6,6 +6,7 @@ folder and its authors differ."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -59,6 +60,8 @@ WAN22 = "Wan-Video/Wan2.2 at 42bf4cfa: wan/configs/wan_{}.py, shared_config.py"
 BFL = "black-forest-labs/flux at 802fb471: src/flux/{}"
 BFL3 = "black-forest-labs/flux-3-image-klein in November 2026: README.md"
 QWEN = "QwenLM/Qwen-Image at 6b5e1f5c: README.md"
+ANIMA = "comfyui-workflow-templates-json 0.1.123: image_anima_base_v1"
+MOSS = "sglang 0.5.23: configs/sample/moss_image.py, of OpenMOSS-Team/MOSS-Image-Base at 355120bd"
 KREA2 = "krea-ai/krea-2 at db3984fb: README.md"
 LTXV = "Lightricks/LTX-Video at 5260738e: configs/{}, ltx_video/inference.py"
 LTX2 = "Lightricks/LTX-2 at 400fd310: packages/ltx-pipelines/src/ltx_pipelines/utils/constants.py"
@@ -153,6 +156,17 @@ AUTHORS: dict[str, Authors] = {
     # Steps alone: the model came after this program.
     "z-image": Authors("Tongyi-MAI/Z-Image at c7ec1357: README.md", {"num_inference_steps": 50}),
     "krea-2-turbo": Authors(KREA2, {"num_inference_steps": 8, "guidance_scale": 0.0, "flow_shift": math.exp(1.15)}),
+    "anima-base": Authors(ANIMA, {"num_inference_steps": 30, "guidance_scale": 4.0, "flow_shift": 3.0}),
+    **dict.fromkeys(
+        ("moss-image-sft", "moss-image-base"),
+        Authors(
+            MOSS,
+            {
+                **{"num_inference_steps": 50, "guidance_scale": 3.0, "flow_shift": 5.0},
+                **{"skip_layers": (22,), "skip_layer_start": 0.01},
+            },
+        ),
+    ),
     "krea-2-raw": Authors(KREA2, {"num_inference_steps": 52, "guidance_scale": 3.5}),
     # One default for several models; until June 2025 it was 3.5, as diffusers' is.
     "flux.1-dev": Authors(BFL.format("cli.py"), {"num_inference_steps": 50, "guidance_scale": 2.5}),
@@ -208,10 +222,13 @@ AUTHORS: dict[str, Authors] = {
         Authors(LTXV.format("ltxv-13b-0.9.8-distilled.yaml"), LTXV_DISTILLED),
     ),
 }
-# Nothing of these is in a program of their authors that could be read.
+# Nothing of these is in a program of their authors that could be read; of SeedVR2, whose requests name a video, what is
+# there is compared in tests/models/seedvr2.
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
+    *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
+    *("seedvr2-3b", "seedvr2-7b"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {
@@ -239,6 +256,7 @@ NOT_TAKEN = {"ltx-video-0.9.0": {"decode_timestep", "decode_noise_scale"}}
 MODELS = {model.name: model for model in published_models() if model.model_path not in EMBEDDED_FOLDERS}
 
 
+@functools.cache
 def rules_of(model_path: str) -> RequestRules:
     return inspect_pipeline(RuntimeConfig(model_path, device="cpu", offline=True)).rules
 

@@ -19,7 +19,7 @@ from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Kinds of blocks: streams apart, one stream, a refiner of the text; Z-Image's text is refined without a timestep;
-# FLUX.3's block runs on the text alone, on the image and on both.
+# Anima's text conditioner has blocks of its own; FLUX.3's block runs on the text alone, on the image and on both.
 NUM_KINDS = {
     "wan": 1,
     "flux1": 2,
@@ -32,6 +32,8 @@ NUM_KINDS = {
     "ltx_video": 1,
     "z_image": 2,
     "krea2": 2,
+    "anima": 2,
+    "moss_image": 2,
 }
 
 
@@ -41,8 +43,12 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
+# Those that take 3 s and more. Cross-attention (Wan, LTX-Video), joint blocks with a refiner (Z-Image, Krea 2) stay.
+ALSO_SLOW = ("flux1", "flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow] if each == "flux3" else []) for each in NUM_KINDS]
+    "family", [pytest.param(each, marks=[pytest.mark.slow] if each in ALSO_SLOW else []) for each in NUM_KINDS]
 )
 def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     pipeline = load(tiny_folder_of(family))

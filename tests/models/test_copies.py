@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
-import numpy
 import pytest
-from tiny_families import WRITERS, small_request
+import torch
+from tiny_families import WRITERS, given_to
 
-from diffusion_runtime import load_pipeline
+from diffusion_runtime import Pipeline, load_pipeline
+from diffusion_runtime.attention import AttentionContext, AttentionRecorder, StepInfo
+from diffusion_runtime.models.interface import DiffusionTransformer
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,11 +24,18 @@ def test_every_familys_transformer_is_copied_and_pickled_after_use(tmp_path: Pat
     different = []
     for family, write in WRITERS.items():
         pipeline = load_pipeline(str(write(tmp_path / family)), device="cpu", dtype="float32", attention=attention)
-        request = small_request(pipeline)
-        made = pipeline(request)
-        copied = copy.deepcopy(pipeline.transformer)
-        pipeline.parts = dataclasses.replace(pipeline.parts, transformer=pickle.loads(pickle.dumps(copied)))
-        again = pipeline(request)
-        if not numpy.array_equal(again.frames, made.frames) or again.attention_report != made.attention_report:
+        assert isinstance(pipeline, Pipeline)
+        given, found = given_to(pipeline), []
+
+        def run(transformer: DiffusionTransformer, given: Any = given, found: list[Any] = found) -> None:
+            recorder = AttentionRecorder()
+            with torch.inference_mode():
+                out = [transformer(*given, AttentionContext(step=StepInfo(at, 2), recorder=recorder)) for at in (0, 1)]
+            found.append((out, recorder.report()))
+
+        run(pipeline.transformer)
+        run(pickle.loads(pickle.dumps(copy.deepcopy(pipeline.transformer))))
+        (made, report), (again, report_again) = found
+        if not all(map(torch.equal, made, again)) or report != report_again:
             different.append(family)
     assert different == []

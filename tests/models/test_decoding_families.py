@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_support import process_environment
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
@@ -23,7 +22,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
 )
-from warm_python import start_python
+from warm_python import run_worker
 
 from diffusion_runtime.decoders.causal_video_decoder import exact_decoder
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes, widest_activation
@@ -127,7 +126,8 @@ def test_tiles_are_those_of_diffusers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         module = autoencoder("hunyuan", dtype)
         module.enable_tiling(64, 64, 16, 48, 48, 12)
-        for size in ((7, 17, 9), (2, 9, 7), (5, 6, 8), (3, 3, 5)):
+        # The order of the blends does not depend on the dtype.
+        for size in ((7, 17, 9), (2, 9, 7), (5, 6, 8), (3, 3, 5))[:: 1 if dtype == torch.float32 else 3]:
             latents = random_latents(module, *size)
             with OneDnnConvolutions():
                 expected = to_unit_range(module.decode(latents.to(dtype), return_dict=False)[0])
@@ -224,20 +224,16 @@ def test_the_plan_counts_what_tiles_have_alive() -> None:
 
 def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) -> None:
     """To the bit, each decoding its half."""
-    worker = Path(__file__).with_name("shared_tiles_worker.py")
-    tests = str(worker.parents[1])
-    environment = {**process_environment(), "PYTHONPATH": os.pathsep.join([str(worker.parents[2]), tests])}
-    processes = [start_python(worker, rank, 2, tmp_path / "store", cwd=tmp_path, env=environment) for rank in range(2)]
-    results = [process.communicate(timeout=600) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    for lines in zip(*(out.splitlines() for out, _ in results), strict=True):
-        values = [line.split() for line in lines]
-        num_tiles, *shares = int(values[0][1]), *(int(value[2]) for value in values)
+    run_worker(Path(__file__).with_name("shared_tiles_worker.py"), tmp_path)
+    results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
+    assert [kind for kind, *_ in results[0]] == ["hunyuan", "ltx2", "clips"]
+    for rows in zip(*results, strict=True):
+        _, num_tiles, *_ = rows[0]
+        shares = [row[2] for row in rows]
         assert num_tiles >= 4
-        assert sum(shares) == num_tiles, lines
-        assert max(shares) - min(shares) <= 1, lines
-        assert [float(value[3]) for value in values] == [0.0, 0.0], lines
-    assert len(results[0][0].splitlines()) == 4
+        assert sum(shares) == num_tiles, rows
+        assert max(shares) - min(shares) <= 1, rows
+        assert [row[3] for row in rows] == [0.0, 0.0], rows
 
 
 @torch.inference_mode()

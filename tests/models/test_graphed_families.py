@@ -17,7 +17,8 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", list(WRITERS))
+# Not the one whose cached keys are too large to be copied for a graph, which says so.
+@pytest.mark.parametrize("family", [family for family in WRITERS if family != "wan_animate_2"])
 def test_replays_equal_eager_passes(tiny_folder_of: Callable[[str], Path], family: str) -> None:
     pipeline = load_pipeline(str(tiny_folder_of(family)), device="cpu", dtype="float32")
     assert isinstance(pipeline, Pipeline)

@@ -199,10 +199,8 @@ def test_what_a_family_does_not_read_stays_on_the_hub(
     """A second transformer beside the one that runs, and all of it again in another layout: twice 66 GB and more."""
     repository = hub.root / "owner" / "h3"
     shutil.copytree(tiny_folder_of("minimax_h3"), repository)
-    for unread in ("transformer_ref", "FL2VA/transformer"):
-        shutil.copytree(repository / "transformer", repository / unread)
-    index = json.loads((repository / "model_index.json").read_text())
-    (repository / "model_index.json").write_text(json.dumps({**index, "transformer_ref": index["transformer"]}))
+    shutil.copytree(repository / "transformer", repository / "FL2VA" / "transformer")
+    shutil.copytree(repository, hub.root / "owner" / "h3-too")
     assert run(["models", "download", "owner/h3", "--dry-run", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     weights = {file["name"].split("/")[0] for file in answer["files"] if file["name"].endswith(".safetensors")}
@@ -212,6 +210,14 @@ def test_what_a_family_does_not_read_stays_on_the_hub(
     read = {path.relative_to(cached.folder).parts[0] for path in cached.folder.rglob("*.safetensors")}
     assert (read, cached.lacks) == (weights, None)
     prepare(RuntimeConfig("owner/h3", device="cpu", offline=True)).check_files()
+    # The other transformer in place of the first.
+    load_pipeline("owner/h3-too", device="cpu", workflow="ref2va")
+    place = next(each.folder for each in cached_models()[0] if each.hub_id == "owner/h3-too")
+    read = {path.relative_to(place).parts[0] for path in place.rglob("*.safetensors")}
+    assert read == weights - {"transformer"} | {"transformer_ref"}
+    prepare(RuntimeConfig("owner/h3-too", device="cpu", offline=True, workflow="ref2va")).check_files()
+    with pytest.raises(ModelLoadError, match="transformer"):
+        prepare(RuntimeConfig("owner/h3-too", device="cpu", offline=True)).check_files()
 
 
 def test_one_variant_of_each_component_is_read() -> None:

@@ -237,6 +237,7 @@ def test_a_distilled_file_with_many_steps_is_a_remark(tiny_wan_folder: Path, tmp
     assert "lightning" not in notes(9)
 
 
+@pytest.mark.slow
 def test_switching_on_two_processes_equals_one(tmp_path: Path) -> None:
     """With the same files on both, refused alike, and handed on to a rank that follows; other files end the run."""
     folder, out = write_tiny_wan(tmp_path / "model"), tmp_path / "differ"

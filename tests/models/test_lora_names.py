@@ -34,6 +34,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "LTX-Video": lambda: diffusers.LTXVideoTransformer3DModel(**LAYERS),
     "Z-Image": lambda: diffusers.ZImageTransformer2DModel(n_layers=2),
     "Krea 2": lambda: diffusers.Krea2Transformer2DModel(**LAYERS),
+    "Anima": lambda: diffusers.CosmosTransformer3DModel(**LAYERS, num_attention_heads=16, extra_pos_embed_type=None),
 }
 # The last part of a weight's name where the authors do not call it `weight`.
 SCALES = (".query_norm", ".key_norm", ".qnorm", ".knorm", ".prenorm", ".postnorm", "txtmlp.0", "last.norm")
@@ -47,6 +48,7 @@ CONVERSIONS = {
     "LTX-Video": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "Z-Image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
     "Krea 2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
+    "Anima": single_file_utils.convert_cosmos_transformer_checkpoint_to_diffusers,
 }
 # The largest LTX-Video has the names, the width and the number of blocks of LTX-2's pictures.
 # LongCat-Image has as many single blocks as HunyuanVideo has double blocks.

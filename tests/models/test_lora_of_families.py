@@ -21,7 +21,16 @@ from diffusion_runtime import Pipeline, load_pipeline
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANK, SCALE = 3, 0.7
 # diffusers' pipelines of these load none, or are modular; for the others: the test_pipeline.py of their folders.
-OTHERS = ("hunyuan_video_15", "longcat_image", "flux3", "minimax_h3", "qwen_image_21")
+OTHERS = (
+    "hunyuan_video_15",
+    "longcat_image",
+    "flux3",
+    "minimax_h3",
+    "qwen_image_21",
+    "wan_animate_2",
+    "anima",
+    "moss_image",
+)
 FAMILIES = tuple(family for family in WRITERS if family not in OTHERS)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 from cli_support import REPOSITORY
@@ -22,7 +23,10 @@ from tiny_krea2 import write_tiny_krea2
 from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
+from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
+from tiny_seedvr2 import write_tiny_seedvr2
+from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import RuntimeConfig
@@ -73,6 +77,10 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
+    "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
+    "seedvr2-3b": write_tiny_seedvr2,
+    "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
+    **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.
@@ -122,7 +130,7 @@ def test_every_file_is_of_a_published_model() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
-    folder = KINDS.get(name, WRITERS[model.family])(tmp_path / "model")
+    folder = (KINDS.get(name) or WRITERS[model.family])(tmp_path / "model")
     family = family_for_folder(folder)
     assert family.name == model.family
     defaults = family.describe(folder).defaults
@@ -164,16 +172,22 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
     """By the rule of the published folders: 16 or 32 pixels, and frames by the autoencoder's factor."""
     content = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
     multiple = 32 if name == "wan2.2-ti2v-5b" or name.startswith("ltx") else 16
-    rules = inspect_pipeline(RuntimeConfig(str(KINDS.get(name, WRITERS[MODELS[name].family])(tmp_path / "m")))).rules
+    rules = inspect_pipeline(
+        RuntimeConfig(str((KINDS.get(name) or WRITERS[MODELS[name].family])(tmp_path / "m")))
+    ).rules
     for preset in ({}, *content.get("presets", {}).values()):
         # Of two blocks.
         tiny = {"stg_blocks": (0,)} if "stg_blocks" in rules.defaults else {}
         request = GenerationRequest(prompt="a star", **layered(settings(name), preset, tiny))
         of_references = rules.inputs.references is not None and rules.inputs.references.sized_by is not None
-        follows = of_references or rules.inputs.size_of_image is not None
+        restores = rules.sampling.restoration is not None
+        follows = of_references or restores or rules.inputs.size_of_image is not None
         assert (request.height is None) == (request.width is None)
         assert follows or request.height is not None
         image = tmp_path / "image.png"
         Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
-        resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.inputs.needed, str(image))))
+        numpy.save(tmp_path / "video.npy", numpy.zeros((request.num_frames or 1, 8, 8, 3), dtype=numpy.uint8))
+        wanted = {"image_path"} if restores else rules.inputs.needed
+        needed = {name: tmp_path / ("video.npy" if name == "video_path" else image) for name in wanted}
+        resolved = rules.resolve(dataclasses.replace(request, **{name: str(path) for name, path in needed.items()}))
         assert resolved.height % multiple == resolved.width % multiple == 0

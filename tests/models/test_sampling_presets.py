@@ -41,6 +41,7 @@ SCHEDULERS = {
     "qwen_image": SchedulerConfig(EULER, QWEN),
     "qwen_image_21": SchedulerConfig(EULER, {"shift": 1.0}),
     "z_image": SchedulerConfig(EULER, {"shift": 3.0}),
+    "anima": SchedulerConfig(EULER, {"shift": 3.0}),
     "krea2": SchedulerConfig(EULER, {**QWEN, "max_shift": 1.15, "max_image_seq_len": 6400, "shift_terminal": None}),
     "ltx2": SchedulerConfig(EULER, LTX),
     "ltx_video": SchedulerConfig(EULER, {"shift": 1.0}),
@@ -85,6 +86,7 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
         [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568],
     ),
     ("krea2", "turbo-8"): ("flow_match_euler", even(8, math.exp(1.15))),
+    ("anima", "anima-turbo-8"): ("flow_match_euler", even(8, 3.0)),
     ("ltx2", "ltx-distilled"): ("flow_match_euler", LTX_DISTILLED),
     ("flux3", "klein-16"): ("flow_match_euler", even(16, 6.93)),
     ("ltx_video", "ltxv-distilled"): (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.tensor_parallel_worker import IN_8_BITS, NARROW, SPARSE
+from models.tensor_parallel_worker import IN_8_BITS, NARROW, SPARSE, meshes_of
 from tables import table
 from warm_python import run_worker
 
@@ -46,18 +46,13 @@ OTHER_WEIGHTS = [
 @table("name", [*NARROW, *OTHER_WEIGHTS])
 def test_processes_that_share_weights_equal_one(measured: list[dict[str, float]], name: str) -> None:
     for of_process in measured:
-        found = {key: error for key, error in of_process.items() if key.startswith(f"{name}, TP")}
-        # z-image's features are not shared by four.
-        assert len(found) == (2 if name in OTHER_WEIGHTS else 4) - name.startswith("z-image")
-        assert max(found.values()) < 1e-5, found
+        assert max(of_process[f"{name}, {mesh}"] for mesh in meshes_of(name)) < 1e-5, name
 
 
 @table("name", SPARSE)
 def test_sparse_backends_plan_for_the_heads_of_a_process(measured: list[dict[str, float]], name: str) -> None:
     for of_process in measured:
-        found = {key: error for key, error in of_process.items() if key.startswith(f"wan, {name}, TP")}
-        assert len(found) == 3
-        assert max(found.values()) < 1e-5, found
+        assert max(of_process[f"wan, {name}, {mesh}"] for mesh in meshes_of(f"wan, {name}")) < 1e-5
         assert of_process[f"wan, {name} against dense"] > 1e-3
 
 

@@ -2,7 +2,7 @@
 
 With 0 GPUs processes exchange over gloo on the CPU, else over NCCL, in worlds of as many as there are.
 
-One import serves all processes: each is a fork of this one, made before anything was computed.
+One import serves all processes: each is a fork of this one, which on the CPU has computed what one process does alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel.exchange_cases import WORLDS, measure, write_strategy
-from parallel.model_cases import measure_models
+from parallel.model_cases import compute_alone, measure_models
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -29,7 +29,6 @@ PATIENCE = datetime.timedelta(seconds=600)
 
 def work(world: int, rank: int, folder: Path, is_cuda: bool) -> None:
     """Everything one process does; it writes what it measured."""
-    torch.set_num_threads(1)
     device = f"cuda:{rank}" if is_cuda else "cpu"
     if is_cuda:
         torch.cuda.set_device(rank)
@@ -53,7 +52,9 @@ def work(world: int, rank: int, folder: Path, is_cuda: bool) -> None:
         measured[name] = measure(case, meshes[degrees], folder, device)
     result = {"measured": measured}
     if not is_cuda:
-        measured |= measure_models(meshes)
+        # Two branches of two processes each share as a world of two does.
+        whole = {degrees: mesh for degrees, mesh in meshes.items() if degrees[0] * degrees[1] == world}
+        measured |= measure_models(whole)
         result["meshes"] = describe_meshes(world)
     (folder / f"result-{world}-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
@@ -92,6 +93,9 @@ def members(mesh: ProcessMesh) -> dict[str, object]:
 def main() -> int:
     folder, num_gpus = Path(sys.argv[1]), int(sys.argv[2])
     write_strategy(folder)
+    torch.set_num_threads(1)
+    if not num_gpus:
+        compute_alone()
     for world in WORLDS:
         if 0 < num_gpus < world:
             continue

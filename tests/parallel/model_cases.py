@@ -97,6 +97,18 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
     return measured
 
 
+def compute_alone() -> None:
+    """What one process computes, once for all that are forked afterwards."""
+    for name in ("dense", "VSA"):
+        for start in ("text", "image", "image tokens"):
+            with mock.patch.object(token_order, "shared_tile", return_value=RASTER):
+                _alone(_forward, name, start)
+    for compute in (_few_steps, _growing, _forward_with_sound, _forward_with_references):
+        _alone(compute)
+    for positions in ("absolute", "window"):
+        _alone(_chunks, positions)
+
+
 @functools.cache
 def _alone(compute: Callable[..., Any], *arguments: str) -> Any:
     """What one process computes is the same beside every mesh."""

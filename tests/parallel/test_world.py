@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
 from cli_support import process_environment
 from warm_python import run_python, start_python
 
@@ -15,6 +16,7 @@ LEAVING_SCRIPT = Path(__file__).with_name("leaving_script.py")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_world_holds_several_pipelines_on_one_device() -> None:
     """With different degrees: the same picture."""
     environment = process_environment()

@@ -368,6 +368,7 @@ def test_a_machine_is_shared_out(
             assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
+@pytest.mark.slow
 def test_a_server_of_two_processes_loses_none_of_its_jobs(tmp_path: Path) -> None:
     body = {"prompt": "a ring", "seed": 1, **SMALL, "num_inference_steps": 12}
     with running_server(tmp_path / "storage", "--replicas", "2", "--hang-timeout", "5") as server:

@@ -403,7 +403,8 @@ def test_a_full_queue_answers_429_and_sigterm_drains(tmp_path: Path) -> None:
             body = {"prompt": PROMPT, "seed": 1, **SMALL, "num_inference_steps": 20}
             running = http.post("/v1/videos", json=body).json()["id"]
             wait_for(lambda: http.get(f"/v1/videos/{running}").json()["status"] == "in_progress")
-            waiting = [http.post("/v1/videos", json=body).json()["id"] for _ in range(2)]
+            quick = {**body, "num_inference_steps": 2}
+            waiting = [http.post("/v1/videos", json=quick).json()["id"] for _ in range(2)]
             full = http.post("/v1/videos", json=body)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
             assert int(full.headers["retry-after"]) >= 1

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("follow_script.py")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_follow_until_they_are_told_to_stop(num_processes: int) -> None:
     """Pictures, a request that no rank can make, requests that are cancelled, and a fault of the server's own."""
     environment = process_environment()

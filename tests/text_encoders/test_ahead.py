@@ -166,6 +166,7 @@ def test_an_interruption_while_it_is_waited_for_ends_the_encoding_first() -> Non
     assert second.entered.is_set()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_before_the_prompt_is_asked_for_ends_the_encoding(tmp_path: Path) -> None:
     """At the next module, by itself: what fails between loading and the first generation knows nothing of it."""
     program = f"""

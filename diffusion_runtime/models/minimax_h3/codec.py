@@ -226,6 +226,11 @@ def _sample_rate(file: ConfigFile) -> int:
     return file.whole_number("sampling_rate", 32000)
 
 
+def sample_rate(folder: AnyFolder) -> int:
+    """Return the samples a second of the sound. Raises ModelLoadError."""
+    return _sample_rate(read_config(folder, AUDIO_VAE))
+
+
 def tiling(autoencoder: Any) -> Tiling:
     """Return the authors' tiles: 256 pixels a side that overlap by 64 or more. They are part of the result."""
     pixels = int(autoencoder.spatial_compression_ratio)

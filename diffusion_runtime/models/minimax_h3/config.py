@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import read_num_channels
-from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index, read_json_in
 from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.minimax_h3.geometry import FRAME_LIMITS, MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.geometry import (
+    FRAME_LIMITS,
+    MOST_PIXELS,
+    REFERENCE_EDGE,
+    SHORT_EDGE,
+    MiniMaxH3Geometry,
+)
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
@@ -24,6 +30,8 @@ _AXES = 3
 _SIDES, _AUDIO_RATE = 2, 40
 _ENCODER_RATES = (2, 4, 4, 5, 5)
 _PATCH = (1, 2, 2)
+# Of sides, and of the area of a clip.
+_MULTIPLE, _MOST_AREA = 32, 2**26
 # Settings that the class has beside these, with the defaults that published files leave out.
 _SIZES = {
     "num_attention_heads": 56,
@@ -165,6 +173,7 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         raise audio.error("encoder_rates", "a list of whole numbers", hops)
     if rate != _AUDIO_RATE * math.prod(hops):
         raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
+    index = ConfigFile(folder / INDEX_FILE, read_index(folder))
     return MiniMaxH3Geometry(
         num_channels=channels,
         spatial_factor=16,
@@ -174,4 +183,7 @@ def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
         num_audio_bins=_SIDES,
         audio_rate=float(_AUDIO_RATE),
         frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
+        short_edge=index.whole_number("canvas_short_edge", SHORT_EDGE, _MULTIPLE),
+        most_pixels=index.whole_number("canvas_max_pixels", MOST_PIXELS, _MULTIPLE**2, _MOST_AREA),
+        reference_edge=index.whole_number("reference_image_short_edge", REFERENCE_EDGE, _MULTIPLE),
     )

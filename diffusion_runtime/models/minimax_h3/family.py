@@ -1,4 +1,5 @@
-"""The MiniMax-H3 family: a video and its sound from text, and from an image to start from or to end with.
+"""The MiniMax-H3 family: a video and its sound from text, and from an image to start from or to end with; with its
+other transformer, from references.
 
 Distilled to run without guidance. Video and sound have schedules of their own (denoising/part_schedules.py).
 """
@@ -6,13 +7,12 @@ Distilled to run without guidance. Video and sound have schedules of their own (
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 
 import torch
 from torch import nn
 
-from diffusion_runtime.core.model_folder import AnyFolder
+from diffusion_runtime.core.model_folder import AnyFolder, workflow_of
 from diffusion_runtime.denoising.part_schedules import ScheduleOfParts
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
@@ -28,6 +28,7 @@ from diffusion_runtime.models.minimax_h3.config import (
 )
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
+from diffusion_runtime.models.minimax_h3.references import MediaConditioner, read_preparations, reference_media
 from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
 from diffusion_runtime.models.minimax_h3.weights import (
@@ -38,29 +39,24 @@ from diffusion_runtime.models.minimax_h3.weights import (
     transformer_pieces,
 )
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.reference_images import Size
-from diffusion_runtime.text_encoders.picture_language_model import read_preparation_of_pictures
+from diffusion_runtime.models.reference_media import FIELD
 
-# Sizes of the published model: the shorter side, unless the area is more than this, and what sides are multiples of.
-_SHORT_SIDE, _MOST_PIXELS, _MULTIPLE = 768, 768 * 1344, 32
+# The mode of requests with references, whose transformer is another one.
+REFERENCES = "ref2va"
 _Model = Model[MiniMaxH3Config, MiniMaxH3Geometry]
-
-
-def size_of_image(size: Size) -> Size:
-    """Return the height and width of the clip that is made of an image of another size."""
-    scale = _SHORT_SIDE / min(size)
-    scale *= min(1.0, math.sqrt(_MOST_PIXELS / (size[0] * size[1] * scale * scale)))
-    height, width = (max(1, round(side * scale / _MULTIPLE)) * _MULTIPLE for side in size)
-    return height, width
 
 
 def _check_parts(folder: AnyFolder) -> None:
     codec.check_decoding(folder)
-    read_preparation_of_pictures(folder)
+    read_preparations(folder)
 
 
 def _load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageConditioner:
-    return KeyframeConditioner(read_geometry(folder), lambda: codec.load_image_encoder(folder, device, dtype))
+    geometry = read_geometry(folder)
+    if workflow_of(folder) == REFERENCES:
+        rate = codec.sample_rate(folder)
+        return MediaConditioner(geometry, rate, lambda: codec.MiniMaxH3Encoder(folder, device))
+    return KeyframeConditioner(geometry, lambda: codec.load_image_encoder(folder, device, dtype))
 
 
 def _add_gates(module: nn.Module, names: Collection[str]) -> None:
@@ -72,9 +68,14 @@ def _add_gates(module: nn.Module, names: Collection[str]) -> None:
 
 def _adapt(model: _Model) -> _Model:
     """Return the model with its images and the order of its rows; one branch, without guidance."""
+    if workflow_of(model.folder) == REFERENCES:
+        inputs = ImageInputs(images={FIELD: True}, media=reference_media(model.geometry, model.folder))
+    else:
+        images = dict.fromkeys(("image_path", "last_image_path"), False)
+        inputs = ImageInputs(images=images, size_of_image=model.geometry.size_of_image)
     return dataclasses.replace(
         model,
-        inputs=ImageInputs(images=dict.fromkeys(("image_path", "last_image_path"), False), size_of_image=size_of_image),
+        inputs=inputs,
         sampling=dataclasses.replace(model.sampling, takes_guidance=False),
         weights=dataclasses.replace(model.weights, arrange=arrange, is_ignored=is_ignored, prepare=_add_gates),
     )
@@ -88,8 +89,9 @@ FAMILY = ModelFamily(
         pipeline_classes=("MiniMaxH3Pipeline",),
         index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
-        # The transformer for references, and both again under the authors' names.
-        unread={"transformer_ref": "", "FL2VA": "", "Ref2VA": ""},
+        # Both transformers again under the authors' names.
+        unread={"FL2VA": "", "Ref2VA": ""},
+        workflows={REFERENCES: {"transformer": "transformer_ref"}},
         check_parts=_check_parts,
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
@@ -99,7 +101,8 @@ FAMILY = ModelFamily(
         shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=NUM_LAYERS, sees=True),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling, attention=codec.decoder_attention),
+    # It decodes in tiles without being asked, which processes share.
+    decoding=Decoding(load=codec.load_decoder, is_shared=True, tiling=codec.tiling, attention=codec.decoder_attention),
     read_config=read_transformer_config,
     config_of_file=config_of_file,
     read_geometry=read_geometry,

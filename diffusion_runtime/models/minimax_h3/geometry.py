@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,15 +17,24 @@ _CHUNK_FRAMES, _CHUNK_LATENTS = 17, 5
 _LAST_FRAMES, _LAST_LATENTS = 5, 2
 # Of the published model, 5 to 15 seconds: its authors' pipeline refuses others.
 FRAME_LIMITS = 124, 345
+# Sides of an image or a video that is given are at most as unequal.
+_MOST_UNEQUAL = 4
+# Sizes of the published model: the shorter side, unless the area is more than this; the shorter side of an image that
+# is referred to.
+SHORT_EDGE, MOST_PIXELS, REFERENCE_EDGE = 768, 768 * 1344, 2048
 
 
 @dataclass(frozen=True)
 class MiniMaxH3Geometry(SoundGeometry):
     """Geometry of a clip. temporal_factor: of most latents; the first of five is a frame alone. frame_limits: fewest
-    and most frames that the model was made for."""
+    and most frames that the model was made for. short_edge, most_pixels: of a clip that takes its ratio from an image;
+    reference_edge: the shorter side of an image that is referred to."""
 
     appends_last_image: ClassVar[bool] = True
     frame_limits: tuple[int, int] = FRAME_LIMITS
+    short_edge: int = SHORT_EDGE
+    most_pixels: int = MOST_PIXELS
+    reference_edge: int = REFERENCE_EDGE
 
     @property
     def frame_rule(self) -> tuple[int, int]:
@@ -41,8 +51,51 @@ class MiniMaxH3Geometry(SoundGeometry):
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         self.check(height, width, num_frames)
-        num_latents = (num_frames - _LAST_FRAMES) // _CHUNK_FRAMES * _CHUNK_LATENTS + _LAST_LATENTS
-        return self.num_channels, num_latents, height // self.spatial_factor, width // self.spatial_factor
+        return (
+            self.num_channels,
+            self.num_latent_frames(num_frames),
+            height // self.spatial_factor,
+            width // self.spatial_factor,
+        )
+
+    def num_latent_frames(self, num_frames: int) -> int:
+        """Return the latent frames of a video of whole_frames."""
+        return (num_frames - _LAST_FRAMES) // _CHUNK_FRAMES * _CHUNK_LATENTS + _LAST_LATENTS
+
+    @property
+    def fewest_frames(self) -> int:
+        """Fewest frames of a video that can be encoded."""
+        return _CHUNK_FRAMES + _LAST_FRAMES
+
+    def whole_frames(self, num_frames: int) -> int:
+        """Return the largest number of frames that can be encoded of so many."""
+        return max(1, (num_frames - _LAST_FRAMES) // _CHUNK_FRAMES) * _CHUNK_FRAMES + _LAST_FRAMES
+
+    def size_of_image(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width of the clip that is made of an image of another size. Raises RequestError for
+        sides that are too unequal."""
+        scale = self._scale_to(self.short_edge, size)
+        scale *= min(1.0, math.sqrt(self.most_pixels / (size[0] * size[1] * scale * scale)))
+        return self._whole(size, scale)
+
+    def reference_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width that an image is encoded at as a reference. Raises RequestError for sides that
+        are too unequal."""
+        return self._whole(size, self._scale_to(self.reference_edge, size))
+
+    def _scale_to(self, edge: int, size: tuple[int, int]) -> float:
+        height, width = size
+        if max(size) > _MOST_UNEQUAL * min(size):
+            raise RequestError(
+                f"expected sides of a ratio from 1:{_MOST_UNEQUAL} to {_MOST_UNEQUAL}:1, got {width} x {height} "
+                f"(width x height), {width / height:.3g}:1; crop it"
+            )
+        return edge / min(size)
+
+    def _whole(self, size: tuple[int, int], scale: float) -> tuple[int, int]:
+        multiple = self.spatial_factor * self.patch[1]
+        height, width = (max(1, round(side * scale / multiple)) * multiple for side in size)
+        return height, width
 
     def audio_shape(self, size: ClipSize) -> tuple[int, int, int]:
         """Return (channels, length, sides). Raises RequestError for another frame rate than the model's."""

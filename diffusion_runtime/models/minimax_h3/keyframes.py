@@ -21,6 +21,17 @@ _SEED = 42
 EncodeImage = Callable[[torch.Tensor], torch.Tensor]
 
 
+def noised() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that adds the trace of noise to latents, one condition of a clip after the other."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def mix(latents: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(latents.shape, generator=generator).to(latents.device)
+        return (1 - NOISE_LEVEL) * latents + NOISE_LEVEL * noise
+
+    return mix
+
+
 def keyframes_of(request: GenerationRequest) -> list[torch.Tensor]:
     """Return the images of a resolved request, the one to start from first, [height, width, 3], uint8, of the clip's
     size. The first of them is stretched to it, and one after it cropped."""
@@ -67,16 +78,11 @@ class KeyframeConditioner(ImageConditioner):
         if self._encoder is None:
             self._encoder = self._load_encoder()
         encode, _ = self._encoder
-        generator = torch.Generator().manual_seed(_SEED)
-        latents = [encode(pixels) for pixels in keyframes_of(request)]
-        noised = [
-            (1 - NOISE_LEVEL) * each + NOISE_LEVEL * torch.randn(each.shape, generator=generator).to(each.device)
-            for each in latents
-        ]
+        latents = list(map(noised(), [encode(pixels) for pixels in keyframes_of(request)]))
         if request.image_path is None:
-            first, further = noised[0][:, :, :0], tuple(noised)
+            first, further = latents[0][:, :, :0], tuple(latents)
         else:
-            first, *rest = noised
+            first, *rest = latents
             further = tuple(rest)
         last = self._geometry.video_shape(size)[1] - 1
         return ImageCondition(first, further=further, places=((last, 1.0),) * len(further))

@@ -1,11 +1,15 @@
 """MiniMax-H3's rotary positions: time, row and column of every token of the packed sequence, as real numbers.
 
-The clip begins at time 0. A latent of the sound takes 1, a frame of the video 5/3, the same at 24 frames and 40 latents
-a second. A token of the text takes 1, and the text ends where the clip begins. Rows and columns are parts of the square
+The text ends at time 0. A latent of the sound takes 1, a frame of the video 5/3, the same at 24 frames and 40 latents
+a second. A token of the text takes 1, and the text ends where the clip begins, or where its references do: these follow
+each other, an image taking 1, and the clip begins behind the last. Rows and columns are parts of the square
 root of the area, around the middle, so that pictures of every shape have the same density.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +17,32 @@ import torch
 _FRAME = 5.0 / 3.0
 _FRAMES_OF_LATENTS = (1, 4, 4, 4, 4)
 _EXTENT = 32.0
+
+
+@dataclass(frozen=True)
+class ReferenceGrid:
+    """A reference in tokens. pictures: latent frames, rows and columns, None for a sound; num_moments: of its sound."""
+
+    pictures: tuple[int, int, int] | None
+    num_moments: int = 0
+
+
+def reference_positions(
+    references: Iterable[ReferenceGrid], height: int, width: int
+) -> tuple[list[torch.Tensor], float]:
+    """Return [tokens, 3], float64, of each part of references, and the time at which the clip begins behind them. The
+    sound of a reference comes before its pictures and begins with them. height, width: tokens of the clip, at whose
+    sides a sound without pictures is."""
+    found, now = [], 0.0
+    for each in references:
+        frames, *sides = each.pictures or (0, height, width)
+        if each.num_moments:
+            found.append(sound_positions(each.num_moments, sides[0], sides[1], now))
+        if frames:
+            found.append(grid_positions(now + frame_times(frames), sides[0], sides[1]))
+        length = float(_ends(frames)[-1]) if frames > 1 else float(frames)
+        now += max(length, each.num_moments)
+    return found, now
 
 
 def frame_times(num_frames: int) -> torch.Tensor:
@@ -31,12 +61,12 @@ def grid_positions(times: torch.Tensor, height: int, width: int) -> torch.Tensor
     return torch.cartesian_prod(times.double(), rows, columns).view(-1, 3)
 
 
-def sound_positions(length: int, height: int, width: int) -> torch.Tensor:
-    """Return [2 * length, 3], float64, of the sound of a clip of height x width tokens: the left side's moments, at the
-    first column, and the right side's, at the last."""
+def sound_positions(length: int, height: int, width: int, start: float = 0.0) -> torch.Tensor:
+    """Return [2 * length, 3], float64, of the sound of a clip of height x width tokens that begins at time `start`: the
+    left side's moments, at the first column, and the right side's, at the last."""
     columns = _side(width, height)
     sides = torch.stack([columns[0], columns[-1]])
-    moments = torch.cartesian_prod(sides, torch.arange(length, dtype=torch.float64))
+    moments = torch.cartesian_prod(sides, start + torch.arange(length, dtype=torch.float64))
     return torch.stack([moments[:, 1], torch.zeros(len(moments), dtype=torch.float64), moments[:, 0]], dim=1)
 
 

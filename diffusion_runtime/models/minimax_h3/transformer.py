@@ -5,17 +5,20 @@
     sound  -> tokens -+-> num_layers x block, full attention  ---+
     text   -> refiner +                                          +-> modulated norm -> projection -> audio velocity
 
-The sequence is the grid of the video, images that the clip is made from, the sound, and the text last, whose padding is
-lengths; the published order is another, which attention does not see. Video and sound come and go as one flat tensor.
-Projections of latents, the timestep's network and the last projections are float32, as in training. Shapes in this
-file: B batch, S grid tokens, G tokens of images, A audio tokens, L text tokens, D width.
+The sequence is the grid of the video, images that the clip is made from or references of any kind in their order, the
+sound, and the text last, whose padding is lengths; the published order is another, which attention does not see. Video
+and sound come and go as one flat tensor. Projections of latents, the timestep's network and the last projections are
+float32, as in training. Shapes in this file: B batch, S grid tokens, G given tokens, A audio tokens, L text tokens, D
+width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +49,7 @@ from diffusion_runtime.layers.token_runs import (
     normed_after_branch,
 )
 from diffusion_runtime.memory.waiting_weights import held_weights
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
 from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
 from diffusion_runtime.models.minimax_h3.keyframes import NOISE_LEVEL
@@ -61,9 +64,11 @@ from diffusion_runtime.models.minimax_h3.modulation import (
     rows_of_spans,
 )
 from diffusion_runtime.models.minimax_h3.positions import (
+    ReferenceGrid,
     frame_times,
     grid_positions,
     last_time,
+    reference_positions,
     rotations_of,
     sound_positions,
     text_positions,
@@ -235,19 +240,17 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         its own schedule that goes with the timestep of the video."""
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
-        grid, image, dtype = self.geometry.grid(parts.video.shape), inputs.image, self.text_embedding.weight.dtype
+        grid, image = self.geometry.grid(parts.video.shape), inputs.image
         num_tokens = math.prod(grid)
         context = self.in_token_order(context, grid, latents.device)
         sharding = context.sharding
         pictures = self._patches(parts.video)
         own = sharding.shard(pictures)
-        given = [] if image is None else self._given(image, context)
-        # [B, channels, length, sides]: the left side's moments, then the right side's.
-        moments = parts.audio.permute(0, 3, 2, 1).flatten(1, 2)
-        audio = self.audio_embedding(moments.to(self.audio_embedding.weight.dtype)).to(dtype)
+        given = () if image is None else self._given(image, context)
+        audio = self._moments(parts.audio)
         text = cached_for_prompt("text", inputs.text.embeddings, context, lambda: self._text(inputs.text, context))
-        x = torch.cat([own, *given, audio, text], dim=1)
-        num_given = sum(each.shape[1] for each in given)
+        x = torch.cat([own, *(each.tokens for each in given), audio, text], dim=1)
+        num_given = sum(each.tokens.shape[1] for each in given)
         num_before = num_given + audio.shape[1]
         layout = TokenLayout(
             grid,
@@ -257,7 +260,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             text_segments=(num_given, audio.shape[1], text.shape[1]),
         )
         joint = context.with_layout(layout)
-        spans = _spans(own.shape[1], num_given, audio.shape[1], text.shape[1], inputs.text.picture_ranges)
+        spans = _spans(own.shape[1], given, audio.shape[1], text.shape[1], inputs.text.picture_ranges)
         rows, of_given = self._rows(timestep, inputs, context, has_given=num_given > 0)
         rotations = self._rotations(grid, parts.audio.shape[2], inputs, context)
 
@@ -312,10 +315,26 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         tokens: torch.Tensor = self.patch_embedding(patches)
         return tokens.to(self.text_embedding.weight.dtype)
 
-    def _given(self, image: ImageCondition, context: AttentionContext) -> list[torch.Tensor]:
-        """Return the tokens of the images that the clip is made from, [B, tokens, D] each, kept for the request."""
-        images = [each for each in image.references if each.shape[2]]
-        return cached_for_prompt("given_tokens", image, context, lambda: [self._patches(each) for each in images])
+    def _moments(self, sound: torch.Tensor) -> torch.Tensor:
+        """Map latents of sound [B, channels, length, sides] to tokens [B, tokens, D]: the left side's moments, then the
+        right side's."""
+        moments = sound.permute(0, 3, 2, 1).flatten(1, 2)
+        tokens: torch.Tensor = self.audio_embedding(moments.to(self.audio_embedding.weight.dtype))
+        return tokens.to(self.text_embedding.weight.dtype)
+
+    def _given(self, image: ImageCondition, context: AttentionContext) -> tuple[_Given, ...]:
+        """Return the tokens of the images and references that the clip is made from, kept for the request."""
+
+        def compute() -> tuple[_Given, ...]:
+            found = [_Given(self._patches(each), VIDEO) for each in image.references if each.shape[2]]
+            for each in image.media:
+                if each.sound is not None:
+                    found.append(_Given(self._moments(each.sound), AUDIO))
+                if each.pictures is not None:
+                    found.append(_Given(self._patches(each.pictures), VIDEO))
+            return tuple(found)
+
+        return cached_for_prompt("given_tokens", image, context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """Return the refined tokens [B, L, D], as long as the longest prompt."""
@@ -343,7 +362,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             return self._conditioning(timestep.new_full((1,), NOISE_LEVEL), timestep.new_zeros(1))
 
         blocks = modulations_of(self.blocks)
-        return rows, rows_of_request("images", None, blocks, len(timestep), of_given, context)
+        return rows, rows_of_request("given tokens", None, blocks, len(timestep), of_given, context)
 
     def _conditioning(self, video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
         """Return [B, 2 * time_dim] after its activation. video, audio: noise levels, [B]."""
@@ -364,6 +383,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         of the request."""
         image, lengths = inputs.image, inputs.text.lengths
         places = () if image is None else ((0.0,) * image.latents.shape[2] + (last_time(grid[0]),) * len(image.further))
+        media = () if image is None else tuple(self._grid_of(each) for each in image.media)
         config, (frames, height, width) = self.config, grid
 
         def turned(positions: torch.Tensor) -> torch.Tensor:
@@ -371,22 +391,37 @@ class MiniMaxH3Transformer(DiffusionTransformer):
 
         def compute() -> torch.Tensor:
             device = self.out.weight.device
-            of_grid = turned(grid_positions(frame_times(frames), height, width)).to(device)
-            given = [turned(grid_positions(torch.tensor([time]), height, width)) for time in places]
-            clip = [context.sharding.shard(of_grid, dim=0)]
-            clip += [each.to(device) for each in (*given, turned(sound_positions(length, height, width)))]
+            references, start = reference_positions(media, height, width)
+            of_grid = turned(grid_positions(start + frame_times(frames), height, width)).to(device)
+            given = [*(grid_positions(torch.tensor([time]), height, width) for time in places), *references]
+            given.append(sound_positions(length, height, width, start))
+            clip = [context.sharding.shard(of_grid, dim=0), *(turned(each).to(device) for each in given)]
             texts = [torch.cat([*clip, turned(text_positions(max(1, *lengths), each)).to(device)]) for each in lengths]
             return texts[0] if len(set(lengths)) == 1 else torch.stack(texts)
 
-        return cached_for_request("rotations", (grid, length, lengths, places), context, compute)
+        return cached_for_request("rotations", (grid, length, lengths, places, media), context, compute)
+
+    def _grid_of(self, media: GivenMedia) -> ReferenceGrid:
+        pictures, sound = media.pictures, media.sound
+        sides = None if pictures is None else self.geometry.grid(pictures.shape)
+        return ReferenceGrid(sides, 0 if sound is None else sound.shape[2])
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Tokens of an image or a reference, [B, tokens, D], of one modality."""
+
+    tokens: torch.Tensor
+    modality: int
 
 
 def _spans(
-    num_own: int, num_given: int, num_audio: int, num_text: int, pictures: Sequence[tuple[int, int]]
+    num_own: int, given: Sequence[_Given], num_audio: int, num_text: int, pictures: Sequence[tuple[int, int]]
 ) -> tuple[Span, ...]:
     """Return the spans of a sequence. pictures: first token of each picture in the text, and the one behind its last;
     they are those of a video to the modulation."""
-    bounds = [(VIDEO, num_own, False), (VIDEO, num_given, True), (AUDIO, num_audio, False)]
+    of_given = [(each.modality, each.tokens.shape[1], True) for each in given]
+    bounds = [(VIDEO, num_own, False), *_joined(of_given), (AUDIO, num_audio, False)]
     done = 0
     for start, stop in pictures:
         bounds += [(TEXT, start - done, False), (VIDEO, stop - start, False)]
@@ -398,3 +433,9 @@ def _spans(
             spans.append(Span(slice(first, first + count), modality, is_given))
         first += count
     return tuple(spans)
+
+
+def _joined(bounds: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    """Return neighbours of one modality as one."""
+    groups = itertools.groupby(bounds, key=lambda each: (each[0], each[2]))
+    return [(modality, sum(each[1] for each in group), is_given) for (modality, is_given), group in groups]

@@ -7,7 +7,7 @@ are put in order once, after loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -116,6 +116,22 @@ def _originals(theirs: str, ours: str, *, is_refiner: bool = False) -> Originals
     return block_names(theirs, ours, names)
 
 
+_MODULATION = "the modulation of a model with another input of it: whole, or pruned with a table of times"
+# Files of DiffSynth-Studio, whose adapters have a name.
+_OF_DIFFSYNTH = ".attn.qkv_proj.lora_B.default.weight"
+
+
+def _undecided(keys: Iterable[str]) -> str | None:
+    """Say why the rows of q, k and v in a file cannot be told apart; None where they can."""
+    if not any(key.endswith(_OF_DIFFSYNTH) for key in keys):
+        return None
+    return (
+        "its attn.qkv_proj is of DiffSynth-Studio (lora_B.default), whose rows are q, k and v one after the other "
+        "where it was trained on a single file, and interleaved by head where it was trained on the authors' shards; "
+        "the file does not say which. Write q, k and v apart, as attn.to_q.lora_B.weight and so on"
+    )
+
+
 LORA_NAMES = LoraNames(
     title="MiniMax-H3",
     originals={
@@ -132,6 +148,9 @@ LORA_NAMES = LoraNames(
         "final_layer.video_out": "proj_out",
         "final_layer.audio_out": "audio_proj_out",
     },
+    # Of the published model 2688, of pruned files 16 or so.
+    resized={"transformer_blocks.{}.adaln_proj.linear": _MODULATION, "norm_out.linear": _MODULATION},
+    refusal=_undecided,
     widths=frozenset({5376}),
     num_blocks=frozenset({50}),
 )

@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,11 @@ from torch import nn
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.layers import USPAttention
+from diffusion_runtime.attention.layers import AttentionLayer, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, Streams, overwriting
 from diffusion_runtime.core.latent_geometry import LatentGeometry
-from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
@@ -67,10 +68,10 @@ class WanSelfAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
         self.gate = Linear(config.dim, config.dim) if config.has_gate else None
-        layer = place.layer(place.self_role, "self_attention")
-        self.attention = USPAttention(
-            config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal
-        )
+        self.attention = self.make_attention(config, place.layer(place.self_role, "self_attention"), policy)
+
+    def make_attention(self, config: WanTransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> AttentionLayer:
+        return USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal)
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:
@@ -101,11 +102,13 @@ class WanSelfAttention(nn.Module):
 class WanBlock(nn.Module):
     """Block. modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
+    self_attention_type: ClassVar[type[WanSelfAttention]] = WanSelfAttention
+
     def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
         self.eps = config.eps
         self.modulation = nn.Parameter(torch.zeros(6, config.dim))
-        self.self_attention = WanSelfAttention(config, place, policy)
+        self.self_attention = self.self_attention_type(config, place, policy)
         self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else None
         self.cross_attention = WanCrossAttention(config, place, policy)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)

@@ -140,6 +140,9 @@ class Host:
                 error = "a profile is written into a storage that server and replicas share, which this one is not"
                 self._pass_on({"type": "profiled", "id": message["profile"]["id"], "error": error})
                 message["profile"] = None
+        elif kind == "fork":
+            message["work"] = self._here(message["work"])
+            self._running.add(message["work"]["job"])
         try:
             self._engine.send(kind, **message)
         except EngineLost:

@@ -148,6 +148,9 @@ class _Binding:
 
     def lora(self) -> Lora:
         self._refuse_unknown_keys()
+        why = self.target.names.refusal(key for module in self.file.modules for key in module.keys)
+        if why is not None:
+            raise ModelLoadError(f"{self.file.path}: {why}")
         self._refuse_scaled_replacements()
         num_applied = 0
         for module in self.file.modules:
@@ -294,7 +297,7 @@ class _Binding:
         """Return what a module is whose inputs alone differ in width from this model's, of that shape, where the family
         declares that its models differ there; None otherwise."""
         fits = all(adapter.rows == shape[0] and adapter.columns != _columns(shape) for adapter in module.weight)
-        return self.target.names.resized.get(rows[0].module) if module.weight and fits else None
+        return self.target.names.reason_resized(rows[0].module) if module.weight and fits else None
 
     def _rows(self, component: str, module: ModuleChange) -> tuple[Rows, ...]:
         """The modules of the checkpoint that one of the file denotes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -42,7 +42,7 @@ class LoraNames:
     width is; a file for that is applied without it. components: the names of other components that files for the
     transformer change too. widths, num_blocks: of the published models, the width of the
     transformer and how many blocks it has of the kind that it has most of, or of another kind; they tell families apart
-    that use the same names.
+    that use the same names. refusal: keys of a file -> why it cannot be told what they change; None where it can.
     """
 
     title: str
@@ -53,6 +53,7 @@ class LoraNames:
     components: Mapping[str, LoraNames] = field(default_factory=dict)
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
+    refusal: Callable[[Iterable[str]], str | None] = lambda _: None
 
     def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
         """The modules of diffusers that a module in a file denotes; empty for an unknown name.
@@ -71,6 +72,11 @@ class LoraNames:
     def reason_absent(self, module: str) -> str | None:
         """Which models have this module of diffusers', where the family declares it; None otherwise."""
         return self.absent.get(module) or self.absent.get(_NUMBER.sub("{}", module, count=1))
+
+    def reason_resized(self, module: str) -> str | None:
+        """Return what this module of diffusers' is in a model whose inputs are of another width, where the family
+        declares it; None otherwise."""
+        return self.resized.get(module) or self.resized.get(_NUMBER.sub("{}", module, count=1))
 
     @functools.cached_property
     def _dotted(self) -> dict[str, tuple[Rows, ...]]:

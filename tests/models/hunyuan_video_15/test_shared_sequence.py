@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from warm_python import run_worker
 
+# tests/models/test_tensor_parallel.py shares the tokens of both among processes too.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,15 @@ def test_two_processes_that_share_the_clip_make_the_same(tiny_folder: Path, imag
         max_ranks=2,
     )
     assert done.returncode == 0, done.stderr
-    one = load(tiny_folder)(request(image, num_inference_steps=2, guidance_scale=None)).frames.astype(int)
-    two = numpy.load(tmp_path / "two.npy").astype(int)
+    assert "cannot carry sound; it is in" in done.stderr
+    load(tiny_folder)(request(image, num_inference_steps=2, guidance_scale=None)).save(tmp_path / "one.npy")
+    one, two = (numpy.load(tmp_path / f"{name}.npy").astype(int) for name in ("one", "two"))
     assert numpy.abs(one - two).max() <= 1
+    sounds = [read_samples(tmp_path / f"{name}.wav") for name in ("one", "two")]
+    assert sounds[0].std() > 1000
+    assert numpy.abs(sounds[0] - sounds[1]).max() <= 3
+
+
+def read_samples(path: Path) -> numpy.ndarray:
+    with wave.open(str(path), "rb") as file:
+        return numpy.frombuffer(file.readframes(file.getnframes()), "<i2").astype(int)

@@ -323,6 +323,7 @@ def test_one_step_is_refused_before_any_work(pair: Pair) -> None:
         pair[0].resolve(request(num_inference_steps=1))
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_pictures_and_sound(tiny_folder: Path, tmp_path: Path) -> None:
     """12 tokens of video, half on each; the text and both decoders on the first."""
     values = {**TINY_SIZES, "num_inference_steps": 2, "seed": 5, "negative_prompt": NEGATIVE_PROMPTS[0]}

@@ -28,6 +28,7 @@ from tiny_minimax_h3 import CHANNELS, tiny_transformer
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
@@ -40,6 +41,8 @@ from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3
 from diffusion_runtime.models.recognised_files import recognise_transformer
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.weights.lora.binding import bind
+from diffusion_runtime.weights.lora.reading import read_lora_file
 from diffusion_runtime.weights.transformer_files import TransformerFile
 
 PATCH = (1, 2, 2)
@@ -170,7 +173,7 @@ def test_steps_share_the_refined_text_and_rows_made_before(
     assert counts == {"self": 3 * 3, TEXT_ROLE: 2}
     notes = " ".join(report.notes)
     assert "video and sound: rows of 3 timesteps" in notes
-    assert "images: rows of 1 timestep" in notes
+    assert "given tokens: rows of 1 timestep" in notes
 
 
 def test_padding_is_lengths_and_what_is_no_grid_is_text(ours: MiniMaxH3Transformer) -> None:
@@ -271,8 +274,12 @@ def test_a_pruned_file_of_the_published_size_is_recognised(tmp_path: Path) -> No
     file = write_transformer_file(tmp_path / "minimax_h3_ref2va_pruned_bf16.safetensors", "minimax-h3", rank=8)
     recognised = recognise_transformer(file)
     assert recognised is not None
-    assert recognised.name == "minimax-h3"
-    with pytest.raises(ConfigError, match="by its name it is the transformer_ref of minimax-h3, whose requests"):
+    assert (recognised.name, recognised.told_by) == ("minimax-h3-ref2va", "name")
+    other = recognise_transformer(file.rename(tmp_path / "minimax_h3_fl2va_pruned_bf16.safetensors"))
+    assert other is not None
+    assert other.name == "minimax-h3"
+    file = (tmp_path / "minimax_h3_fl2va_pruned_bf16.safetensors").rename(file)
+    with pytest.raises(ConfigError, match="by its name it is the transformer_ref of minimax-h3, which takes other"):
         with_found_files(RuntimeConfig(str(file), like="minimax-h3"))
 
 
@@ -282,3 +289,37 @@ def test_a_table_that_is_none_is_a_tensor_of_another_model(
     save_file({**pruned, "adaln_t_table": torch.zeros(1, RANK)}, tmp_path / "one.safetensors")
     with pytest.raises(ModelLoadError, match="adaln_t_table"):
         loaded(tiny_minimax_h3_folder, tmp_path / "one.safetensors")
+
+
+def _adapter(module: str, rows: int, columns: int, infix: str = "") -> Tensors:
+    generator = torch.Generator().manual_seed(rows)
+    down, up = (torch.randn(*size, generator=generator) / 8 for size in ((2, columns), (rows, 2)))
+    return {f"{module}.lora_A{infix}.weight": down, f"{module}.lora_B{infix}.weight": up}
+
+
+def test_a_lora_of_the_whole_model_is_applied_to_pruned_weights_but_for_its_modulation(
+    tiny_minimax_h3_folder: Path, pruned: Tensors, tmp_path: Path
+) -> None:
+    save_file({name: each.contiguous() for name, each in pruned.items()}, tmp_path / "pruned.safetensors")
+    query = _adapter("transformer_blocks.1.attn.to_q", 32, 24)
+    save_file(
+        {**query, **_adapter("transformer_blocks.1.adaln_proj.linear", 18 * 24, 20)}, tmp_path / "turbo.safetensors"
+    )
+    model = family_for_folder(ModelFolder(tiny_minimax_h3_folder)).describe(ModelFolder(tiny_minimax_h3_folder))
+    file = TransformerFile(str(tmp_path / "pruned.safetensors"), "transformer_path", "transformer")
+    model = model.with_transformer_files([file], lora_names_of_families)
+    lora = bind(
+        read_lora_file(str(tmp_path / "turbo.safetensors")),
+        LoraConfig(str(tmp_path / "turbo.safetensors")),
+        model.lora_target(lora_names_of_families),
+    )
+    assert lora.changed("transformer") == {"transformer_blocks.1.attn.to_q.weight"}
+    assert any("the modulation of a model with another input of it" in str(each) for each in lora.remarks)
+
+
+def test_fused_adapters_of_diffsynth_do_not_say_their_order(tiny_minimax_h3_folder: Path, tmp_path: Path) -> None:
+    save_file(_adapter("blocks.0.attn.qkv_proj", 96, 24, ".default"), tmp_path / "fused.safetensors")
+    model = family_for_folder(ModelFolder(tiny_minimax_h3_folder)).describe(ModelFolder(tiny_minimax_h3_folder))
+    config = LoraConfig(str(tmp_path / "fused.safetensors"))
+    with pytest.raises(ModelLoadError, match=r"DiffSynth-Studio .* does not say which. Write q, k and v apart"):
+        bind(read_lora_file(config.path), config, model.lora_target(lora_names_of_families))

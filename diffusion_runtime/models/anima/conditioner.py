@@ -1,0 +1,132 @@
+"""The text conditioner of Anima: T5's tokens, embedded anew, attend to the states that a language model has of the same
+prompt, and become the text that the transformer attends to.
+
+    T5's token ids -> embedding -> num_layers x (self-attention, attention to the states, feed-forward) -> norm -> text
+
+Shapes in this file: B batch, L tokens of T5, N tokens of the language model, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.layers import LocalAttention
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.token_layout import TokenLayout
+from diffusion_runtime.kernels.modulated_norm.api import Branch, add_branch_, modulated_norm
+from diffusion_runtime.layers.linear import FeedForward, Linear
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import norm_and_rotate, position_rotations
+from diffusion_runtime.models.anima.config import ConditionerConfig
+from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.token_ids import ids_of
+
+SELF_ROLE, STATES_ROLE = "anima.text_self", "anima.text_states"
+_EPS = 1e-6
+
+
+class ConditionerAttention(nn.Module):
+    """Attention with rotary positions among the tokens or, with `of_states`, to the language model's."""
+
+    def __init__(self, config: ConditionerConfig, index: int, policy: AttentionPolicy, *, of_states: bool) -> None:
+        super().__init__()
+        self.q = Linear(config.dim, config.dim, bias=False)
+        self.kv = Linear(config.source_dim if of_states else config.dim, 2 * config.dim, bias=False)
+        self.norm_q = RMSNorm(config.head_dim, _EPS)
+        self.norm_k = RMSNorm(config.head_dim, _EPS)
+        self.out = Linear(config.dim, config.dim, bias=False)
+        name = "states_attention" if of_states else "self_attention"
+        role = STATES_ROLE if of_states else SELF_ROLE
+        layer = LayerInfo(index, config.num_layers, role, f"conditioner.blocks.{index}.{name}.attention")
+        self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        source: torch.Tensor,
+        rotations: torch.Tensor,
+        source_rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """Attend. x: [B, L, D]; source: [B, L or N, width], what keys and values are made of; context.layout: its
+        tokens; rotations: [tokens, head_dim / 2] of either, complex."""
+        heads = self.attention.num_heads
+        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, heads, -1)), (self.norm_q,), rotations)
+        k, v = norm_and_rotate(self.kv(source).unflatten(-1, (2, heads, -1)), (self.norm_k,), source_rotations)
+        out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
+        return out
+
+
+class ConditionerBlock(nn.Module):
+    """Both attentions and a feed-forward network, each after a norm."""
+
+    def __init__(self, config: ConditionerConfig, index: int, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.self_norm = RMSNorm(config.dim, _EPS)
+        self.self_attention = ConditionerAttention(config, index, policy, of_states=False)
+        self.states_norm = RMSNorm(config.dim, _EPS)
+        self.states_attention = ConditionerAttention(config, index, policy, of_states=True)
+        self.ffn_norm = RMSNorm(config.dim, _EPS)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim, is_exact=True)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        rotations: torch.Tensor,
+        state_rotations: torch.Tensor,
+        own: AttentionContext,
+        of_states: AttentionContext,
+    ) -> torch.Tensor:
+        """Return new tokens [B, L, D]. states: [B, N, source_dim]; own, of_states: contexts of either attention."""
+        normed = modulated_norm(x, self.self_norm.as_norm)
+        branch = Branch(self.self_attention(normed, normed, rotations, rotations, own))
+        x = x.clone()
+        normed = modulated_norm(x, self.states_norm.as_norm, branch=branch)
+        branch = Branch(self.states_attention(normed, states, rotations, state_rotations, of_states))
+        normed = modulated_norm(x, self.ffn_norm.as_norm, branch=branch)
+        return add_branch_(x, Branch(self.feed_forward(normed)))
+
+
+class TextConditioner(nn.Module):
+    """The whole conditioner."""
+
+    def __init__(self, config: ConditionerConfig, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.out_dim)
+        self.inward = Linear(config.out_dim, config.dim) if config.dim != config.out_dim else None
+        self.blocks = nn.ModuleList(ConditionerBlock(config, index, policy) for index in range(config.num_layers))
+        self.out = Linear(config.dim, config.out_dim)
+        self.norm = RMSNorm(config.out_dim, _EPS)
+
+    def forward(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
+        """Return the text [B, tokens of layout_of, out_dim], zero behind each prompt's own tokens."""
+        (tokens,), dtype = text.further, self.out.weight.dtype
+        states = text.embeddings[:, : max(1, *text.lengths)].to(dtype)
+        num_tokens, num_states = max(tokens.lengths), states.shape[1]
+        is_own = torch.arange(num_tokens)[None] < torch.tensor(tokens.lengths)[:, None]
+        is_own = is_own.to(states.device)[..., None]
+        # Padding may hold anything, and is no index.
+        ids = ids_of(tokens.embeddings[:, :num_tokens]).clamp(0, self.config.vocab_size - 1)
+        x = self.embedding(ids * is_own[..., 0]).to(dtype)
+        x = x if self.inward is None else self.inward(x)
+        own = context.with_layout(TokenLayout.text(num_tokens, tokens.lengths))
+        of_states = context.with_layout(TokenLayout.text(num_states, text.lengths))
+        rotations, state_rotations = (self._rotations(count, x.device) for count in (num_tokens, num_states))
+        for block in self.blocks:
+            x = block(x, states, rotations, state_rotations, own, of_states)
+        made = modulated_norm(self.out(x), self.norm.as_norm) * is_own
+        return F.pad(made, (0, 0, 0, max(0, self.config.min_tokens - num_tokens)))
+
+    def layout_of(self, text: Conditions) -> TokenLayout:
+        """Return the layout of the text that is made of conditions: every prompt with its zeros."""
+        lengths = tuple(max(length, self.config.min_tokens) for length in text.further[0].lengths)
+        return TokenLayout.text(max(lengths), lengths)
+
+    def _rotations(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        return position_rotations((range(num_tokens),), (self.config.head_dim,), device)

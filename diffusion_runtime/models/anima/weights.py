@@ -1,0 +1,145 @@
+"""Weight map: the tensors of a diffusers Anima folder that make up each of ours, and names in LoRA files.
+
+Published checkpoints turn the channels of a head by halves: channel i with channel i + head_dim / 2. Here neighbours
+turn together, so that these channels of q and k move next to each other as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from diffusion_runtime.models.anima.config import CONDITIONER, AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
+from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces
+
+_INWARD = ("to_q", "to_k", "to_v")
+
+
+def transformer_pieces(config: AnimaTransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict((*_transformer(config), *_conditioner(config.conditioner)))
+
+
+def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
+    dim = config.dim
+    in_dim = config.patch_channels // config.num_channels * (config.num_channels + config.num_mask_channels)
+    yield from linear_pieces("patch_embedding", [("patch_embed.proj", dim)], in_dim, bias=False)
+    yield from linear_pieces("timestep_up", [("time_embed.t_embedder.linear_1", dim)], dim, bias=False)
+    yield from linear_pieces("timestep_down", [("time_embed.t_embedder.linear_2", 3 * dim)], dim, bias=False)
+    yield from _norms("timestep_norm", "time_embed.norm", dim)
+    for index in range(config.num_layers):
+        ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
+        for number, name in enumerate(("modulation", "cross_modulation", "ffn_modulation"), start=1):
+            yield from _modulation(f"{ours}.{name}", f"{theirs}.norm{number}", config, 3)
+        inward = [(f"{theirs}.attn1.{name}", dim) for name in _INWARD]
+        yield from linear_pieces(f"{ours}.self_attention.qkv", inward, dim, bias=False)
+        yield from linear_pieces(f"{ours}.cross_attention.q", [(f"{theirs}.attn2.to_q", dim)], dim, bias=False)
+        inward = [(f"{theirs}.attn2.{name}", dim) for name in _INWARD[1:]]
+        yield from linear_pieces(f"{ours}.cross_attention.kv", inward, config.text_dim, bias=False)
+        for mine, attention in ((f"{ours}.self_attention", "attn1"), (f"{ours}.cross_attention", "attn2")):
+            yield from linear_pieces(f"{mine}.out", [(f"{theirs}.{attention}.to_out.0", dim)], dim, bias=False)
+            for norm in ("norm_q", "norm_k"):
+                yield from _norms(f"{mine}.{norm}", f"{theirs}.{attention}.{norm}", config.head_dim)
+        yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.ff", dim, config.ffn_dim, bias=False)
+    yield from _modulation("out_modulation", "norm_out", config, 2)
+    yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim, bias=False)
+
+
+def _modulation(ours: str, theirs: str, config: AnimaTransformerConfig, num_rows: int) -> Iterator[NamedPieces]:
+    dim, narrow = config.dim, config.narrow_dim
+    yield from linear_pieces(f"{ours}.narrow", [(f"{theirs}.linear_1", narrow)], dim, bias=False)
+    yield from linear_pieces(f"{ours}.projection", [(f"{theirs}.linear_2", num_rows * dim)], narrow, bias=False)
+
+
+def _norms(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
+    yield f"{ours}.weight", (Piece(f"{theirs}.weight", (dim,)),)
+
+
+def _conditioner(config: ConditionerConfig) -> Iterator[NamedPieces]:
+    dim, out_dim = config.dim, config.out_dim
+    yield "conditioner.embedding.weight", (Piece(f"{CONDITIONER}.embed.weight", (config.vocab_size, out_dim)),)
+    if dim != out_dim:
+        yield from linear_pieces("conditioner.inward", [(f"{CONDITIONER}.in_proj", dim)], out_dim)
+    for index in range(config.num_layers):
+        ours, theirs = f"conditioner.blocks.{index}", f"{CONDITIONER}.blocks.{index}"
+        attentions = {"self_attention": ("self_attn", dim), "states_attention": ("cross_attn", config.source_dim)}
+        for mine, (name, in_dim) in attentions.items():
+            yield from linear_pieces(f"{ours}.{mine}.q", [(f"{theirs}.{name}.q_proj", dim)], dim, bias=False)
+            inward = [(f"{theirs}.{name}.{part}", dim) for part in ("k_proj", "v_proj")]
+            yield from linear_pieces(f"{ours}.{mine}.kv", inward, in_dim, bias=False)
+            yield from linear_pieces(f"{ours}.{mine}.out", [(f"{theirs}.{name}.o_proj", dim)], dim, bias=False)
+            yield from _norms(f"{ours}.{mine}.norm_q", f"{theirs}.{name}.q_norm", config.head_dim)
+            yield from _norms(f"{ours}.{mine}.norm_k", f"{theirs}.{name}.k_norm", config.head_dim)
+        norms = {"self_norm": "norm_self_attn", "states_norm": "norm_cross_attn", "ffn_norm": "norm_mlp"}
+        for mine, name in norms.items():
+            yield from _norms(f"{ours}.{mine}", f"{theirs}.{name}", dim)
+        yield from linear_pieces(f"{ours}.feed_forward.up", [(f"{theirs}.mlp.0", config.ffn_dim)], dim)
+        yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.mlp.2", dim)], config.ffn_dim)
+    yield from linear_pieces("conditioner.out", [(f"{CONDITIONER}.out_proj", out_dim)], dim)
+    yield from _norms("conditioner.norm", f"{CONDITIONER}.norm", out_dim)
+
+
+def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
+    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
+    changed in place."""
+    *owner, part, _ = name.split(".")
+    # A text has no positions, so the transformer's attention to it turns nothing.
+    turning = {
+        "qkv": len(rows) // 3 * 2,
+        "kv": len(rows) // 2,
+        "q": len(rows),
+        "norm_q": len(rows),
+        "norm_k": len(rows),
+    }
+    if part not in turning or owner[-1] == "cross_attention":
+        return
+    config = transformer.config
+    assert isinstance(config, AnimaTransformerConfig)
+    head_dim = (config.conditioner if owner[0] == "conditioner" else config).head_dim
+    heads = rows[: turning[part]].view(-1, 2, head_dim // 2, *rows.shape[1:])
+    heads.copy_(heads.transpose(1, 2).reshape(heads.shape).clone())
+
+
+def is_unread(name: str) -> bool:
+    """Return whether a tensor of the authors' files is none of the model's: tables of positions, and numbers of its
+    training."""
+    return name.startswith(("pos_embedder.", "accum_")) or name.endswith("_extra_state")
+
+
+_BLOCK: Originals = {
+    **{f"self_attn.{name}_proj": f"attn1.to_{name}" for name in "qkv"},
+    **{f"cross_attn.{name}_proj": f"attn2.to_{name}" for name in "qkv"},
+    **{"self_attn.output_proj": "attn1.to_out.0", "cross_attn.output_proj": "attn2.to_out.0"},
+    **{f"self_attn.{name}_norm": f"attn1.norm_{name}" for name in "qk"},
+    **{f"cross_attn.{name}_norm": f"attn2.norm_{name}" for name in "qk"},
+    **{"mlp.layer1": "ff.net.0.proj", "mlp.layer2": "ff.net.2"},
+    **{f"adaln_modulation_self_attn.{index}": f"norm1.linear_{index}" for index in (1, 2)},
+    **{f"adaln_modulation_cross_attn.{index}": f"norm2.linear_{index}" for index in (1, 2)},
+    **{f"adaln_modulation_mlp.{index}": f"norm3.linear_{index}" for index in (1, 2)},
+}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+_CONDITIONER = (
+    *(f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in _ATTENTION),
+    *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
+)
+_AROUND = ("embed", "in_proj", "out_proj", "norm")
+
+LORA_NAMES = LoraNames(
+    title="Anima",
+    same=each(f"{CONDITIONER}.blocks.{{}}", _CONDITIONER),
+    originals={
+        **block_names("blocks.{}", "transformer_blocks.{}", _BLOCK),
+        **block_names("llm_adapter.blocks.{}", f"{CONDITIONER}.blocks.{{}}", {name: name for name in _CONDITIONER}),
+        **{f"llm_adapter.{name}": f"{CONDITIONER}.{name}" for name in _AROUND},
+        **{"x_embedder.proj.1": "patch_embed.proj", "t_embedding_norm": "time_embed.norm"},
+        **{f"t_embedder.1.linear_{index}": f"time_embed.t_embedder.linear_{index}" for index in (1, 2)},
+        **{f"final_layer.adaln_modulation.{index}": f"norm_out.linear_{index}" for index in (1, 2)},
+        "final_layer.linear": "proj_out",
+    },
+    widths=frozenset({2048}),
+    num_blocks=frozenset({28}),
+)

@@ -1,0 +1,1 @@
+"""SeedVR2: restoration and upscaling of videos and images in one step."""

@@ -1,0 +1,150 @@
+"""Config of a SeedVR2 folder: its transformer and latents, read from json and checked.
+
+The authors publish no json; models/published_folders.yaml has what their YAML files say, under the keys that these
+have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.seedvr2.windows import COUNTS
+
+PATCH = (1, 2, 2)
+NUM_WAVES = 256
+SPATIAL_FACTOR, TEMPORAL_FACTOR = 8, 4
+# Of the hidden layer of a gated feed-forward network.
+_MULTIPLE = 256
+_NUMBERS = {
+    **{"vid_in_channels": 33, "vid_out_channels": 16, "vid_dim": 2560, "txt_in_dim": 5120, "heads": 20},
+    **{"head_dim": 128, "expand_ratio": 4},
+}
+_FIXED = {"patch_size": list(PATCH), "window": list(COUNTS), "qk_bias": False}
+
+
+@dataclass(frozen=True)
+class SeedVR2Config:
+    """Sizes of a SeedVR2 transformer.
+
+    num_own_layers: blocks, from the first, in which the text has layers of its own. ends_still: whether the text is not
+    modulated in the last block. is_gated: whether feed-forward networks are gated. turns_text: whether the text has
+    rotary positions, and the video whole ones behind it. has_out_norm: whether a norm lies before the last projection.
+    """
+
+    num_layers: int
+    num_own_layers: int
+    num_heads: int
+    head_dim: int
+    dim: int
+    ffn_dim: int
+    text_dim: int
+    num_channels: int
+    is_gated: bool
+    turns_text: bool
+    has_out_norm: bool
+    ends_still: bool
+    eps: float
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of q, of k and of v."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers of a token that is made."""
+        return self.num_channels * math.prod(PATCH)
+
+    @property
+    def patch_channels_in(self) -> int:
+        """Numbers of a token that is read: noise, the video to restore, and the mask."""
+        return (2 * self.num_channels + 1) * math.prod(PATCH)
+
+
+def read_transformer_config(folder: AnyFolder) -> SeedVR2Config:
+    """Read transformer/config.json. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    known = (*_NUMBERS, *_FIXED, "num_layers", "mm_layers", "norm_eps", "mlp_type", "rope_type", "vid_out_norm")
+    file.refuse_unknown(known)
+    file.refuse_other_values(_FIXED, "as in the published models")
+    found = {key: file.whole_number(key, default) for key, default in _NUMBERS.items()}
+    if found["vid_in_channels"] != 2 * found["vid_out_channels"] + 1:
+        expected = f"2 x vid_out_channels + 1, {2 * found['vid_out_channels'] + 1}"
+        raise file.error("vid_in_channels", expected, found["vid_in_channels"])
+    if found["head_dim"] % 2 or found["head_dim"] < 12:
+        raise file.error("head_dim", "an even number of 12 or more", found["head_dim"])
+    is_gated = _choice(file, "mlp_type", "swiglu", "normal")
+    turns_text = _choice(file, "rope_type", "mmrope3d", "rope3d")
+    num_layers = file.layer_count("num_layers", 32)
+    own = file.whole_number("mm_layers", 10, minimum=0)
+    ffn_dim = found["vid_dim"] * found["expand_ratio"]
+    if is_gated:
+        ffn_dim = _MULTIPLE * math.ceil(int(2 * ffn_dim / 3) / _MULTIPLE)
+    return SeedVR2Config(
+        num_layers=num_layers,
+        num_own_layers=min(own, num_layers),
+        num_heads=found["heads"],
+        head_dim=found["head_dim"],
+        dim=found["vid_dim"],
+        ffn_dim=ffn_dim,
+        text_dim=found["txt_in_dim"],
+        num_channels=found["vid_out_channels"],
+        is_gated=is_gated,
+        turns_text=turns_text,
+        has_out_norm=file.flag("vid_out_norm", True),
+        # What tells the authors' two versions of the block apart.
+        ends_still=turns_text,
+        eps=file.number("norm_eps", 1e-5),
+    )
+
+
+def _choice(file: ConfigFile, key: str, yes: str, no: str) -> bool:
+    """Return whether a key is `yes`, which it is when it is left out. Raises ModelLoadError for a third value."""
+    value = file.values.get(key, yes)
+    if value not in (yes, no):
+        raise file.error(key, f"{yes} or {no}", value)
+    return bool(value == yes)
+
+
+@dataclass(frozen=True)
+class SeedVR2Geometry(LatentGeometry):
+    """A LatentGeometry of clips of any size: what is missing to whole tokens and latent frames is added before the
+    model sees it, and left out of what is made."""
+
+    @property
+    def frame_rule(self) -> tuple[int, int]:
+        return 1, 0
+
+    def check(self, height: int, width: int, num_frames: int) -> None:
+        """Check that nothing is empty or too small. Raises RequestError."""
+        least = self.spatial_factor * self.patch[1]
+        for name, value, minimum in (("height", height, least), ("width", width, least), ("num_frames", num_frames, 1)):
+            if value < minimum:
+                raise RequestError(f"{name}: expected {minimum} or more, got {value}")
+
+    def padded(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
+        """Return height, width and frames that are whole tokens and latent frames."""
+        rows, columns = (self.spatial_factor * patch for patch in self.patch[1:])
+        frames = math.ceil((num_frames - 1) / self.temporal_factor) * self.temporal_factor + 1
+        return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns, frames
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
+        self.check(height, width, num_frames)
+        return super().latent_shape(*self.padded(height, width, num_frames))
+
+    def tokens_of_frame(self, height: int, width: int) -> int:
+        rows, columns, _ = self.padded(height, width, 1)
+        return super().tokens_of_frame(rows, columns)
+
+
+def read_geometry(folder: AnyFolder) -> SeedVR2Geometry:
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
+    source = "the transformer's vid_out_channels"
+    num_channels = read_num_channels(file, "latent_channels", transformer.num_channels, source, 16)
+    return SeedVR2Geometry(num_channels, SPATIAL_FACTOR, TEMPORAL_FACTOR, PATCH)
