@@ -509,6 +509,7 @@ FAMILIES = {
         geometry=(4, 4, 1, (1, 2, 2)),
         flow_shift=3.0,
         layers={"anima.text_self": 2, "anima.text_states": 2, "self": 3, "cross": 3},
+        text_modules=(),
         runs_once=frozenset({"anima.text_self", "anima.text_states"}),
         refusals=(
             *misfits(("num_layers", 0), ("out_channels", 3), ("attention_head_dim", 10), ("patch_size", [1, 1, 1])),

@@ -74,7 +74,7 @@ def test_a_batch_equals_its_single_runs(pipeline: Pipeline) -> None:
     for alone, media in zip(map(pipeline, requests), together, strict=True):
         assert numpy.array_equal(alone.frames, media.frames)
         assert alone.attention_report.steps == media.attention_report.steps
-        assert "the 2 of this batch were made one after the other" in str(media.attention_report)
+        assert "the 2 requests of this batch were made one after the other" in str(media.attention_report)
     assert {progress.request_index for progress in seen} == {0, 1}
     assert len([progress for progress in seen if progress.stage == "denoise" and progress.step]) == 2 * NUM_STEPS
 

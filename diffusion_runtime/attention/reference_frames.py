@@ -58,7 +58,9 @@ class ReferenceFrameAttention(UlyssesAttention):
                 "keys of the reference clip are held by head; use fewer processes"
             )
         super().__init__(num_heads, head_dim, layer=layer, policy=policy, merges=True)
-        of_frames = dataclasses.replace(layer, role=reference_role, name=f"{layer.name}.frames", phase="denoise")
+        of_frames = dataclasses.replace(
+            layer, role=reference_role, name=f"{layer.name}.attention.frames", phase="denoise"
+        )
         self.frames = LocalAttention(num_heads, head_dim, layer=of_frames, policy=policy, merges=True)
 
     def _run(

@@ -243,6 +243,9 @@ def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> C
         # Of an image that is a square.
         square = references.encoded_size((1024, 1024))
         values = {**dict(zip(("height", "width"), square, strict=True)), **values}
+    if model.sampling.restoration is not None:
+        # Of a file that comes with each request.
+        values = {"height": 720, "width": 1280, "num_frames": values.get("piece_frames"), **values}
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:
         raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")

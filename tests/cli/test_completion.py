@@ -21,7 +21,7 @@ LINES = {
     "bench ": ["attention", "step", "generate"],
     "bench generate --pres": ["--preset"],
     "generate --pres": ["--preset"],
-    "generate 'a cat' --model-path wan2.2": ["wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b"],
+    "generate 'a cat' --model-path wan2.2-t": ["wan2.2-ti2v-5b", "wan2.2-t2v-a14b"],
     "generate --preset ligh": ["lightning-4", "lightning-8"],
     "generate --attention-backend v": ["video_sparse_attn", "vmoba_attn"],
     "generate --attention-config.per_role.wan.control_s": ["--attention-config.per_role.wan.control_self.backend"],

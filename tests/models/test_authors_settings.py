@@ -226,7 +226,7 @@ AUTHORS: dict[str, Authors] = {
 # there is compared in tests/models/seedvr2.
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
-    *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3"),
+    *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3", "minimax-h3-ref2va"),
     *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
     *("seedvr2-3b", "seedvr2-7b"),
 }

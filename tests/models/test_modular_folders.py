@@ -253,7 +253,8 @@ def test_a_modular_pipeline_alone_runs_as_diffusers_does(tmp_path: Path) -> None
     import diffusers
 
     folder = write_anima(tmp_path / "anima")
-    pipeline = load_pipeline(str(folder), device="cpu", attention="torch_sdpa")
+    # diffusers' own pipeline, which is what models without a family here get.
+    pipeline = load_pipeline(str(folder), device="cpu", attention="torch_sdpa", backend="diffusers")
     media = pipeline(small(negative_prompt="a star"))
     theirs = diffusers.AnimaModularPipeline(pretrained_model_name_or_path=str(folder))
     theirs.load_components(dtype=torch.float32)
@@ -280,7 +281,7 @@ def test_a_modular_pipeline_alone_runs_as_diffusers_does(tmp_path: Path) -> None
             pipeline.resolve(small(**{field: value}))
     edit(folder, noise_offset=0.1)
     with pytest.raises(ModelLoadError, match=r"key 'noise_offset': 0\.1 is unknown to its blocks"):
-        load_pipeline(str(folder), device="cpu")
+        load_pipeline(str(folder), device="cpu", backend="diffusers")
     edit(folder, _blocks_class_name="NoBlocks")
     with pytest.raises(ModelLoadError, match="has no NoBlocks"):
-        load_pipeline(str(folder), device="cpu")
+        load_pipeline(str(folder), device="cpu", backend="diffusers")

@@ -109,7 +109,8 @@ def whole_of(tiny_folder_of: FolderOf) -> Callable[[str], Whole]:
     return whole
 
 
-@pytest.mark.parametrize("family", WRITERS)
+# Wan-Animate 2 needs a driving video: tests/models/wan_animate_2 has its streamed blocks.
+@pytest.mark.parametrize("family", [each for each in WRITERS if each != "wan_animate_2"])
 def test_streamed_and_resident_make_the_same_frames(family: str, whole_of: Callable[[str], Whole]) -> None:
     whole = whole_of(family)
     velocity, modulated = forward(whole.pipeline, whole.pipeline)

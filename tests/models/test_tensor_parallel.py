@@ -72,7 +72,8 @@ def test_without_the_sum_the_result_is_another(measured: list[dict[str, float]])
     assert min(of_process["broken: no sum"] for of_process in measured) > 0.1
 
 
-@table("name", [each.name for each in published_models()])
+# SeedVR2, whose windows are no sequence that processes could share, refuses several.
+@table("name", [each.name for each in published_models() if each.family != "seedvr2"])
 def test_every_linear_layer_meets_one_rule_and_two_halves_make_the_whole(name: str) -> None:
     """At the real widths, where two processes share every published model evenly."""
     model = open_step_model(name, 1).model

@@ -100,7 +100,11 @@ def test_attention_layers_are_named_and_every_call_is_counted(
     assert counts == {role: number * (1 if role in case.runs_once else 2) for role, number in called.items()}
 
 
-@table("family", FAMILIES)
+# Wan-Animate 2 has an image per sample and a reference pass per request: tests/models/wan_animate_2.
+WITHOUT_REFERENCES = {name: case for name, case in FAMILIES.items() if name != "wan_animate_2"}
+
+
+@table("family", WITHOUT_REFERENCES)
 def test_a_batch_equals_its_samples_and_inputs_stay(pipeline_of: Callable[[str], Pipeline], family: str) -> None:
     pipeline = pipeline_of(family)
     latents, timestep, inputs = given_to(pipeline)
@@ -116,7 +120,7 @@ def test_a_batch_equals_its_samples_and_inputs_stay(pipeline_of: Callable[[str],
         assert relative(together[part], found) < 1e-5
 
 
-@table(("family", "case"), FAMILIES.items(), FAMILIES)
+@table(("family", "case"), WITHOUT_REFERENCES.items(), WITHOUT_REFERENCES)
 def test_the_text_is_projected_once_a_request_and_branch(
     pipeline_of: Callable[[str], Pipeline], family: str, case: FamilyCase
 ) -> None:

@@ -52,7 +52,7 @@ def test_the_first_prompt_is_encoded_while_the_rest_is_loaded(
             decoder_is_next.set()
 
     monkeypatch.setattr(own, "encode", wait_and_encode)
-    prepared = prepare(RuntimeConfig(str(tiny_wan_folder), device="cpu"))
+    prepared = prepare(RuntimeConfig(str(tiny_wan_folder), device="cpu", encoding_cache=False))
     requests = [prepared.rules.resolve(request) for request in (FIRST, OTHER)]
     pipeline = prepared.load(on_stage, requests)
     assert isinstance(pipeline, Pipeline)

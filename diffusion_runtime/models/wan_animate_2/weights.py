@@ -73,6 +73,7 @@ _NAMES: Originals = {
 
 LORA_NAMES = LoraNames(
     title="Wan-Animate 2",
+    shares_names_of="Wan",
     same=("patch_embedding", *_OUTSIDE.values()),
     originals={
         **block_names("blocks.{}", "blocks.{}", _NAMES),

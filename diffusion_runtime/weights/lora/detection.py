@@ -35,7 +35,8 @@ def families_of_names(names: Names, widths: Collection[int], known: Iterable[Lor
     )
     for fitting in several:
         candidates = [family for family in candidates if family in fitting] or candidates
-    return tuple(family.title for family in candidates)
+    titles = {family.title for family in candidates}
+    return tuple(family.title for family in candidates if family.shares_names_of not in titles)
 
 
 def _num_found(names: Names, family: LoraNames) -> int:

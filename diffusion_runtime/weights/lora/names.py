@@ -42,7 +42,8 @@ class LoraNames:
     width is; a file for that is applied without it. components: the names of other components that files for the
     transformer change too. widths, num_blocks: of the published models, the width of the
     transformer and how many blocks it has of the kind that it has most of, or of another kind; they tell families apart
-    that use the same names. refusal: keys of a file -> why it cannot be told what they change; None where it can.
+    that use the same names. shares_names_of: the title of another family, for which files are taken that may be for
+    either. refusal: keys of a file -> why it cannot be told what they change; None where it can.
     """
 
     title: str
@@ -53,6 +54,7 @@ class LoraNames:
     components: Mapping[str, LoraNames] = field(default_factory=dict)
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
+    shares_names_of: str = ""
     refusal: Callable[[Iterable[str]], str | None] = lambda _: None
 
     def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
