@@ -13,12 +13,11 @@ import torch
 from comfy_api.latest import ComfyAPISync, InputImpl, io
 from PIL import Image
 
-from .server_calls import Address, made
+from .server_calls import KEY_VARIABLE, Address, made
 
 CATEGORY = "diffusion-runtime"
 ServerType = io.Custom("DIFFUSION_RUNTIME_SERVER")
 AttentionType = io.Custom("DIFFUSION_RUNTIME_ATTENTION")
-_KEY_VARIABLE = "DIFFUSION_RUNTIME_API_KEY"
 
 
 class Server(io.ComfyNode):
@@ -30,23 +29,14 @@ class Server(io.ComfyNode):
             node_id="DiffusionRuntimeServer",
             display_name="Server (diffusion-runtime)",
             category=CATEGORY,
-            description="A server that `diffusion-runtime serve` started.",
-            inputs=[
-                io.String.Input("url", default="http://127.0.0.1:8000"),
-                io.String.Input(
-                    "key_variable",
-                    default=_KEY_VARIABLE,
-                    tooltip="The environment variable that holds the server's key; the key itself is not saved here.",
-                ),
-            ],
+            description=f"A server that `diffusion-runtime serve` started; its key is the variable {KEY_VARIABLE}.",
+            inputs=[io.String.Input("url", default="http://127.0.0.1:8000")],
             outputs=[ServerType.Output(display_name="server")],
         )
 
     @classmethod
-    def execute(cls, url: str, key_variable: str) -> io.NodeOutput:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http:// or https://, got {url[:80]!r}")
-        return io.NodeOutput(Address(url, os.environ.get(key_variable, "") if key_variable else ""))
+    def execute(cls, url: str) -> io.NodeOutput:
+        return io.NodeOutput(Address.of(url, os.environ))
 
 
 class AttentionChoice(io.ComfyNode):

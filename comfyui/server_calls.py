@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+KEY_VARIABLE, URL_VARIABLE = "DIFFUSION_RUNTIME_API_KEY", "DIFFUSION_RUNTIME_URL"
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 0.4
 
@@ -18,12 +21,37 @@ class ServerRefused(Exception):
     """An answer of the server that is an error, with its message."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would send the key on to wherever an answer points. Every redirect is an HTTPError."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 @dataclass(frozen=True)
 class Address:
     """A server. key: kept out of `repr`, which ComfyUI may log."""
 
     url: str
     key: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, url: str, environment: Mapping[str, str]) -> Address:
+        """Return a server that this machine's owner chose: one of this machine, or URL_VARIABLE of the environment. A
+        workflow, which comes from a stranger, could else send prompts, images and the key anywhere. Raises
+        ValueError."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url: expected http:// or https:// and a host, got {url[:80]!r}")
+        if parts.hostname not in _THIS_MACHINE and url.rstrip("/") != environment.get(URL_VARIABLE, "").rstrip("/"):
+            raise ValueError(
+                f"url: {url[:80]!r} is not this machine; if it is your server, set {URL_VARIABLE} to it before "
+                "ComfyUI starts"
+            )
+        return cls(url, environment.get(KEY_VARIABLE, ""))
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Return the body of an answer. Raises ServerRefused."""
@@ -34,7 +62,7 @@ class Address:
             content = json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", content, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            with _OPENER.open(request, timeout=_TIMEOUT_SECONDS) as answer:
                 found: bytes = answer.read()
                 return found
         except urllib.error.HTTPError as error:

@@ -13,7 +13,9 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.core.kept_results import KeptResults
-from diffusion_runtime.generation.prompt_encoding import KEPT
+from diffusion_runtime.generation.prompt_encoding import KEPT, encode_prompts
+from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder
 from diffusion_runtime.text_encoders.t5 import UMT5TextEncoder
 
 REQUEST = GenerationRequest("a ring", height=64, width=64, num_frames=5, num_inference_steps=2, seed=1)
@@ -56,6 +58,19 @@ def test_a_prompt_is_encoded_once_and_later_requests_have_the_bytes_of_first_one
     assert len(calls) == 4
     with_cache.set_loras([])
     assert kept_parts(with_cache(REQUEST)) == []
+
+
+def test_a_text_without_pictures_is_kept_for_other_sizes_and_steps_in_an_offloaded_encoder_too() -> None:
+    pipeline = load_pipeline("shapes", device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    waiting, kept = OffloadedTextEncoder(pipeline.text_encoder, lambda: None), KeptResults(2**20)
+    libraries = []
+    for num_steps in (2, 3):
+        recorder = AttentionRecorder()
+        batch = [pipeline.resolve(dataclasses.replace(REQUEST, num_inference_steps=num_steps))]
+        encode_prompts(waiting, batch, recorder, pipeline.device, pipeline.dtype, kept, is_guided=True)
+        libraries += [each.implementation for each in recorder.report().libraries]
+    assert libraries == ["sdpa", KEPT]
 
 
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:

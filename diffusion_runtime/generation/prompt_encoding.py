@@ -75,7 +75,9 @@ def encode_prompts(
     texts = list(dict.fromkeys(asked))
     # What an encoder returns for a text depends by rounding on the texts beside it, so the key names all of them: a
     # request has the same bytes, whatever was made before it.
-    pictures = None if text_encoder is whole else inputs_key(batch[0])
+    # A shared or offloaded encoder is another one for each request, with or without pictures.
+    has_pictures = text_encoder is not whole and bool(input_digests(batch[0]))
+    pictures = inputs_key(batch[0]) if has_pictures else None
     encoded = []
     for role, encoder in enumerate(dict.fromkeys(encoder for encoder, _ in texts)):
         own = tuple(text for each, text in texts if each is encoder)

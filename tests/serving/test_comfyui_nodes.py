@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_workflow_of_ours_makes_a_video_with_its_report(
 def test_images_come_in_their_order_and_an_interrupt_stops_the_server(
     nodes: dict[str, Any], recorded: Recorded, server: RunningServer
 ) -> None:
-    (address,) = run(nodes, "DiffusionRuntimeServer", url=server.address, key_variable="")
+    (address,) = run(nodes, "DiffusionRuntimeServer", url=server.address)
     images, report = run(nodes, "DiffusionRuntimeImage", server=address, count=2, **VALUES)
     assert tuple(images.shape) == (2, 64, 64, 3)
     assert "torch_sdpa" in report
@@ -84,9 +85,53 @@ def test_images_come_in_their_order_and_an_interrupt_stops_the_server(
     recorded.is_interrupted = False
     with pytest.raises(Exception, match="this model takes no images"):
         run(nodes, "DiffusionRuntimeVideo", server=address, image=torch.rand(1, 64, 64, 3), **VALUES)
-    (gone,) = run(nodes, "DiffusionRuntimeServer", url="http://127.0.0.1:9", key_variable="")
+    (gone,) = run(nodes, "DiffusionRuntimeServer", url="http://127.0.0.1:9")
     with pytest.raises(Exception, match="cannot be reached"):
         run(nodes, "DiffusionRuntimeImage", server=gone, **VALUES)
+
+
+@table(
+    "url",
+    [
+        "http://192.0.2.7:8000",
+        "http://127.0.0.1@192.0.2.7",
+        "http://localhost.example.org",
+        "https://server.example.org.evil.example",
+        "file:///etc/hostname",
+        "http://",
+    ],
+)
+def test_a_workflow_reaches_no_server_that_the_owner_did_not_choose(nodes: dict[str, Any], url: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIFFUSION_RUNTIME_URL", "https://server.example.org/")
+        patch.setenv("DIFFUSION_RUNTIME_API_KEY", "secret")
+        with pytest.raises(ValueError, match="url: "):
+            run(nodes, "DiffusionRuntimeServer", url=url)
+        for allowed in ("https://server.example.org", "http://localhost:8000"):
+            (address,) = run(nodes, "DiffusionRuntimeServer", url=allowed)
+            assert (address.url, address.key) == (allowed, "secret")
+
+
+def test_a_key_does_not_follow_a_redirect(nodes: dict[str, Any]) -> None:
+    asked: list[str] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (address,) = run(nodes, "DiffusionRuntimeServer", url=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(Exception, match="the server answered 302"):
+            address.call("GET", "v1/models")
+        server.shutdown()
+    assert asked == ["/v1/models"]
 
 
 def choice(nodes: dict[str, Any], **values: str) -> dict[str, Any]:
