@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from diffusion_runtime.denoising.multistep_settings import MULTISTEP_SETTINGS
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
 from diffusion_runtime.untrusted.known_settings import (
     Allows,
@@ -21,45 +22,24 @@ from diffusion_runtime.untrusted.known_settings import (
     either,
     is_false,
     is_nothing,
-    is_number,
-    is_positive,
-    is_true,
     whole,
 )
 
 # Setting of diffusers' class -> the values with which this solver computes what that class computes.
 _SETTINGS: Mapping[str, Allows] = {
-    "num_train_timesteps": whole(2, 100_000),
+    **MULTISTEP_SETTINGS,
     "algorithm_type": either("dpmsolver++"),
     "solver_order": whole(1, 2),
     "solver_type": either("midpoint"),
-    "prediction_type": either("flow_prediction"),
-    "use_flow_sigmas": is_true,
-    "final_sigmas_type": either("zero"),
     # What would change the schedule or the prediction.
-    "thresholding": is_false,
-    "use_karras_sigmas": is_false,
-    "use_exponential_sigmas": is_false,
-    "use_beta_sigmas": is_false,
     "use_lu_lambdas": is_false,
-    "rescale_betas_zero_snr": is_false,
-    "trained_betas": is_nothing,
     "variance_type": is_nothing,
     # What nothing reads with those values: the last step, to a noise level of 0, is of first order in any case.
     "lower_order_final": either(True, False),
     "euler_at_final": either(True, False),
     # Of the schedule without flow sigmas; the class writes minus infinity.
     "lambda_min_clipped": anything,
-    "beta_start": is_positive,
-    "beta_end": is_positive,
-    "beta_schedule": either("linear", "scaled_linear", "squaredcos_cap_v2"),
-    "dynamic_thresholding_ratio": is_number,
-    "sample_max_value": is_number,
-    "steps_offset": either(0),
-    "timestep_spacing": either("linspace", "leading", "trailing"),
     # UniPC's, which the class does not know and a folder may keep.
-    "predict_x0": is_true,
-    "solver_p": is_nothing,
     "disable_corrector": either([]),
 }
 

@@ -15,14 +15,12 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from diffusion_runtime.denoising.multistep_settings import MULTISTEP_SETTINGS
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
 from diffusion_runtime.untrusted.known_settings import (
     Allows,
     either,
-    is_false,
     is_nothing,
-    is_number,
-    is_positive,
     is_true,
     several,
     whole,
@@ -34,36 +32,18 @@ _MAX_ORDER = 3
 
 # Setting of diffusers' class -> the values with which this solver computes what that class computes.
 _SETTINGS: Mapping[str, Allows] = {
-    "num_train_timesteps": whole(2, 100_000),
+    **MULTISTEP_SETTINGS,
     "solver_order": whole(1, _MAX_ORDER),
     # With bh1 the class divides infinity by infinity at a last noise level of 0.
     "solver_type": either("bh2"),
     # A second order at the last step, to a noise level of 0, divides infinity by infinity.
     "lower_order_final": is_true,
     "disable_corrector": several(whole(0, 100_000)),
-    "prediction_type": either("flow_prediction"),
-    "use_flow_sigmas": is_true,
-    "predict_x0": is_true,
-    "final_sigmas_type": either("zero"),
     # What would change the schedule or the prediction.
-    "thresholding": is_false,
-    "use_karras_sigmas": is_false,
-    "use_exponential_sigmas": is_false,
-    "use_beta_sigmas": is_false,
-    "rescale_betas_zero_snr": is_false,
-    "solver_p": is_nothing,
-    "trained_betas": is_nothing,
     "shift_terminal": is_nothing,
     # What nothing reads with those values.
-    "beta_start": is_positive,
-    "beta_end": is_positive,
-    "beta_schedule": either("linear", "scaled_linear", "squaredcos_cap_v2"),
-    "dynamic_thresholding_ratio": is_number,
-    "sample_max_value": is_number,
     "sigma_min": is_nothing,
     "sigma_max": is_nothing,
-    "steps_offset": either(0),
-    "timestep_spacing": either("linspace", "leading", "trailing"),
 }
 
 
