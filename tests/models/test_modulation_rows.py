@@ -221,7 +221,8 @@ def test_streamed_blocks_leave_their_modulation_where_it_waits_but_once_a_reques
     assert part.stream.device_bytes < 2 * largest
     for num_steps in (1, 3):
         before = transfers.num_copies, part.stream.num_copies
-        pipeline(small_request(pipeline, num_steps))
+        # A text of its own: the encodings of an earlier request are kept, and its encoders stay where they are.
+        pipeline(dataclasses.replace(small_request(pipeline, num_steps), prompt=f"a star, {num_steps}"))
         total, streamed = transfers.num_copies - before[0], part.stream.num_copies - before[1]
         # Beside the blocks: the text encoders, what is no block, and each modulation.
         assert total - streamed == len(modulations) + len(pipeline.parts.offloading.parts)
