@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.segments import Segment
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
@@ -100,9 +102,27 @@ class BatchRun:
         self.participants.after_text()
         return prompts
 
-    def denoise(self, clock: StageClock) -> tuple[torch.Tensor, EncodedPrompts]:
-        """Encode the prompts and denoise the batch. Return clean latents, float32 [batch, *sample_shape]."""
-        prompts = self.read_prompts(clock)
+    def with_length(self, clock: StageClock) -> tuple[BatchRun, EncodedPrompts]:
+        """Encode the prompt of one request that leaves its length open. Return the run of the request with the length
+        that the model predicts. Raises what RequestRules.of_length raises."""
+        (request,), prompts = self.batch, self.read_prompts(clock)
+        (seconds,) = prompts.conditions["cond"].seconds
+        if math.isnan(seconds):
+            raise DiffusionRuntimeError(
+                "num_frames: the predicted length is not a number (NaN): the weights of the duration head are damaged; "
+                "copy the model again, or set --num-frames"
+            )
+        made = self.rules.of_length(request, seconds)
+        self.recorder.note(
+            f"num_frames: {made.num_frames}, chosen for the prompt: a length of {seconds:.2f} s was predicted, and "
+            f"{request.min_seconds:g} to {request.max_seconds:g} s are asked for"
+        )
+        return dataclasses.replace(self, batch=[made], settings=self.rules.settings(made)), prompts
+
+    def denoise(self, clock: StageClock, prompts: EncodedPrompts | None = None) -> tuple[torch.Tensor, EncodedPrompts]:
+        """Encode the prompts, unless they are given, and denoise the batch. Return clean latents, float32 [batch,
+        *sample_shape]."""
+        prompts = self.read_prompts(clock) if prompts is None else prompts
         with clock.stage("denoise", self.settings.chunking.num_steps_of_video) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:

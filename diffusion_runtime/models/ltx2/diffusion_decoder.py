@@ -1,9 +1,9 @@
 """LTX-2.5's diffusion decoder of pictures: it denoises pixels in one step, given what four stages make of the latents.
 
-The weights of diffusers' LTX2VideoDiffusionDecoderModel, whose blocks run in exact tiles on our neighbourhood attention:
-its own is a block mask for flex attention with an entry for each pair of tokens, its own tiles are blended. A folder
-has it as `diffusion_decoder`, beside the
-convolutional decoder of the same latents, and RuntimeConfig.vae_decoder chooses it.
+The weights are those of diffusers' LTX2VideoDiffusionDecoderModel. Its blocks run in exact tiles on our neighbourhood
+attention; diffusers' own is a block mask for flex attention with an entry for each pair of tokens, and its tiles are
+blended. A folder has it as `diffusion_decoder`, beside the convolutional decoder of the same latents, and
+RuntimeConfig.vae_decoder chooses it.
 """
 
 from __future__ import annotations

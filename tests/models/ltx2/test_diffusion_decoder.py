@@ -73,8 +73,6 @@ def test_tiles_of_any_size_give_the_whole_decode(tiny_folder25: Path, monkeypatc
 
 
 def test_the_plan_of_a_long_clip_is_two_tensors_of_it_and_a_slab(tiny_folder25: Path) -> None:
-    short, long = (
-        decoding_bytes(ModelFolder(tiny_folder25), torch.float32, 256, 256, frames) for frames in (241, 481)
-    )
+    short, long = (decoding_bytes(ModelFolder(tiny_folder25), torch.float32, 256, 256, frames) for frames in (241, 481))
     # 64 x 64 tokens a frame of 8 channels.
     assert long - short == 2 * 240 * 64 * 64 * 8 * 4
