@@ -92,6 +92,7 @@ class DiffusionDecoder(LatentDecoder):
             )
             for block in decoder.diff_blocks:
                 _denoise(block, x, context, modulation)
+            del context
         for slab in slabs_of(x.shape[1]):
             with torch.inference_mode():
                 frames = _frames(decoder.conv_out(decoder.norm_out(x[:, slab])), decoder.patch_size)
@@ -103,7 +104,8 @@ class DiffusionDecoder(LatentDecoder):
         channels]. The last latent frame is repeated, so that windows at the end are not moved inward."""
         decoder = self._decoder
         num_padding = decoder.trailing_pad_latent_frames
-        x = decoder.conv_in(torch.cat([raw, raw[:, :, -1:].expand(-1, -1, num_padding, -1, -1)], dim=2).movedim(1, -1))
+        padded = torch.cat([raw, raw[:, :, -1:].expand(-1, -1, num_padding, -1, -1)], dim=2)
+        x: torch.Tensor = decoder.conv_in(padded.movedim(1, -1))
         for index, (blocks, upsample) in enumerate(zip(decoder.det_stages, decoder.upsamples, strict=True)):
             for block in blocks:
                 _upsampling_block(block, x)
@@ -120,7 +122,7 @@ class DiffusionDecoder(LatentDecoder):
         x = context.new_empty(1, frames, rows, columns, weight.shape[0])
         for slab in slabs_of(frames):
             pixels = noise[:, :, slab].to(weight.device)
-            pixels = pixels.unflatten(4, (columns, patch)).unflatten(3, (rows, patch))
+            pixels = torch.unflatten(torch.unflatten(pixels, 4, (columns, patch)), 3, (rows, patch))
             x[:, slab] = decoder.conv_in_x_t(pixels.permute(0, 2, 3, 5, 1, 6, 4).flatten(4))
         return x
 
@@ -179,7 +181,7 @@ def _upsampled(upsample: Any, x: torch.Tensor, num_cut: int) -> torch.Tensor:
 def _frames(patches: torch.Tensor, patch: int) -> torch.Tensor:
     """Return frames [1, frames, height, width, colours] of patches [1, frames, rows, columns, colours x patch x patch],
     which hold a patch's columns before its rows."""
-    pixels = patches.unflatten(4, (-1, patch, patch)).permute(0, 1, 2, 6, 3, 5, 4)
+    pixels = torch.unflatten(patches, 4, (-1, patch, patch)).permute(0, 1, 2, 6, 3, 5, 4)
     return pixels.flatten(4, 5).flatten(2, 3)
 
 
