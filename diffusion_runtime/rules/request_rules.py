@@ -37,8 +37,7 @@ class RequestRules:
     defaults: request values; presets: by name. model_fields: those of the fields that not every model uses which it
     does. attention_layers: with or without weights around them; their options may ask for a number of steps. loras: the
     LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it. num_blocks: of
-    its transformer, None where that is not known. unread: components of its folder that do not run here -> the field
-    that one would set."""
+    its transformer, None where that is not known."""
 
     sampling: Sampling
     inputs: ImageInputs = field(default_factory=ImageInputs)
@@ -51,7 +50,6 @@ class RequestRules:
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     num_blocks: int | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """Return the request with every None filled, from the preset first, then from the defaults.
@@ -118,15 +116,14 @@ class RequestRules:
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """Return what was not applied of the LoRA files or of the images, what a resolved request sets beside the
-        model's defaults and its generation does not use, values that a component would choose which does not run here,
-        what a few-step model was not made for, and sparse attention that would leave out nothing, as sentences."""
+        model's defaults and its generation does not use, a length that is left open, what a few-step
+        model was not made for, and sparse attention that would leave out nothing, as sentences."""
         settings = self.settings(request)
         return (
             *self._lora_remarks(settings),
             *self.step_caches.remarks(settings, has_loras=bool(self.loras)),
             *self._images.remarks(settings),
             *unused_values(settings, self.defaults),
-            *self._unchosen_values(request),
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *self._attention_remarks(settings),
@@ -203,14 +200,6 @@ class RequestRules:
         size, geometry = settings.size, self.sampling.geometry
         grid = geometry.grid(geometry.latent_shape(size.height, size.width, size.num_frames))
         return never_sparse(self.attention_layers, grid, settings.num_steps)
-
-    def _unchosen_values(self, request: GenerationRequest) -> list[str]:
-        return [
-            f"{component}: of this folder, which would choose {name} for the prompt, does not run here: {name} is "
-            f"{getattr(request, name)}, the model's default; --{name.replace('_', '-')} sets it"
-            for component, name in self.unread.items()
-            if getattr(request, name) == self.defaults.get(name)
-        ]
 
     def _open_values(self, request: GenerationRequest) -> list[str]:
         if not self.leaves_length_open(request):

@@ -104,7 +104,7 @@ FAMILY = ModelFamily(
         diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
         # A longer prompt from the text; the transformer of LTX-2.5 before distillation.
-        unread={"prompt_enhancer": "", "transformer_full": ""},
+        unread=("prompt_enhancer", "transformer_full"),
         optional=(text.DURATION_HEAD.name,),
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
