@@ -162,7 +162,7 @@ class Pipeline:
             run = self._begun(*self._opened([request]))
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
-                run, read = self._of_length(run, clock)
+                run, read = run.with_known_length(clock)
                 if len(run.settings.segments) > 1:
                     made: list[torch.Tensor] = []
                     stream = segment_frames(run, run.read_prompts(clock), self.decoder, clock, made)
@@ -318,14 +318,6 @@ class Pipeline:
             recorder=recorder,
         )
 
-    def _of_length(self, run: BatchRun, clock: StageClock) -> tuple[BatchRun, EncodedPrompts | None]:
-        """Return a run of a known length, and its prompts where they had to be encoded to know it."""
-        if not self.rules.leaves_length_open(run.settings.shared):
-            return run, None
-        run, prompts = run.with_length(clock)
-        note_remarks(run.batch, run.settings, self.rules, self.mesh, run.recorder)
-        return run, prompts
-
     def _generate(
         self,
         batch: Sequence[GenerationRequest],
@@ -355,7 +347,7 @@ class Pipeline:
             load_timings, self._load_timings = self._load_timings, {}
             return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
         with run.guarded():
-            run, read = self._of_length(run, clock)
+            run, read = run.with_known_length(clock)
             settings = run.settings
             is_whole, latents = len(settings.segments) == 1, torch.empty(0)
             moved: Mapping[str, float] = {}

@@ -22,6 +22,7 @@ from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.generation.participants import Participants
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
+from diffusion_runtime.generation.remarks import note_remarks
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -102,9 +103,11 @@ class BatchRun:
         self.participants.after_text()
         return prompts
 
-    def with_length(self, clock: StageClock) -> tuple[BatchRun, EncodedPrompts]:
-        """Encode the prompt of one request that leaves its length open. Return the run of the request with the length
-        that the model predicts. Raises what RequestRules.of_length raises."""
+    def with_known_length(self, clock: StageClock) -> tuple[BatchRun, EncodedPrompts | None]:
+        """Return the run, and its prompts where they had to be encoded: of one request that leaves its length open the
+        run of the length that the model predicts. Raises what RequestRules.of_length raises."""
+        if not self.rules.leaves_length_open(self.settings.shared):
+            return self, None
         (request,), prompts = self.batch, self.read_prompts(clock)
         (seconds,) = prompts.conditions["cond"].seconds
         if math.isnan(seconds):
@@ -117,7 +120,9 @@ class BatchRun:
             f"num_frames: {made.num_frames}, chosen for the prompt: a length of {seconds:.2f} s was predicted, and "
             f"{request.min_seconds:g} to {request.max_seconds:g} s are asked for"
         )
-        return dataclasses.replace(self, batch=[made], settings=self.rules.settings(made)), prompts
+        run = dataclasses.replace(self, batch=[made], settings=self.rules.settings(made))
+        note_remarks(run.batch, run.settings, self.rules, self.mesh, self.recorder)
+        return run, prompts
 
     def denoise(self, clock: StageClock, prompts: EncodedPrompts | None = None) -> tuple[torch.Tensor, EncodedPrompts]:
         """Encode the prompts, unless they are given, and denoise the batch. Return clean latents, float32 [batch,

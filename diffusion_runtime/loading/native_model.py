@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,7 +357,7 @@ class PreparedModel:
         that plan apart may decode differently, each waiting for the other."""
         if self.world is None:
             return may_exceed_the_machine(self.model)
-        return bool(json.loads(self.world.from_first(lambda: json.dumps(may_exceed_the_machine(self.model)))))
+        return self.world.from_first(lambda: "yes" if may_exceed_the_machine(self.model) else "no") == "yes"
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device

@@ -38,8 +38,8 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
             values.pop("guidance_scale_2", None)
         if level.get("sampler") is not None:
             values.pop("first_chunk_sampler", None)
-        said = [names for names in LENGTHS if any(level.get(name) is not None for name in names)]
-        for name in (name for names in LENGTHS if said and names not in said for name in names):
+        given = [names for names in LENGTHS if any(level.get(name) is not None for name in names)]
+        for name in (name for names in LENGTHS if given and names not in given for name in names):
             values.pop(name, None)
         for name in EXPLICIT_LEVELS:
             if level.get(name) is not None or _replaces_levels(level, values.get(name)):
