@@ -43,8 +43,12 @@ def load(folder: Path) -> Pipeline:
     return pipeline
 
 
-# Those that take 3 s and more. Cross-attention (Wan, LTX-Video), joint blocks with a refiner (Z-Image, Krea 2) stay.
-ALSO_SLOW = ("flux1", "flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
+# Those that take 2 s and more, but one of each kind: cross-attention (Wan, LTX-Video), joint blocks with a refiner
+# (Z-Image).
+ALSO_SLOW = (
+    *("flux1", "flux2", "flux3", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2"),
+    *("krea2", "anima", "moss_image"),
+)
 
 
 @pytest.mark.parametrize(
