@@ -136,6 +136,11 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         checked = json.loads(await host.ask("check", json.dumps({"requests": [request]}), {}))["answer"]["requests"][0]
         refused = json.loads(await host.ask("check", json.dumps({"requests": [{**request, "image_path": "/x"}]}), {}))
         assert "did not come with the request" in refused["error"]["message"]
+        # A reference, which may be a video: it came, and is then the model's to refuse.
+        sent = storage / "inputs" / f"{job}-references-0.mp4"
+        with_reference = json.dumps({"requests": [{**request, "references": [str(sent)]}]})
+        refused = json.loads(await host.ask("check", with_reference, {sent.name: b"a video"}))
+        assert "references: this model takes no references" in refused["error"]["message"], refused
         work = {"job": job, "index": 0, "request": checked, "target": str(storage / "results" / f"{job}.mp4")}
         shared = {"previews": 0, "profile": {"id": "trace", "num_steps": 1, "target": "/x"}, "attention": None}
         message = {"type": "run", "works": [{**work, "names": {}}], "loras": None, "preset": None, **shared}
@@ -149,6 +154,7 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         )
         assert not storage.exists()
         await until("done")
+        assert list((host._storage / "inputs").iterdir()) == []
         # Another server comes, while the job of the one before it runs: that is stopped.
         message["works"][0]["request"]["num_inference_steps"] = 200  # type: ignore[index]
         await host.send(json.dumps(message), {})
@@ -165,6 +171,20 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         host._own.cleanup()
 
     asyncio.run(run())
+
+
+def test_every_file_of_a_request_goes_to_a_host_that_does_not_share_the_storage(tmp_path: Path) -> None:
+    from diffusion_runtime.serving.on_ray.engines import RayEngine
+
+    names = ["image_path-0.png", "references-0.png", "references-1.mp4"]
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    image, *references = map(str, paths)
+    engine = RayEngine(None, tmp_path, print)
+    engine._is_shared = False
+    found = engine._inputs([{"prompt": "/etc/passwd", "image_path": image, "mask_path": None, "references": references}])
+    assert found == {name: name.encode() for name in names}
 
 
 def png(folder: Path) -> bytes:

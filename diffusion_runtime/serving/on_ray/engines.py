@@ -27,6 +27,7 @@ from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.media.publish import publish_bytes, publish_text
 from diffusion_runtime.serving.engines import BEAT_SECONDS, EngineLost, OnMessage, Refused, versions
 from diffusion_runtime.serving.files import RESULTS, sync
+from diffusion_runtime.serving.input_images import names_files
 from diffusion_runtime.serving.on_ray.host import MAX_FILE, NAMESPACE, PROBE, Replica
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.untrusted.files import read_file
@@ -258,10 +259,10 @@ class RayEngine:
         task.add_done_callback(self._calls.discard)
 
     def _inputs(self, requests: Any) -> dict[str, bytes]:
-        """Return the images of requests, where the replica does not share the storage."""
+        """Return the input files of requests, where the replica does not share the storage."""
         if self._is_shared:
             return {}
-        values = [value for request in requests for name, value in request.items() if name.endswith("_path")]
+        values = [value for request in requests for name, value in request.items() if names_files(name)]
         paths = [Path(path) for value in values for path in (value if isinstance(value, list) else [value]) if path]
         return {path.name: read_file(path, max_bytes=MAX_FILE) for path in paths}
 
