@@ -99,6 +99,14 @@ class RunningServer:
         """The first child of the server, the only one where it has one replica."""
         return self.engine_pids()[0]
 
+    def rank_pids(self) -> list[int]:
+        """The processes of an engine of several: children of a launcher, or one in each bundle of a Ray cluster."""
+        if self.is_on_ray:
+            return sorted(self.engine_pids())
+        launcher = self.engine_pid()
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(pid) for pid in children]
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process is not None
         self.process.send_signal(number)
