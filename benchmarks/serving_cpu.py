@@ -218,8 +218,9 @@ def crowd(expected: Expected, clients: int = 20, each: int = 10) -> dict[str, An
 
 
 def batch(expected: Expected, count: int = 8, rounds: int = 3) -> dict[str, Any]:
-    """CPU seconds of the engine for jobs of one key: one by one, and as one batch; and of a warm pipeline. At the fewest
-    steps, where decoding and the file are most of a request, and at the model's own number of them."""
+    """CPU seconds of the engine for jobs of one key: one by one, and as one batch; and of a warm pipeline.
+
+    At two steps, where decoding and the file are most of a request, and at the model's own number of them."""
     return {f"{steps}_steps": _batch(expected, count, rounds, steps) for steps in (2, OWN_STEPS)}
 
 

@@ -185,7 +185,9 @@ def test_every_file_of_a_request_goes_to_a_host_that_does_not_share_the_storage(
     image, *references = map(str, paths)
     engine = RayEngine(None, tmp_path, print)
     engine._is_shared = False
-    found = engine._inputs([{"prompt": "/etc/passwd", "image_path": image, "mask_path": None, "references": references}])
+    found = engine._inputs(
+        [{"prompt": "/etc/passwd", "image_path": image, "mask_path": None, "references": references}]
+    )
     assert found == {name: name.encode() for name in names}
 
 
