@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,20 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         host.kill()
         assert (await until("ended"))["code"] != 0
         assert host.exit_code() is not None
+        # Whoever leases the replica before it is replaced is given no job to lose.
+        said = [json.loads(text)["type"] async for text in _until_ended(host)]
+        assert ("ready" in said, said[-1]) == (False, "ended"), said
         heard.cancel()
         host._own.cleanup()
 
     asyncio.run(run())
+
+
+async def _until_ended(host: Any) -> AsyncIterator[str]:
+    async for text in host.attach():
+        yield text
+        if json.loads(text)["type"] == "ended":
+            return
 
 
 def test_every_file_of_a_request_goes_to_a_host_that_does_not_share_the_storage(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class Host:
 
     async def _run(self) -> None:
         self._code = await self._engine.run()
+        self._kept.pop("ready", None)
         self._pass_on({"type": "ended", "code": self._code})
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -179,7 +180,9 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End the rank."""
+        """End the rank. Nobody is told any more that it is ready: a server that leases this replica before Serve has
+        replaced it would lose a job to it."""
+        self._kept.pop("ready", None)
         self._engine.kill()
 
     def _put(self, files: Mapping[str, bytes]) -> None:
