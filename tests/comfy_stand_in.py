@@ -98,7 +98,9 @@ def load(recorded: Recorded) -> ModuleType:
     management: Any = types.ModuleType("comfy.model_management")
     management.throw_exception_if_processing_interrupted = recorded.check
     utils: Any = types.ModuleType("comfy.utils")
-    utils.ProgressBar = lambda most: SimpleNamespace(update_absolute=lambda value: recorded.progress.append((value, most)))
+    utils.ProgressBar = lambda most: SimpleNamespace(
+        update_absolute=lambda value: recorded.progress.append((value, most))
+    )
     sys.modules |= {
         "comfy_api": types.ModuleType("comfy_api"),
         "comfy_api.latest": latest,
