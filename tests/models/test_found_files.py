@@ -203,7 +203,10 @@ def check_frames_of_files(name: str, tiny_folder_of: Callable[[str], Path], tmp_
     file = layout(whole, tmp_path / "ComfyUI" / "models")
     folder = settings_of(whole, tmp_path / "settings")
     found, recipe = latents_of(file, request, like=str(folder))
-    assert torch.equal(found, expected)
+    # transformers maps the folder's text encoder into memory, and some CPUs' matrix products round by where in 64 bytes
+    # a weight begins: one level of 255 in 5 of 100,000 numbers of LTX-2.5's frames.
+    assert (found.int() - expected.int()).abs().max() <= 1
+    assert (found != expected).float().mean() < 1e-3
     paths = {key: path for key, path in recipe["runtime"].items() if key.endswith("_path") and path is not None}
     assert paths.pop("model_path") == str(folder)
     assert paths.keys() == recipe["weight_bytes"].keys() == recipe["weights"].keys()
