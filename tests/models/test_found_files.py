@@ -422,6 +422,10 @@ def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> Non
         with_found_files(RuntimeConfig(str(file), like=str(settings)))
 
 
+# ComfyUI's Wan-Animate 2 has the names and sizes of Wan's transformer for images.
+ANIMATE_2 = '{"transformer": {"model_type": "animate2"}}'
+
+
 @table(
     ("model", "name", "metadata", "expected", "told_by"),
     [
@@ -431,12 +435,13 @@ def test_folders_of_strangers(file: Path, settings: Path, tmp_path: Path) -> Non
         ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
         ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
         ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
+        ("wan2.2-animate-2-14b", "wan_2", {"config": ANIMATE_2}, "wan2.2-animate-2-14b", "metadata"),
     ],
 )
 def test_a_published_model_is_recognised(
     model: str, name: str, metadata: dict[str, str], expected: str, told_by: str, tmp_path: Path
 ) -> None:
-    file = write_transformer_file(tmp_path / f"{name}.safetensors", model, metadata)
+    file = write_transformer_file(tmp_path / f"{name}.safetensors", model, metadata, by_authors="config" in metadata)
     recognised = recognise_transformer(file)
     assert recognised is not None
     assert (recognised.name, recognised.told_by) == (expected, told_by)
