@@ -222,10 +222,26 @@ def test_every_family_has_a_case() -> None:
     assert sorted(families - named) == ["anima", "seedvr2"]
 
 
-@table("name", CASES)
+# Whose text encoder is another case's: that of Wan with two experts or an image encoder, Qwen-Image, Qwen-Image 2.1.
+ALSO_SLOW = ("wan", "wan_animate_2", "longcat_image", "krea2")
+
+
+@table("name", [name for name in CASES if name not in ALSO_SLOW])
 def test_files_in_comfyuis_folders_give_the_frames_of_the_folder(
     name: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    check_frames_of_files(name, tiny_folder_of, tmp_path)
+
+
+@pytest.mark.slow
+@table("name", ALSO_SLOW)
+def test_files_of_further_families_give_the_frames_of_the_folder(
+    name: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check_frames_of_files(name, tiny_folder_of, tmp_path)
+
+
+def check_frames_of_files(name: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     source, layout, request = CASES[name]
     whole = tiny_folder_of(source) if isinstance(source, str) else source(tmp_path / "whole")
     if "image_path" in request:
