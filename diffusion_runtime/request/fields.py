@@ -37,6 +37,7 @@ NO_UPSAMPLER = "a second stage needs an upsampler, a folder by --upsampler-path;
 NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out"
 NO_SOUND = "this model does not make pictures and sound together; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
+NO_SEGMENTS = "this model makes a video at once, not in segments; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 
 # RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.

@@ -62,6 +62,7 @@ class RequestRules:
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
         check_second_stage(settings.sizes)
+        settings.segments.check(self.sampling.geometry.frame_rule)
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
