@@ -72,10 +72,22 @@ class SegmentPlan:
             yield Segment(index, start, self.length, num_shared, self.num_frames, drawn)
             stop = start + self.length
 
-    def __str__(self) -> str:
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How a longer video is made, as a sentence; none of one that is made at once."""
+        if len(self) == 1:
+            return ()
         shared = "blended over" if self.is_blended else "each from the last"
-        behind = "frames or more" if self.is_blended else "of the one before"
-        return f"{len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
+        frames = f"frame{'s' * (self.overlap != 1)}"
+        behind = f"{frames} or more" if self.is_blended else "of the one before"
+        told = f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
+        if 2 * self.overlap > self.length:
+            new = self.length - self.overlap
+            told += (
+                f": each adds {new} frame{'s' * (new != 1)}, so that every frame is made about {self.length / new:.1f} "
+                "times; a smaller segment_overlap (--segment-overlap) takes less time"
+            )
+        return (told,)
 
     def check(self, frame_rule: tuple[int, int]) -> None:
         """Check length and overlap. frame_rule: of LatentGeometry. Raises RequestError."""

@@ -35,9 +35,7 @@ class SegmentedClip:
     def stream(self) -> FrameStream:
         """Return the frames, uint8 on the CPU, made as they are taken. Raises DiffusionRuntimeError for frames that are
         not numbers."""
-        plan, run = self._run.settings.segments, self._run
-        if len(plan) > 1:
-            run.recorder.note(f"made in {plan}")
+        plan = self._run.settings.segments
         return FrameStream(plan.num_frames, self._blended() if plan.is_blended else self._continued())
 
     def _continued(self) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from PIL import Image
 from tables import table
 from tiny_seedvr2 import write_tiny_seedvr2
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline, upscale_request
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.denoising.segments import SegmentPlan
 from diffusion_runtime.errors import ConfigError, RequestError
@@ -26,7 +26,6 @@ from diffusion_runtime.media.reading import read_media_file
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.seedvr2.config import read_transformer_config
 from diffusion_runtime.models.seedvr2.weights import transformer_pieces
-from diffusion_runtime.models.video_restoration import upscale_request
 
 NTSC = 30000 / 1001
 
@@ -88,6 +87,7 @@ def test_segments_are_blended_where_they_share_frames(pipeline: Pipeline, files:
     assert [segment.start for segment in SegmentPlan(11, 6, 2, "blended")] == [0, 4, 5]
     first = pipeline(request(files, num_frames=6, **values)).frames
     last = pipeline(request(files, video_first_frame=5, num_frames=6, **values)).frames
+    assert "made in 3 segments of 6 frames, blended over 2 frames or more" in str(whole.attention_report)
     assert numpy.array_equal(whole.frames[:4], first[:4])
     assert numpy.array_equal(whole.frames[10:], last[5:])
     second = pipeline(request(files, video_first_frame=4, num_frames=6, **values)).frames
