@@ -147,7 +147,8 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            if len(batch) > 1 and (settings.decides_per_sample or settings.segments.is_apart):
+            is_apart = settings.decides_per_sample or settings.segments.is_apart
+            if len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared)):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
@@ -160,13 +161,14 @@ class Pipeline:
             run = self._begun(*self._opened([request]))
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
+                run, read = run.with_known_length(clock)
                 if run.settings.segments.is_apart:
                     clip = SegmentedClip(run, run.read_prompts(clock), self.decoder.for_request(request), clock)
                     # Each segment is decoded for the one behind it.
                     for _ in clip.stream().chunks:
                         pass
                     return torch.cat(clip.latents, dim=2)
-                latents, _ = run.denoise(clock)
+                latents, _ = run.denoise(clock, read)
                 run.participants.after_denoising(run.recorder)
         return latents
 
@@ -296,7 +298,10 @@ class Pipeline:
         """Begin the run and the report of a resolved batch, with what is known before it is computed."""
         participants = self.parts.participants(self.device)
         recorder = AttentionRecorder(counts_density=self.hooks.counts_density)
-        note_remarks((*self._remarks, *remarks), batch, settings, self.rules, self.mesh, recorder)
+        for remark in (*self._remarks, *remarks):
+            recorder.note(remark)
+        if not self.rules.leaves_length_open(settings.shared):
+            note_remarks(batch, settings, self.rules, self.mesh, recorder)
         participants.begin(recorder)
         return BatchRun(
             parts=self.parts,
@@ -329,16 +334,19 @@ class Pipeline:
         made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
 
         def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
+            asked = [_differing(before, request) for before, request in zip(batch, run.batch, strict=True)]
             return [
-                {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
-                for request, notes in zip(batch, prompts.notes, strict=True)
+                {**self.recipe, "request": request.recorded(), **made, **own, "notes": list(notes)}
+                for request, own, notes in zip(run.batch, asked, prompts.notes, strict=True)
             ]
 
         with run.guarded():
+            run, read = run.with_known_length(clock)
+            settings = run.settings
             is_whole, latents = not settings.segments.is_apart, torch.empty(0)
             moved: Mapping[str, float] = {}
             if is_whole:
-                latents, prompts = run.denoise(clock)
+                latents, prompts = run.denoise(clock, read)
                 moved = participants.after_denoising(recorder)
             else:
                 prompts = run.read_prompts(clock)
@@ -354,7 +362,7 @@ class Pipeline:
                 clips[0] = decode_frames(clip.stream(), settings.frame_rate, recipes[0], sink), audio
                 moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
-            for index, request in enumerate(batch if is_whole else ()):
+            for index, request in enumerate(run.batch if is_whole else ()):
                 if cancellations.is_wanted(index):
                     with clock.stage("decode", 1, index) as done:
                         sample = latents[index : index + 1]
@@ -377,6 +385,13 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
+
+
+def _differing(asked: GenerationRequest, made: GenerationRequest) -> dict[str, Any]:
+    """Return what a recipe holds of a request that was made as another one: the values of it that differ."""
+    before, after = asked.recorded(), made.recorded()
+    differing = {name: value for name, value in before.items() if value != after[name]}
+    return {"asked": differing} if differing else {}
 
 
 def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, str]:
