@@ -86,11 +86,11 @@ def needed_fields(pipeline: Pipeline) -> frozenset[str]:
 
 
 @functools.cache
-def _needed_files() -> dict[str, str]:
+def _needed_files(height: int = 64, width: int = 64) -> dict[str, str]:
     """A picture and a video of 17 frames, by the field of a request that names them."""
     folder = Path(tempfile.mkdtemp(prefix="tiny-files-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    frames = numpy.random.default_rng(0).integers(0, 256, (17, 64, 64, 3), dtype=numpy.uint8)
+    frames = numpy.random.default_rng(0).integers(0, 256, (17, height, width, 3), dtype=numpy.uint8)
     numpy.save(folder / "video.npy", frames)
     Image.fromarray(frames[0]).save(folder / "image.png")
     return {"image_path": str(folder / "image.png"), "video_path": str(folder / "video.npy")}
@@ -112,7 +112,8 @@ def given_to(pipeline: Pipeline, size: ClipSize | None = None) -> Given:
     assert request.num_frames is not None
     if size is None:
         size = ClipSize(64, 64, request.num_frames, 24)
-    request = dataclasses.replace(request, height=size.height, width=size.width, num_frames=size.num_frames)
+    files = {name: _needed_files(size.height, size.width)[name] for name in needed_fields(pipeline)}
+    request = dataclasses.replace(request, height=size.height, width=size.width, num_frames=size.num_frames, **files)
     settings = BatchSettings.of([pipeline.resolve(request)], pipeline.rules.sampling)
     latents = torch.randn(2, *settings.sizes.sample_shape(size), generator=generator)
     image = None
