@@ -74,20 +74,20 @@ class SegmentPlan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How a longer video is made, as a sentence; none of one that is made at once."""
+        """Sentences on how a longer video is made; none of one that is made at once."""
         if len(self) == 1:
             return ()
         shared = "blended over" if self.is_blended else "each from the last"
         frames = f"frame{'s' * (self.overlap != 1)}"
         behind = f"{frames} or more" if self.is_blended else "of the one before"
-        told = f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
+        text = f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
         if 2 * self.overlap > self.length:
             new = self.length - self.overlap
-            told += (
+            text += (
                 f": each adds {new} frame{'s' * (new != 1)}, so that every frame is made about {self.length / new:.1f} "
                 "times; a smaller segment_overlap (--segment-overlap) takes less time"
             )
-        return (told,)
+        return (text,)
 
     def check(self, frame_rule: tuple[int, int]) -> None:
         """Check length and overlap. frame_rule: of LatentGeometry. Raises RequestError."""
