@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from diffusion_runtime.loading import load_pipeline
     from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.models.video_restoration import upscale_request
     from diffusion_runtime.pipeline import Pipeline
     from diffusion_runtime.request.generation_request import GenerationRequest
     from diffusion_runtime.serving.client import Client
@@ -70,6 +71,7 @@ _HOMES = {
     "lead": "session.following",
     "load_pipeline": "loading",
     "parse_flags": "cli.script_flags",
+    "upscale_request": "models.video_restoration",
 }
 
 __all__ = [
@@ -103,6 +105,7 @@ __all__ = [
     "lead",
     "load_pipeline",
     "parse_flags",
+    "upscale_request",
 ]
 
 

@@ -19,15 +19,14 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
-from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames
+from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames, source_sound
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
-from diffusion_runtime.generation.restored_clip import restore
-from diffusion_runtime.generation.segment_frames import segment_frames
+from diffusion_runtime.generation.segmented_clip import SegmentedClip
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import release_device_memory
@@ -148,7 +147,7 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            is_apart = settings.decides_per_sample or settings.pieces or len(settings.segments) > 1
+            is_apart = settings.decides_per_sample or settings.segments.is_apart
             if len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared)):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
@@ -163,13 +162,12 @@ class Pipeline:
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
                 run, read = run.with_known_length(clock)
-                if len(run.settings.segments) > 1:
-                    made: list[torch.Tensor] = []
-                    stream = segment_frames(run, run.read_prompts(clock), self.decoder, clock, made)
+                if run.settings.segments.is_apart:
+                    clip = SegmentedClip(run, run.read_prompts(clock), self.decoder.for_request(request), clock)
                     # Each segment is decoded for the one behind it.
-                    for _ in stream.chunks:
+                    for _ in clip.stream().chunks:
                         pass
-                    return torch.cat(made, dim=2)
+                    return torch.cat(clip.latents, dim=2)
                 latents, _ = run.denoise(clock, read)
                 run.participants.after_denoising(run.recorder)
         return latents
@@ -342,14 +340,10 @@ class Pipeline:
                 for request, own, notes in zip(run.batch, asked, prompts.notes, strict=True)
             ]
 
-        if settings.pieces:
-            made_of = restore(run, self.decoder, recipes_of, clock, watch, open_sink)
-            load_timings, self._load_timings = self._load_timings, {}
-            return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
         with run.guarded():
             run, read = run.with_known_length(clock)
             settings = run.settings
-            is_whole, latents = len(settings.segments) == 1, torch.empty(0)
+            is_whole, latents = not settings.segments.is_apart, torch.empty(0)
             moved: Mapping[str, float] = {}
             if is_whole:
                 latents, prompts = run.denoise(clock, read)
@@ -361,9 +355,12 @@ class Pipeline:
             if is_whole:
                 participants.before_decoding()
             else:
-                stream = segment_frames(run, prompts, self.decoder.for_request(batch[0]), clock, [])
-                sink = None if open_sink is None else functools.partial(open_sink, 0)
-                clips[0] = decode_frames(stream, settings.size.fps, recipes[0], sink), None
+                clip = SegmentedClip(run, prompts, self.decoder.for_request(batch[0]), clock)
+                audio = source_sound(settings, recorder)
+                # A file of a clip with sound begins with the sound, which is written with all of it.
+                sink = None if open_sink is None or audio is not None else functools.partial(open_sink, 0)
+                clips[0] = decode_frames(clip.stream(), settings.frame_rate, recipes[0], sink), audio
+                moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
             for index, request in enumerate(run.batch if is_whole else ()):
                 if cancellations.is_wanted(index):
@@ -378,7 +375,7 @@ class Pipeline:
         return [
             GeneratedMedia(
                 frames=clips[index][0].numpy(),
-                fps=settings.size.fps,
+                fps=settings.frame_rate,
                 recipe=recipes[index],
                 attention_report=recorder.report(),
                 timings={**load_timings, **clock.timings(index), **timings},

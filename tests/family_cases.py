@@ -599,7 +599,7 @@ FAMILIES = {
     "wan_animate_2": FamilyCase(
         geometry=(16, 8, 4, (1, 2, 2)),
         takes_image=True,
-        filled=frozenset({"chunk_frames"}),
+        filled=frozenset({"segment_frames", "segment_overlap"}),
         flow_shift=5.0,
         layers={"self": 2, "cross": 2, "wan_animate_2.reference": 2},
         sigmas=None,

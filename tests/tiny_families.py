@@ -28,6 +28,7 @@ from tiny_models import write_tiny_wan
 from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
+from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
 
@@ -57,13 +58,16 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan_animate_2": write_tiny_wan_animate_2,
     "anima": write_tiny_anima,
     "moss_image": write_tiny_moss_image,
+    "seedvr2": write_tiny_seedvr2,
 }
 
 
 def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
     """64 x 64 pixels; the fewest frames of a video, where the model makes videos; the files that it needs."""
-    num_frames = sum(pipeline.rules.sampling.geometry.frame_rule) if makes_videos(pipeline) else 1
-    needed = {name: _needed_files()[name] for name in pipeline.rules.inputs.needed}
+    step, remainder = pipeline.rules.sampling.geometry.frame_rule
+    # Of a model that takes any number, two latent frames.
+    num_frames = (step + remainder if step > 1 else 5) if makes_videos(pipeline) else 1
+    needed = {name: _needed_files()[name] for name in needed_fields(pipeline)}
     return GenerationRequest(
         prompt="a red circle",
         height=64,
@@ -75,12 +79,18 @@ def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
     )
 
 
+def needed_fields(pipeline: Pipeline) -> frozenset[str]:
+    """The fields of files that a request must set; of a model that restores an image or a video, the video's."""
+    restores = pipeline.rules.sampling.restoration is not None
+    return pipeline.rules.inputs.needed | (frozenset({"video_path"}) if restores else frozenset())
+
+
 @functools.cache
-def _needed_files() -> dict[str, str]:
-    """A picture and a video of 9 frames, by the field of a request that names them."""
+def _needed_files(height: int = 64, width: int = 64) -> dict[str, str]:
+    """A picture and a video of 17 frames, by the field of a request that names them."""
     folder = Path(tempfile.mkdtemp(prefix="tiny-files-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    frames = numpy.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=numpy.uint8)
+    frames = numpy.random.default_rng(0).integers(0, 256, (17, height, width, 3), dtype=numpy.uint8)
     numpy.save(folder / "video.npy", frames)
     Image.fromarray(frames[0]).save(folder / "image.png")
     return {"image_path": str(folder / "image.png"), "video_path": str(folder / "video.npy")}
@@ -94,16 +104,20 @@ PROMPTS = ('a red circle and the words "a star" moving left', "a star")
 Given = tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
 
 
-def given_to(pipeline: Pipeline) -> Given:
-    """Latents, unequal timesteps, and text of two lengths with noise where it is padding, so that it would show."""
+def given_to(pipeline: Pipeline, size: ClipSize | None = None) -> Given:
+    """Latents, unequal timesteps, and text of two lengths with noise where it is padding, so that it would show. size:
+    of the clip, by default the smallest."""
     generator = torch.Generator().manual_seed(1)
     request = small_request(pipeline)
     assert request.num_frames is not None
-    size = ClipSize(64, 64, request.num_frames, 24)
+    if size is None:
+        size = ClipSize(64, 64, request.num_frames, 24)
+    files = {name: _needed_files(size.height, size.width)[name] for name in needed_fields(pipeline)}
+    request = dataclasses.replace(request, height=size.height, width=size.width, num_frames=size.num_frames, **files)
     settings = BatchSettings.of([pipeline.resolve(request)], pipeline.rules.sampling)
     latents = torch.randn(2, *settings.sizes.sample_shape(size), generator=generator)
     image = None
-    if pipeline.rules.inputs.needed:
+    if needed_fields(pipeline):
         image = pipeline.parts.image_conditioner.condition(settings.shared, size).repeat(2)
     text = pipeline.text_encoder.encode(PROMPTS)
     further = tuple(

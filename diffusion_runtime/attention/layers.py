@@ -61,11 +61,13 @@ class AttentionLayer(nn.Module, ABC):
 
     As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
     (tensor parallel): first_head is the first of them among num_heads_total. decisions: what serves its calls, which
-    answers questions before there is one.
+    answers questions before there is one. has_gate: whether the weights have a gate for its calls (with_gate).
 
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
     options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
     """
+
+    has_gate = False
 
     def __init__(
         self,

@@ -245,7 +245,7 @@ def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> C
         values = {**dict(zip(("height", "width"), square, strict=True)), **values}
     if model.sampling.restoration is not None:
         # Of a file that comes with each request.
-        values = {"height": 720, "width": 1280, "num_frames": values.get("piece_frames"), **values}
+        values = {"height": 720, "width": 1280, "num_frames": values.get("segment_frames"), **values}
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:
         raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")

@@ -41,11 +41,11 @@ def show_progress(title: str, say: Callable[[str], None], live: Console | None) 
 
 
 def step_text(progress: Progress) -> str:
-    """`step 3/12, 0.35 s per step, about 3 s left`, of clips and pieces without the word; nothing for a stage of one
+    """`step 3/12, 0.35 s per step, about 3 s left`, of clips without the word; nothing for a stage of one
     step."""
     if progress.num_steps <= 1:
         return ""
-    is_of_clips = progress.stage in ("clips", "pieces")
+    is_of_clips = progress.stage == "clips"
     text = ("" if is_of_clips else "step ") + f"{progress.step}/{progress.num_steps}"
     if progress.step < 1:
         return text

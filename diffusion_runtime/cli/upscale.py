@@ -26,7 +26,7 @@ diffusion-runtime upscale clip.mp4 --size 1920x1080 --num-frames 33 --dry-run
 diffusion-runtime upscale clip.mp4 ComfyUI/models/SEEDVR2/seedvr2_ema_3b_fp16.safetensors
 """
 # Request fields that have flags here.
-_FIELDS = ("num_frames", "video_first_frame", "piece_frames", "piece_overlap", "color_correction")
+_FIELDS = ("num_frames", "video_first_frame", "segment_frames", "segment_overlap", "color_correction")
 # Flags of generate that mean nothing to a video that is there.
 _LEFT_OUT = ("stream", "interactive", "attention_plot", "allow_url", "from_file", "preset")
 
@@ -56,7 +56,7 @@ def upscale(context: typer.Context, **given: Any) -> None:
     """Restore and upscale a video or an image with SeedVR2.
 
     Twice as large, with the sound and the frame rate of the file, into outputs/.
-    A long video is made in pieces that are blended.
+    A long video is made in segments that are blended.
     """
     from diffusion_runtime.cli.generate import flags_of
     from diffusion_runtime.cli.generation import run_generate

@@ -111,7 +111,7 @@ class LatentGeometry:
             ("width", width, self.token_multiple * self.spatial_factor * self.patch[2], 0),
             ("num_frames", num_frames, *self.frame_rule),
         )
-        wrong = [_misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
+        wrong = [misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
         if wrong:
             raise RequestError("; ".join(wrong))
 
@@ -121,7 +121,7 @@ class LatentGeometry:
         sizes = (("height", height, self.patch[1]), ("width", width, self.patch[2]))
         pixels = self.token_multiple * self.spatial_factor
         rules = [(name, size, pixels * patch << levels, 0) for name, size, patch in sizes]
-        wrong = [_misfit(*rule) for rule in rules if rule[1] % rule[2]]
+        wrong = [misfit(*rule) for rule in rules if rule[1] % rule[2]]
         if wrong:
             raise RequestError(f"{'; '.join(wrong)}, or leave out {field}, which halves them")
 
@@ -140,7 +140,7 @@ class LatentGeometry:
         return frames, height, width
 
 
-def _misfit(name: str, value: int, step: int, remainder: int) -> str:
+def misfit(name: str, value: int, step: int, remainder: int) -> str:
     """Return why `value` does not fit "a multiple of step, plus remainder", with the nearest values that do."""
     below = value - (value - remainder) % step
     fitting = [str(size) for size in (below, below + step) if size >= 1]

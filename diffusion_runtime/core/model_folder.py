@@ -347,6 +347,11 @@ class ConfigFile:
             raise self.error(key, f"a whole number from {minimum} to {maximum}", value)
         return value
 
+    def sizes(self, table: Mapping[str, tuple[str, int]], minimum: int = 1) -> dict[str, int]:
+        """Return integers as fields of a config. table: key -> the field, and its value where the key is left out.
+        Raises what `whole_number` raises."""
+        return {field: self.whole_number(key, default, minimum) for key, (field, default) in table.items()}
+
     def layer_count(self, key: str, default: int | None = None) -> int:
         """Return a number of layers. Raises ModelLoadError when it is missing or something else."""
         return self.whole_number(key, default, maximum=MAX_LAYERS)

@@ -12,9 +12,8 @@ import torch
 
 from diffusion_runtime.errors import Cancelled
 
-# `clips`: whole clips that are made one after the other, as a tuning counts them; `pieces`: of a video that is
-# restored.
-Stage: TypeAlias = Literal["text", "denoise", "decode", "clips", "pieces"]
+# `clips`: whole clips that are made one after the other, as a tuning counts them.
+Stage: TypeAlias = Literal["text", "denoise", "decode", "clips"]
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,19 @@ class StageClock:
         self._seconds: dict[tuple[Stage, int | None], float] = {}
 
     @contextmanager
-    def stage(self, stage: Stage, num_steps: int, request_index: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the number of steps that are done."""
+    def stage(
+        self, stage: Stage, num_steps: int, request_index: int | None = None, *, began: float | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Yields a function to call with the number of steps that are done. began: time.perf_counter() at the first of
+        the steps, where earlier ones ran before this stage; progress counts its seconds from there."""
         started = time.perf_counter()
+        since = started if began is None else began
 
         def done(step: int) -> None:
             if self._on_progress is not None:
                 if step:
                     self._wait()
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - since
                 self._on_progress(Progress(stage, step, num_steps, seconds, request_index))
 
         done(0)

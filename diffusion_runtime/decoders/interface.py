@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
 from diffusion_runtime.decoders.sample_decoder import DecodeNext
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
@@ -21,8 +22,8 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 
 @dataclass(frozen=True)
 class FrameStream:
-    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1], [1,
-    frames, height, width, 3] each, decoded when they are requested."""
+    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: [1, frames, height, width,
+    3] each, decoded when they are requested: float32 in [0, 1], or uint8 on the CPU where they are pixels already."""
 
     num_frames: int
     chunks: Iterator[torch.Tensor]
@@ -79,6 +80,11 @@ class LatentDecoder(ABC):
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
         """Return the same decoder for the clip of one resolved request, in models whose decoding reads values of it;
+        itself in others."""
+        return self
+
+    def of_segment(self, segment: Segment) -> LatentDecoder:
+        """Return the same decoder for one segment of a request's video, in models whose decoding reads its frames;
         itself in others."""
         return self
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from diffusion_runtime.core.device_guard import device_guard
-from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.segments import Segment
@@ -145,28 +144,35 @@ class BatchRun:
         return latents, prompts
 
     def denoise_segment(
-        self, prompts: EncodedPrompts, segment: Segment, before: torch.Tensor | None, clock: StageClock
+        self,
+        prompts: EncodedPrompts,
+        segment: Segment,
+        conditioner: Callable[[ImageConditioner], ImageConditioner],
+        clock: StageClock,
+        began: float,
     ) -> torch.Tensor:
-        """Denoise one segment of a request's video. Return clean latents, float32 [1, *sample_shape]. before: as of
-        ImageConditioner.of_segment."""
+        """Denoise one segment of a request's video. Return clean latents, float32 [1, *sample_shape]. conditioner:
+        returns the segment's, of the model's. began: when the first segment did, as of StageClock.stage."""
         settings = self.settings.of_segment()
         num_steps, count = settings.num_steps, len(self.settings.segments)
-
-        def conditioner() -> ImageConditioner:
-            return self._loaded_image_conditioner().of_segment(segment, before)
-
-        # What a segment sees of the one before is no part of the request, by which encodings are kept.
+        # Encodings are kept by the request without its seed; a segment may see the one before, or noise of the seed.
         denoiser = dataclasses.replace(
-            self.denoiser(), settings=settings, image_conditioner=conditioner, encodings=KeptResults(0)
+            self.denoiser(),
+            settings=settings,
+            image_conditioner=lambda: conditioner(self._loaded_image_conditioner()),
+            encodings=None,
         )
-        with clock.stage("denoise", num_steps * count) as done:
+        with clock.stage("denoise", num_steps * count, began=began) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:
                 self.hooks.notify_step(step, at)
                 done(num_steps * segment.index + step.index + 1)
 
             seeds = [request.seed for request in self.batch]
-            return denoiser.denoise(prompts.conditions, seeds, on_step, num_drawn=segment.index)
+            latents = denoiser.denoise(prompts.conditions, seeds, on_step, num_drawn=segment.num_drawn)
+            if self.hooks.on_latents is not None:
+                self.hooks.on_latents(latents)
+        return latents
 
     def _loaded_image_conditioner(self) -> ImageConditioner:
         self.participants.before_image_encoder()

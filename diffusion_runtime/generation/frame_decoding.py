@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, ClipHeader
-from diffusion_runtime.media.audio import read_sound
+from diffusion_runtime.media.audio import has_sound, read_long_sound, read_sound
 from diffusion_runtime.media.file_writer import FrameSink
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
 # Samples per second of a sound that comes from a file.
 _FILE_SOUND_RATE = 48000
+# Frames of a longer video lie in a file without a name, in pages that the system may write and drop.
+MAX_FRAME_BYTES = 4 * 2**30
 
 
 def decode_clip(
@@ -60,9 +65,28 @@ def _sound(
     return sound
 
 
+def source_sound(settings: BatchSettings, recorder: AttentionRecorder) -> Audio | None:
+    """Return the sound of the frames that are restored; None for a file without, and in models that restore none."""
+    restoration, request = settings.sampling.restoration, settings.shared
+    if restoration is None:
+        return None
+    source = restoration.source(request)
+    if source.fps is None or not has_sound(source.path, source.field):
+        return None
+    start, seconds = (request.video_first_frame or 0) / source.fps, settings.size.num_frames / source.fps
+    if abs(settings.frame_rate - source.fps) > 1e-3:
+        recorder.note(
+            f"the sound is left out: the video has {source.fps:.4g} frames per second, and what is made "
+            f"{settings.frame_rate:.4g}"
+        )
+        return None
+    recorder.note(f"the sound is that of {source.path}")
+    return read_long_sound(source.path, source.field, start, seconds, _FILE_SOUND_RATE)
+
+
 def decode_frames(
     stream: FrameStream,
-    fps: int,
+    fps: float,
     recipe: Mapping[str, Any],
     open_sink: Callable[[ClipHeader], FrameSink] | None = None,
 ) -> torch.Tensor:
@@ -76,7 +100,7 @@ def decode_frames(
         pixels = to_pixels(chunk[0], position)
         if position == 0:
             is_whole = len(pixels) == stream.num_frames
-            frames = pixels if is_whole else pixels.new_empty(stream.num_frames, *pixels.shape[1:])
+            frames = pixels if is_whole else _room_for((stream.num_frames, *pixels.shape[1:]))
             if open_sink is not None:
                 height, width = pixels.shape[1:3]
                 take = open_sink(ClipHeader(stream.num_frames, height, width, fps, recipe))
@@ -88,6 +112,14 @@ def decode_frames(
             take(part.numpy())
         position += len(pixels)
     return frames
+
+
+def _room_for(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an empty uint8 tensor; a large one in a file that is gone with it."""
+    if math.prod(shape) <= MAX_FRAME_BYTES:
+        return torch.empty(shape, dtype=torch.uint8)
+    with tempfile.TemporaryFile(prefix="diffusion_runtime_frames_") as file:
+        return torch.from_numpy(numpy.memmap(file, dtype=numpy.uint8, mode="w+", shape=shape))
 
 
 def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
@@ -105,8 +137,10 @@ def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
 
 
 def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:
-    """Convert frames in [0, 1] to uint8 on the CPU. position: of the first one in the clip. Raises
-    DiffusionRuntimeError for frames that are not numbers."""
+    """Convert frames in [0, 1] to uint8 on the CPU; pixels stay as they are. position: of the first one in the clip.
+    Raises DiffusionRuntimeError for frames that are not numbers."""
+    if frames.dtype == torch.uint8:
+        return frames
     if bool(frames.isnan().any()):
         raise DiffusionRuntimeError(
             f"the decoded frames from {position} on are not numbers (NaN): the decoder overflowed, or its weights are "

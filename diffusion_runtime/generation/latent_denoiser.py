@@ -55,8 +55,8 @@ class LatentDenoiser:
     image_conditioner: called where the requests have an image, or the model control blocks. model: what a calibration
     of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients for the model.
     graphs: the CUDA graphs of its forward passes; None runs all of them eagerly. upsampler: of a second stage.
-    encodings: of images of earlier requests. hooks: of instruments; the one that wraps predictions is of the first
-    stage.
+    encodings: of images of earlier requests, None to keep none. hooks: of instruments; the one that wraps predictions
+    is of the first stage.
     """
 
     transformer: DiffusionTransformer
@@ -70,7 +70,7 @@ class LatentDenoiser:
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
     upsampler: LatentUpsampler | None = None
-    encodings: KeptResults = field(default_factory=lambda: KeptResults(0))
+    encodings: KeptResults | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
     def denoise(
@@ -160,7 +160,11 @@ class LatentDenoiser:
             # Afterwards: an encoder may find that its kernels are not to be used here.
             return condition, conditioner.libraries
 
-        (condition, libraries), was_kept = self.encodings.get((inputs_key(shared), size), encode)
+        kept, was_kept = self.encodings, False
+        if kept is None:
+            condition, libraries = encode()
+        else:
+            (condition, libraries), was_kept = kept.get((inputs_key(shared), size), encode)
         for part in libraries:
             self.recorder.record_library(part.component, part.library, KEPT if was_kept else part.implementation)
         return condition

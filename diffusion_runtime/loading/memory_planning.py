@@ -285,7 +285,7 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
     """Return what decides about the memory of resolved requests that are made together."""
     settings = BatchSettings.of(batch, rules.sampling).of_segment()
     is_batched = settings.guidance.mode == "batched"
-    num_samples = 1 if settings.decides_per_sample or settings.pieces else len(batch)
+    num_samples = 1 if settings.decides_per_sample or settings.segments.is_apart else len(batch)
     return PlannedRequest(
         settings.size,
         num_samples,

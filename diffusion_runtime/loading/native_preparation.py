@@ -263,6 +263,9 @@ def _weights_of(
     check_graphs(config, devices.device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = bind_files([lora for lora in config.lora if not waits_on_hub(lora)], target)
+    if model.weights.prepare is not None:
+        # What only names in files show, such as gates, is said of a plan too.
+        model.weights.make_room(model.modules(transformer), loras)
     return _Weights(built, layers, self_checks, quantization, loras)
 
 

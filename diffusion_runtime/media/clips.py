@@ -121,12 +121,17 @@ def paced(path: str, field: str, num_frames: int, fps: float) -> tuple[ClipFacts
     return facts, tuple(stop - start for start, stop in itertools.pairwise(slots) if start < num_frames)
 
 
-def read_pictures(path: str, field: str, most: int) -> list[Any]:
-    """Read the first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises
+def each_picture(path: str, field: str, most: int) -> Iterator[Any]:
+    """Yield the first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises
     what `inspect_clip` raises."""
     facts = inspect_clip(path, field, most)
     with contextlib.closing(_frames(path, field, facts, most)) as pictures:
-        return list(pictures)
+        yield from pictures
+
+
+def read_pictures(path: str, field: str, most: int) -> list[Any]:
+    """Return the frames that each_picture yields."""
+    return list(each_picture(path, field, most))
 
 
 class FrameCursor:

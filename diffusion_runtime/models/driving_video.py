@@ -33,10 +33,6 @@ class DrivingVideo:
         """Check that a request's inputs can make a clip of this size. Raises RequestError."""
         assert request.video_path is not None, "the rules require it"
         factor = self.geometry.temporal_factor
-        if request.chunk_frames is not None and request.chunk_frames < 2:
-            raise RequestError(
-                f"chunk_frames: expected 2 latent frames or more in a segment, got {request.chunk_frames}"
-            )
         if size.num_frames <= factor:
             raise RequestError(f"num_frames: expected {factor + 1} or more for a video, got {size.num_frames}")
         for path in image_paths(request, "image_path"):

@@ -210,8 +210,10 @@ class ImageConditioner(ABC):
         return ()
 
     def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
-        """Return the conditioner of one segment of a video, in a model that makes longer ones in segments. before: the
-        known frames, [3, frames, height, width] in [-1, 1]; None for the first segment."""
+        """Return the conditioner of one segment of a video, in a model that makes longer ones in segments; called on
+        that of the segment before. before: the
+        frames that it begins with, [3, frames, height, width] in [-1, 1]; None for the first segment, and for those of
+        the blended kind."""
         return self
 
     @abstractmethod

@@ -11,6 +11,7 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import check_settings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.denoising.segments import SegmentKind
 from diffusion_runtime.models.driving_video import DrivingVideo
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
@@ -30,9 +31,8 @@ class Sampling:
     videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); history: of those whose
     older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that every
     step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
-    level (decode_noise_scale, decode_timestep). segment_overlap: a video of more than chunk_frames latent frames is
-    made in segments that share so many frames, in pixels, with the one before; None for a model that makes a video at
-    once.
+    level (decode_noise_scale, decode_timestep). segments: kind of those in which a video of more than segment_frames is
+    made; None for a model that makes a video at once.
     """
 
     geometry: LatentGeometry
@@ -47,7 +47,7 @@ class Sampling:
     history: CompressedHistory | None = None
     caches_prefix: bool = False
     decodes_with_noise: bool = False
-    segment_overlap: int | None = None
+    segments: SegmentKind | None = None
 
     @property
     def has_phases(self) -> bool:

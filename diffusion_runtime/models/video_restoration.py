@@ -1,9 +1,7 @@
-"""Video restoration: a video or an image that is made anew at another size, and the pieces of a long one."""
+"""Video restoration: a video or an image that is made anew at another size, and its frame rate."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from diffusion_runtime.request.generation_request import GenerationRequest, imag
 # The file fields of requests that such models take: one of them.
 FILES = {"image_path": False, "video_path": False}
 # The request fields of such models, in addition to the files.
-FIELDS = ("video_first_frame", "piece_frames", "piece_overlap", "color_correction")
+FIELDS = ("video_first_frame", "color_correction")
 # Height and width of what is made, in those of the file, where a request says neither.
 DEFAULT_SCALE = 2
 MAX_SCALE = 16
@@ -118,12 +116,6 @@ class VideoRestoration:
                 f"{size.width} x {size.height}: the ratio of the sides must agree within 10 %; with height "
                 f"{size.height} the width is {fitting}"
             )
-        overlap, length = request.piece_overlap or 0, request.piece_frames or size.num_frames
-        if overlap >= length:
-            raise RequestError(
-                f"piece_overlap: expected less than piece_frames, {length}, got {overlap}: pieces that share all of "
-                "their frames never end"
-            )
 
     def source(self, request: GenerationRequest) -> Source:
         """Return the file of a request. Raises what source_of raises."""
@@ -139,41 +131,11 @@ class VideoRestoration:
         if source.num_frames > size.num_frames:
             yield f"{source.field}: {source.path}: {size.num_frames} of its {source.num_frames} frames are restored"
 
-    def pieces(self, request: GenerationRequest, size: ClipSize) -> tuple[range, ...]:
-        """Return the pieces in which the frames of a clip are restored one after the other, counted from its first.
-        All but a shorter whole have the same length, so that the last one may share more frames with the one before."""
-        return pieces_of(size.num_frames, request.piece_frames or size.num_frames, request.piece_overlap or 0)
-
     def frame_rate(self, request: GenerationRequest, fps: int) -> float:
         """Return the frames per second of the file that is written: those of the video where a request says no others.
         fps: of the request."""
         found = self.source(request).fps
         return fps if found is None or max(1, round(found)) != fps else found
-
-    def advice(self, request: GenerationRequest, size: ClipSize) -> str:
-        """Return what needs less memory: fewer frames together."""
-        length = min(request.piece_frames or size.num_frames, size.num_frames)
-        return f"piece_frames {max(1, (length // 2 - 1) // 4 * 4 + 1)} (now {length})" if length > 1 else ""
-
-    def of_piece(self, request: GenerationRequest, piece: range) -> GenerationRequest:
-        """Return the request of one piece. piece: of `pieces`."""
-        first = (request.video_first_frame or 0) + piece.start
-        return dataclasses.replace(
-            request, num_frames=len(piece), video_first_frame=None if request.video_path is None else first
-        )
-
-
-def pieces_of(num_frames: int, length: int, overlap: int) -> tuple[range, ...]:
-    """Cut so many frames into pieces of `length` that share `overlap` or more with the one before."""
-    if num_frames <= length:
-        return (range(num_frames),)
-    starts = [*range(0, num_frames - length, length - overlap), num_frames - length]
-    return tuple(range(start, start + length) for start in starts)
-
-
-def shared_frames(pieces: tuple[range, ...]) -> list[int]:
-    """Return how many frames each piece shares with the one before, 0 for the first."""
-    return [0, *(before.stop - piece.start for before, piece in itertools.pairwise(pieces))]
 
 
 def upscale_request(

@@ -20,6 +20,7 @@ from diffusion_runtime.request.fields import (
     NO_CONTROLNET,
     NO_PREDICTED_LENGTH,
     NO_RESTORATION,
+    NO_SEGMENTS,
     NO_SOUND,
     NO_SPATIO_TEMPORAL,
     NO_UPSAMPLER,
@@ -80,6 +81,7 @@ _controlnet_field = partial(_same_field, refusal=NO_CONTROLNET)
 _chunk_field = partial(request_field, is_of_chunks=True)
 _switch_field = partial(_chunk_field, panel=WHAT)
 _restoration_field = partial(request_field, refusal=NO_RESTORATION)
+_segment_field = partial(request_field, refusal=NO_SEGMENTS)
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,11 @@ class GenerationRequest:
         "behind a colon, dct:delta=0.05. See docs/faster.md.",
         MethodText(ProgressiveSettings),
     )
+    # Models that make a longer video in segments (denoising/segments.py), in frames of the video.
+    segment_frames: int | None = _segment_field(
+        "Frames of a longer video that are made together, in a segment.", Count()
+    )
+    segment_overlap: int | None = _segment_field("Frames that a segment shares with the one before.", Count(minimum=0))
     # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
     chunk_frames: int | None = _chunk_field(
         "Latent frames per chunk, in models that make a video chunk by chunk.", Count()
@@ -358,16 +365,10 @@ class GenerationRequest:
         pipeline_parameters=("video", "control_video", "conditioning_frames"),
         refusal="this model takes no control video; leave it out",
     )
-    # Of models that restore a video (models/video_restoration.py): the first frame of the file that is read; how many
-    # frames are restored together, and how many of these two such pieces share; how the colours of the file are kept.
+    # Of models that restore a video (models/video_restoration.py): the first frame of the file that is read, and how
+    # the colours of the file are kept.
     video_first_frame: int | None = _restoration_field(
         "The first frame of --video-path that is restored, counted from 0.", Count(minimum=0)
-    )
-    piece_frames: int | None = _restoration_field(
-        "Frames of a longer video that are restored together, best 1 plus a multiple of 4.", Count()
-    )
-    piece_overlap: int | None = _restoration_field(
-        "Frames that such a piece shares with the one before, which are blended.", Count(minimum=0)
     )
     color_correction: str | None = _restoration_field(
         f"How the colours of the video are kept: {', '.join(COLOR_CORRECTIONS[:-1])} or {COLOR_CORRECTIONS[-1]}.",

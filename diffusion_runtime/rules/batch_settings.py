@@ -66,15 +66,13 @@ class BatchSettings:
     @cached_property
     def segments(self) -> SegmentPlan:
         """The segments of the video; one of all frames for a model that makes it at once."""
-        overlap, num_frames, chunk = self.sampling.segment_overlap, self.size.num_frames, self.shared.chunk_frames
-        if overlap is None or chunk is None:
-            return SegmentPlan(num_frames, num_frames)
-        length = (chunk - 1) * self.sampling.geometry.temporal_factor + 1
-        return SegmentPlan(num_frames, min(num_frames, length), overlap)
+        kind, num_frames, shared = self.sampling.segments, self.size.num_frames, self.shared
+        longest, overlap = shared.segment_frames or num_frames, shared.segment_overlap or 0
+        return SegmentPlan(num_frames, longest, overlap, kind) if kind else SegmentPlan(num_frames, num_frames)
 
     def of_segment(self) -> Self:
-        """Return the settings of one segment or piece; these where the video is made at once."""
-        length = max(map(len, self.pieces)) if self.pieces else self.segments.length
+        """Return the settings of one segment; these where the video is made at once."""
+        length = self.segments.length
         if length == self.size.num_frames:
             return self
         shared = dataclasses.replace(self.shared, num_frames=length)
@@ -99,10 +97,10 @@ class BatchSettings:
         return any(path is not None for path in given) or self.sampling.control is not None
 
     @property
-    def pieces(self) -> tuple[range, ...]:
-        """The frames that are made together, of a video that is restored piece by piece; empty for any other."""
+    def frame_rate(self) -> float:
+        """Frames per second of the file that is written."""
         restoration = self.sampling.restoration
-        return () if restoration is None else restoration.pieces(self.shared, self.size)
+        return self.size.fps if restoration is None else restoration.frame_rate(self.shared, self.size.fps)
 
     @property
     def num_inference_steps(self) -> int:
@@ -148,9 +146,9 @@ class BatchSettings:
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
-        restoration = self.sampling.restoration
-        if restoration is not None and (advice := restoration.advice(self.shared, size)):
-            ways.insert(0, advice)
+        shorter = self.segments.shorter(self.sampling.geometry.temporal_factor) if self.sampling.segments else None
+        if shorter is not None:
+            ways.insert(0, f"segment_frames {shorter} (now {self.segments.length})")
         return f"These need less: {', '.join(ways)}"
 
 

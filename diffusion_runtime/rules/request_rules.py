@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.never_sparse import never_sparse
+from diffusion_runtime.attention.unread_gates import unread_gates
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.image_inputs import ImageInputs
@@ -61,6 +62,7 @@ class RequestRules:
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
         check_second_stage(settings.sizes)
+        settings.segments.check(self.sampling.geometry.frame_rule)
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
@@ -126,6 +128,7 @@ class RequestRules:
             *unused_values(settings, self.defaults),
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
+            *settings.segments.remarks,
             *self._attention_remarks(settings),
         )
 
@@ -193,13 +196,14 @@ class RequestRules:
         )
 
     def _attention_remarks(self, settings: BatchSettings) -> tuple[str, ...]:
-        """Name sparse attention that leaves out nothing; none of a video that is made chunk by chunk, which has no grid
-        of its own."""
+        """Name gates that nothing reads, and sparse attention that leaves out nothing; none of that of a video that is
+        made chunk by chunk, which has no grid of its own."""
+        gates = unread_gates(self.attention_layers, settings.num_steps)
         if self.sampling.is_causal:
-            return ()
+            return gates
         size, geometry = settings.size, self.sampling.geometry
         grid = geometry.grid(geometry.latent_shape(size.height, size.width, size.num_frames))
-        return never_sparse(self.attention_layers, grid, settings.num_steps)
+        return (*gates, *never_sparse(self.attention_layers, grid, settings.num_steps))
 
     def _open_values(self, request: GenerationRequest) -> list[str]:
         if not self.leaves_length_open(request):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import torch
 
 from diffusion_runtime.layers.token_refiner import HIDDEN_RATIO
 from diffusion_runtime.weights.checkpoint import Piece
@@ -23,6 +25,52 @@ def linear_pieces(
     yield f"{ours}.weight", tuple(Piece(f"{name}.weight", (out_dim, in_dim)) for name, out_dim in theirs)
     if bias:
         yield f"{ours}.bias", tuple(Piece(f"{name}.bias", (out_dim,)) for name, out_dim in theirs)
+
+
+def norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
+    """A norm with a weight alone."""
+    yield f"{ours}.weight", (Piece(f"{theirs}.weight", (dim,)),)
+
+
+def self_attention_pieces(
+    ours: str, theirs: str, dim: int, inner_dim: int, head_dim: int, *, norms: tuple[str, str] = ("norm_q", "norm_k")
+) -> Iterator[NamedPieces]:
+    """A joined `qkv`, `out` and the norms of q and k, without biases, by diffusers' names. norms: theirs."""
+    inward = [(f"{theirs}.{name}", inner_dim) for name in ("to_q", "to_k", "to_v")]
+    yield from linear_pieces(f"{ours}.qkv", inward, dim, bias=False)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], inner_dim, bias=False)
+    for mine, name in zip(("norm_q", "norm_k"), norms, strict=True):
+        yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", head_dim)
+
+
+class CrossNames(NamedTuple):
+    """Names of the layers of attention whose keys and values are of another input, in a checkpoint."""
+
+    q: str
+    k: str
+    v: str
+    out: str
+    norm_q: str
+    norm_k: str
+
+
+def cross_attention_pieces(
+    ours: str, theirs: str, dim: int, other_dim: int, head_dim: int, names: CrossNames
+) -> Iterator[NamedPieces]:
+    """A `q`, a joined `kv` of an input of other_dim, `out` and the norms of q and k, without biases."""
+    yield from linear_pieces(f"{ours}.q", [(f"{theirs}.{names.q}", dim)], dim, bias=False)
+    yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.{name}", dim) for name in names[1:3]], other_dim, bias=False)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.{names.out}", dim)], dim, bias=False)
+    yield from norm_pieces(f"{ours}.norm_q", f"{theirs}.{names.norm_q}", head_dim)
+    yield from norm_pieces(f"{ours}.norm_k", f"{theirs}.{names.norm_k}", head_dim)
+
+
+def pair_halves(rows: torch.Tensor, head_dim: int, num_turned: int | None = None) -> None:
+    """Make channels that turn together adjacent, in place, where the checkpoint has the halves of a head one after the
+    other: channel i turns with channel i + num_turned / 2. rows: of whole heads; num_turned: of a head's first
+    channels, None for all."""
+    heads = rows.view(-1, head_dim, *rows.shape[1:])[:, :num_turned]
+    heads.copy_(torch.unflatten(heads, 1, (2, -1)).transpose(1, 2).flatten(1, 2).clone())
 
 
 def two_layer_pieces(ours: str, theirs: str, in_dim: int, dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:

@@ -71,7 +71,7 @@ class TransformerWeights:
     components: tuple[str, ...] = ("transformer",)
     joined_components: tuple[str, ...] = ()
     shares_joined: bool = False
-    prepare: Callable[[nn.Module, Collection[str]], object] = lambda *_: None
+    prepare: Callable[[nn.Module, Collection[str]], object] | None = None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
     files: tuple[TransformerFile, ...] = ()
@@ -307,7 +307,8 @@ class TransformerWeights:
 
     def _make_room(self, module: nn.Module, names: Collection[str]) -> None:
         """Call `prepare`, and share what it adds like the rest."""
-        self.prepare(module, names)
+        if self.prepare is not None:
+            self.prepare(module, names)
         self.share_layers(module)
 
     def _make_room_for(self, component: str, module: nn.Module, changes: Sequence[WeightChange]) -> None:

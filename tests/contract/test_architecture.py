@@ -40,7 +40,7 @@ ATTENTION_ROWS = [
     {"self_test"},
     {"self_test_cases", "catalogue", "measured"},
     {"functional", "autotune", "machine_cache"},
-    {"token_order", "never_sparse", "reference_frames"},
+    {"token_order", "never_sparse", "unread_gates", "reference_frames"},
     {"layers", "sparse"},
     {"cached_calls", "layer_decisions"},
     {"policy"},

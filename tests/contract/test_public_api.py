@@ -13,8 +13,8 @@ from diffusion_runtime import errors
 PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError BatchFailedError Cancelled Client ConfigError
 DeviceMemoryError DiffusionRuntimeError GeneratedMedia GenerationRequest MissingPackageError ModelLoadError OutputError
 Pipeline PipelineBusyError PipelineClosedError RequestError RuntimeConfig ThirdPartyError UsageError __version__ attach
-follow
-force_attention_backend global_force_attn_backend join_processes lead load_pipeline parse_flags""".split()
+follow force_attention_backend global_force_attn_backend join_processes lead load_pipeline parse_flags
+upscale_request""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
 AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes

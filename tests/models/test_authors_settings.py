@@ -230,7 +230,7 @@ UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3", "minimax-h3-ref2va"),
     *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
-    *("seedvr2-3b", "seedvr2-7b"),
+    *("seedvr2-3b", "seedvr2-7b", "fasth3-4-step", "fasth3-8-step"),
 }
 # What runs by name and is not the authors': each has a reason on the page.
 OTHERS_RUN: dict[str, AbstractSet[str]] = {

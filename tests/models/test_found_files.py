@@ -175,7 +175,8 @@ def files_of_minimax_h3(folder: Path, root: Path) -> Path:
 
 
 # Of Anima: models/anima/test_files.py.
-OTHERS = ("flux1", "flux2", "ltx2", "minimax_h3", "anima")
+# SeedVR2's text is in the package, of the published width.
+OTHERS = ("flux1", "flux2", "ltx2", "minimax_h3", "anima", "seedvr2")
 # The folder, as a family or its writer; its files; what a request needs.
 Layout = Callable[[Path, Path], Path]
 CASES: dict[str, tuple[str | Callable[[Path], Path], Layout, dict[str, Any]]] = {

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from family_parity import record_latents
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tables import table
 from tiny_families import WRITERS, small_request
 from torch import nn
 
@@ -30,6 +31,7 @@ OTHERS = (
     "wan_animate_2",
     "anima",
     "moss_image",
+    "seedvr2",
 )
 FAMILIES = tuple(family for family in WRITERS if family not in OTHERS)
 
@@ -112,3 +114,34 @@ def test_merged_at_load_equals_diffusers(
         assert torch.allclose(our_weights[name], weight, rtol=1e-5, atol=1e-6), name
         assert torch.equal(our_weights[name], switched_weights[name]), name
     assert relative(found, expected) < 1e-5
+
+
+@table("family", ("wan_animate_2", "seedvr2"))
+def test_a_lora_is_merged_into_every_linear_map(
+    family: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of families that diffusers loads no LoRA files for: the parameters are those of the merged weights."""
+    folder, generator = tiny_folder_of(family), torch.Generator().manual_seed(0)
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    lora, merged = {}, dict(weights)
+    for name, weight in weights.items():
+        module, _, kind = name.rpartition(".")
+        # Of the timestep no LoRA is trained, whose files have other names for it.
+        if weight.dim() == 2 and kind == "weight" and not module.startswith("emb_in"):
+            down = torch.randn(RANK, weight.shape[1], generator=generator)
+            up = torch.randn(weight.shape[0], RANK, generator=generator)
+            lora |= {f"transformer.{module}.lora_A.weight": down, f"transformer.{module}.lora_B.weight": up}
+            merged[name] = weight + SCALE * up @ down
+    save_file(lora, tmp_path / "lora.safetensors")
+    save_file(merged, tmp_path / "merged.safetensors")
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+    expected = load_pipeline(str(folder), transformer_path=str(tmp_path / "merged.safetensors"), **given)
+    found = load_pipeline(str(folder), lora=[(str(tmp_path / "lora.safetensors"), SCALE)], **given)
+    plain = load_pipeline(str(folder), **given).transformer.state_dict()
+    assert isinstance(found, Pipeline)
+    assert isinstance(expected, Pipeline)
+    changed = 0
+    for name, tensor in expected.transformer.state_dict().items():
+        torch.testing.assert_close(found.transformer.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
+        changed += not torch.equal(tensor, plain[name])
+    assert changed >= 10

@@ -109,12 +109,15 @@ def whole_of(tiny_folder_of: FolderOf) -> Callable[[str], Whole]:
     return whole
 
 
-# Wan-Animate 2 needs a driving video: tests/models/wan_animate_2 has its streamed blocks.
-@pytest.mark.parametrize("family", [each for each in WRITERS if each != "wan_animate_2"])
-def test_streamed_and_resident_make_the_same_frames(family: str, whole_of: Callable[[str], Whole]) -> None:
+@pytest.mark.parametrize("family", WRITERS)
+def test_streamed_and_resident_make_the_same_frames(
+    family: str, whole_of: Callable[[str], Whole], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = whole_of(family)
     velocity, modulated = forward(whole.pipeline, whole.pipeline)
     pipeline = offloaded(whole.folder, "layers")
+    # The plan of the test stands, whatever a request with files takes.
+    monkeypatch.setattr(type(pipeline.parts.memory), "make_room", lambda *_: None)
     assert numpy.array_equal(pipeline(whole.request).frames, whole.frames)
     found = forward(pipeline, whole.pipeline)
     assert torch.equal(found[0], velocity)
@@ -164,8 +167,9 @@ def test_blocks_read_from_their_files_make_the_same_frames(family: str, whole_of
         waiting = [each for module in modules for each in module.parameters() if each.is_floating_point()]
         assert all(bool(each.isnan().all()) for each in waiting)
     assert any("read from its files" in note for note in media.attention_report.notes)
+    part = "transformer" if family == "seedvr2" else "text_encoder"
     assert any(
-        re.match(r"offload: text_encoder: \d+ of \d+ blocks streamed from files, ", note)
+        re.match(rf"offload: {part}: \d+ of \d+ blocks streamed from files, ", note)
         for note in media.attention_report.notes
     )
     pipeline.close()

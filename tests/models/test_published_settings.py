@@ -109,6 +109,9 @@ OTHER = {
             "guidance_rescale".split()
         ),
     ),
+    **dict.fromkeys(
+        ("fasth3-4-step", "fasth3-8-step"), frozenset({"sigmas_before_shift", "num_inference_steps", "flow_shift"})
+    ),
     "ltx-video-0.9.7-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
     "ltx-video-0.9.8-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
 }
@@ -137,7 +140,8 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
             assert (
-                name.startswith(("wan", "ltx", "flux.1", "qwen-image-2.1-")) or value == family.requests.defaults[key]
+                name.startswith(("wan", "ltx", "flux.1", "qwen-image-2.1-", "fasth3"))
+                or value == family.requests.defaults[key]
             )
             continue
         assert value == defaults[key], key

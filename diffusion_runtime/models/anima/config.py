@@ -25,13 +25,18 @@ _WITH_FIXED = (
     # The length of diffusers' table of positions; here they are computed.
     "max_size",
 )
-_NUMBERS = {
-    **{"in_channels": 16, "out_channels": 16, "num_attention_heads": 32, "attention_head_dim": 128},
-    **{"text_embed_dim": 1024, "adaln_lora_dim": 256},
+_SIZES = {
+    **{"num_attention_heads": ("num_heads", 32), "attention_head_dim": ("head_dim", 128)},
+    **{
+        "in_channels": ("num_channels", 16),
+        "text_embed_dim": ("text_dim", 1024),
+        "adaln_lora_dim": ("narrow_dim", 256),
+    },
 }
-_CONDITIONER_NUMBERS = {
-    **{"source_dim": 1024, "target_dim": 1024, "model_dim": 1024, "num_attention_heads": 16},
-    **{"target_vocab_size": 32128, "min_sequence_length": 512},
+_CONDITIONER_SIZES = {
+    **{"source_dim": ("source_dim", 1024), "target_dim": ("out_dim", 1024), "model_dim": ("dim", 1024)},
+    **{"num_attention_heads": ("num_heads", 16), "target_vocab_size": ("vocab_size", 32128)},
+    **{"min_sequence_length": ("min_tokens", 512)},
 }
 
 
@@ -88,34 +93,27 @@ def read_transformer_config(folder: AnyFolder) -> AnimaTransformerConfig:
     """Read transformer/config.json and text_conditioner/config.json of a diffusers folder. Raises ModelLoadError that
     names the file and the key."""
     file = read_config(folder, "transformer")
-    own = ("num_layers", "mlp_ratio", "rope_scale", "concat_padding_mask")
-    file.refuse_unknown((*_NUMBERS, *_FIXED, *_WITH_FIXED, *own))
+    own = ("num_layers", "mlp_ratio", "rope_scale", "concat_padding_mask", "out_channels")
+    file.refuse_unknown((*_SIZES, *_FIXED, *_WITH_FIXED, *own))
     file.refuse_other_values(_FIXED, _ONLY)
-    found = {key: file.whole_number(key, default) for key, default in _NUMBERS.items()}
-    if found["out_channels"] != found["in_channels"]:
-        raise file.error("out_channels", f"{found['in_channels']}, in_channels", found["out_channels"])
-    head_dim = found["attention_head_dim"]
+    sizes, num_made = file.sizes(_SIZES), file.whole_number("out_channels", 16)
+    if num_made != sizes["num_channels"]:
+        raise file.error("out_channels", f"{sizes['num_channels']}, in_channels", num_made)
+    head_dim = sizes["head_dim"]
     sides = split_head_dim(head_dim)
     if head_dim % 2 or min(sides) < 4:
         raise file.error("attention_head_dim", "an even number of at least 12", head_dim)
     scales = (2.0, 1.0, 1.0) if file.values.get("rope_scale") is None else file.numbers("rope_scale", 3)
     if not all(0 < scale <= 1000 for scale in scales):
         raise file.error("rope_scale", "numbers above 0, of at most 1000", list(scales))
-    dim = found["num_attention_heads"] * head_dim
     conditioner = _read_conditioner_config(folder)
-    if conditioner.out_dim != found["text_embed_dim"]:
-        raise file.error(
-            "text_embed_dim", f"{conditioner.out_dim}, target_dim of {CONDITIONER}", found["text_embed_dim"]
-        )
+    if conditioner.out_dim != sizes["text_dim"]:
+        raise file.error("text_embed_dim", f"{conditioner.out_dim}, target_dim of {CONDITIONER}", sizes["text_dim"])
     return AnimaTransformerConfig(
+        **sizes,
         num_layers=file.layer_count("num_layers", 28),
-        num_heads=found["num_attention_heads"],
-        head_dim=head_dim,
-        ffn_dim=int(dim * file.number("mlp_ratio", 4.0)),
-        num_channels=found["in_channels"],
+        ffn_dim=int(sizes["num_heads"] * head_dim * file.number("mlp_ratio", 4.0)),
         num_mask_channels=int(file.flag("concat_padding_mask", True)),
-        text_dim=found["text_embed_dim"],
-        narrow_dim=found["adaln_lora_dim"],
         # Stretched for more positions than in training ("NTK-aware" scaling).
         thetas=tuple(THETA * scale ** (size / (size - 2)) for scale, size in zip(scales, sides, strict=True)),
         conditioner=conditioner,
@@ -125,22 +123,14 @@ def read_transformer_config(folder: AnyFolder) -> AnimaTransformerConfig:
 def _read_conditioner_config(folder: AnyFolder) -> ConditionerConfig:
     file = read_config(folder, CONDITIONER)
     fixed = {"use_self_attention": True, "use_layer_norm": False}
-    file.refuse_unknown((*_CONDITIONER_NUMBERS, *fixed, "num_layers", "mlp_ratio"))
+    file.refuse_unknown((*_CONDITIONER_SIZES, *fixed, "num_layers", "mlp_ratio"))
     file.refuse_other_values(fixed, _ONLY)
-    found = {key: file.whole_number(key, default) for key, default in _CONDITIONER_NUMBERS.items()}
-    dim, num_heads = found["model_dim"], found["num_attention_heads"]
+    sizes = file.sizes(_CONDITIONER_SIZES)
+    dim, num_heads = sizes["dim"], sizes["num_heads"]
     if dim % (2 * num_heads):
         raise file.error("model_dim", f"an even number for each of num_attention_heads, {num_heads}", dim)
-    return ConditionerConfig(
-        source_dim=found["source_dim"],
-        dim=dim,
-        out_dim=found["target_dim"],
-        num_heads=num_heads,
-        num_layers=file.layer_count("num_layers", 6),
-        ffn_dim=int(dim * file.number("mlp_ratio", 4.0)),
-        vocab_size=found["target_vocab_size"],
-        min_tokens=found["min_sequence_length"],
-    )
+    num_layers, ffn_dim = file.layer_count("num_layers", 6), int(dim * file.number("mlp_ratio", 4.0))
+    return ConditionerConfig(**sizes, num_layers=num_layers, ffn_dim=ffn_dim)
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:

@@ -14,9 +14,16 @@ from torch import nn
 from diffusion_runtime.models.anima.config import CONDITIONER, AnimaTransformerConfig, ConditionerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
-from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces
-
-_INWARD = ("to_q", "to_k", "to_v")
+from diffusion_runtime.weights.pieces import (
+    CrossNames,
+    NamedPieces,
+    cross_attention_pieces,
+    feed_forward_pieces,
+    linear_pieces,
+    norm_pieces,
+    pair_halves,
+    self_attention_pieces,
+)
 
 
 def transformer_pieces(config: AnimaTransformerConfig) -> dict[str, tuple[Piece, ...]]:
@@ -30,20 +37,15 @@ def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
     yield from linear_pieces("patch_embedding", [("patch_embed.proj", dim)], in_dim, bias=False)
     yield from linear_pieces("timestep_up", [("time_embed.t_embedder.linear_1", dim)], dim, bias=False)
     yield from linear_pieces("timestep_down", [("time_embed.t_embedder.linear_2", 3 * dim)], dim, bias=False)
-    yield from _norms("timestep_norm", "time_embed.norm", dim)
+    yield from norm_pieces("timestep_norm", "time_embed.norm", dim)
     for index in range(config.num_layers):
         ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
         for number, name in enumerate(("modulation", "cross_modulation", "ffn_modulation"), start=1):
             yield from _modulation(f"{ours}.{name}", f"{theirs}.norm{number}", config, 3)
-        inward = [(f"{theirs}.attn1.{name}", dim) for name in _INWARD]
-        yield from linear_pieces(f"{ours}.self_attention.qkv", inward, dim, bias=False)
-        yield from linear_pieces(f"{ours}.cross_attention.q", [(f"{theirs}.attn2.to_q", dim)], dim, bias=False)
-        inward = [(f"{theirs}.attn2.{name}", dim) for name in _INWARD[1:]]
-        yield from linear_pieces(f"{ours}.cross_attention.kv", inward, config.text_dim, bias=False)
-        for mine, attention in ((f"{ours}.self_attention", "attn1"), (f"{ours}.cross_attention", "attn2")):
-            yield from linear_pieces(f"{mine}.out", [(f"{theirs}.{attention}.to_out.0", dim)], dim, bias=False)
-            for norm in ("norm_q", "norm_k"):
-                yield from _norms(f"{mine}.{norm}", f"{theirs}.{attention}.{norm}", config.head_dim)
+        yield from self_attention_pieces(f"{ours}.self_attention", f"{theirs}.attn1", dim, dim, config.head_dim)
+        names = CrossNames("to_q", "to_k", "to_v", "to_out.0", "norm_q", "norm_k")
+        attention = f"{ours}.cross_attention", f"{theirs}.attn2"
+        yield from cross_attention_pieces(*attention, dim, config.text_dim, config.head_dim, names)
         yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.ff", dim, config.ffn_dim, bias=False)
     yield from _modulation("out_modulation", "norm_out", config, 2)
     yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim, bias=False)
@@ -55,10 +57,6 @@ def _modulation(ours: str, theirs: str, config: AnimaTransformerConfig, num_rows
     yield from linear_pieces(f"{ours}.projection", [(f"{theirs}.linear_2", num_rows * dim)], narrow, bias=False)
 
 
-def _norms(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
-    yield f"{ours}.weight", (Piece(f"{theirs}.weight", (dim,)),)
-
-
 def _conditioner(config: ConditionerConfig) -> Iterator[NamedPieces]:
     dim, out_dim = config.dim, config.out_dim
     yield "conditioner.embedding.weight", (Piece(f"{CONDITIONER}.embed.weight", (config.vocab_size, out_dim)),)
@@ -68,19 +66,16 @@ def _conditioner(config: ConditionerConfig) -> Iterator[NamedPieces]:
         ours, theirs = f"conditioner.blocks.{index}", f"{CONDITIONER}.blocks.{index}"
         attentions = {"self_attention": ("self_attn", dim), "states_attention": ("cross_attn", config.source_dim)}
         for mine, (name, in_dim) in attentions.items():
-            yield from linear_pieces(f"{ours}.{mine}.q", [(f"{theirs}.{name}.q_proj", dim)], dim, bias=False)
-            inward = [(f"{theirs}.{name}.{part}", dim) for part in ("k_proj", "v_proj")]
-            yield from linear_pieces(f"{ours}.{mine}.kv", inward, in_dim, bias=False)
-            yield from linear_pieces(f"{ours}.{mine}.out", [(f"{theirs}.{name}.o_proj", dim)], dim, bias=False)
-            yield from _norms(f"{ours}.{mine}.norm_q", f"{theirs}.{name}.q_norm", config.head_dim)
-            yield from _norms(f"{ours}.{mine}.norm_k", f"{theirs}.{name}.k_norm", config.head_dim)
+            names = CrossNames("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+            attention = f"{ours}.{mine}", f"{theirs}.{name}"
+            yield from cross_attention_pieces(*attention, dim, in_dim, config.head_dim, names)
         norms = {"self_norm": "norm_self_attn", "states_norm": "norm_cross_attn", "ffn_norm": "norm_mlp"}
         for mine, name in norms.items():
-            yield from _norms(f"{ours}.{mine}", f"{theirs}.{name}", dim)
+            yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", dim)
         yield from linear_pieces(f"{ours}.feed_forward.up", [(f"{theirs}.mlp.0", config.ffn_dim)], dim)
         yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.mlp.2", dim)], config.ffn_dim)
     yield from linear_pieces("conditioner.out", [(f"{CONDITIONER}.out_proj", out_dim)], dim)
-    yield from _norms("conditioner.norm", f"{CONDITIONER}.norm", out_dim)
+    yield from norm_pieces("conditioner.norm", f"{CONDITIONER}.norm", out_dim)
 
 
 def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
@@ -88,20 +83,12 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
     changed in place."""
     *owner, part, _ = name.split(".")
     # A text has no positions, so the transformer's attention to it turns nothing.
-    turning = {
-        "qkv": len(rows) // 3 * 2,
-        "kv": len(rows) // 2,
-        "q": len(rows),
-        "norm_q": len(rows),
-        "norm_k": len(rows),
-    }
+    turning = {"qkv": len(rows) // 3 * 2, "kv": len(rows) // 2, **dict.fromkeys(("q", "norm_q", "norm_k"), len(rows))}
     if part not in turning or owner[-1] == "cross_attention":
         return
     config = transformer.config
     assert isinstance(config, AnimaTransformerConfig)
-    head_dim = (config.conditioner if owner[0] == "conditioner" else config).head_dim
-    heads = rows[: turning[part]].view(-1, 2, head_dim // 2, *rows.shape[1:])
-    heads.copy_(heads.transpose(1, 2).reshape(heads.shape).clone())
+    pair_halves(rows[: turning[part]], (config.conditioner if owner[0] == "conditioner" else config).head_dim)
 
 
 def is_unread(name: str) -> bool:

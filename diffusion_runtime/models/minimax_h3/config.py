@@ -23,6 +23,8 @@ TIME_TABLE = "adaln_t_table"
 # Its name in FastH3's files, whole models and LoRA files (there with `.set_weight`): fastvideo 0.2.1,
 # models/dits/minimax_h3.py.
 GATE = "attn.to_gate_compress"
+# In FastH3's folders: how the model was trained to attend.
+_INFERENCE_FILE, _WITH_GATES = "fastvideo_inference.json", "VIDEO_SPARSE_ATTN_H3"
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
@@ -34,18 +36,11 @@ _PATCH = (1, 2, 2)
 _MULTIPLE, _MOST_AREA = 32, 2**26
 # Settings that the class has beside these, with the defaults that published files leave out.
 _SIZES = {
-    "num_attention_heads": 56,
-    "attention_head_dim": 128,
-    "hidden_size": 5376,
-    "num_refiner_layers": 2,
-    "ffn_dim": 14336,
-    "in_channels": 24,
-    "audio_in_channels": 32,
-    "text_dim": 5120,
-    "freq_dim": 256,
-    "time_embed_hidden_dim": 5376,
-    "time_embed_dim": 2688,
-    "rope_freq_dim": 16,
+    **{"num_attention_heads": ("num_heads", 56), "attention_head_dim": ("head_dim", 128), "hidden_size": ("dim", 5376)},
+    **{"ffn_dim": ("ffn_dim", 14336), "in_channels": ("num_channels", 24), "text_dim": ("text_dim", 5120)},
+    **{"audio_in_channels": ("num_audio_channels", 32), "freq_dim": ("num_waves", 256)},
+    **{"time_embed_hidden_dim": ("time_hidden_dim", 5376), "time_embed_dim": ("time_dim", 2688)},
+    **{"rope_freq_dim": ("num_paces", 16)},
 }
 _NUMBERS = {"rope_theta": 10000.0, "norm_eps": 1e-5, "qk_norm_eps": 1e-5, "final_norm_eps": 1e-5}
 
@@ -102,38 +97,26 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
     """Read transformer/config.json and the schedules' files of a diffusers folder. Raises ModelLoadError that names the
     file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(("num_layers", "patch_size", *_SIZES, *_NUMBERS))
+    file.refuse_unknown(("num_layers", "num_refiner_layers", "patch_size", *_SIZES, *_NUMBERS))
     file.refuse_other_values({"patch_size": list(_PATCH)}, "as in the published model")
-    sizes = {
-        key: file.whole_number(key, default, minimum=key != "num_refiner_layers") for key, default in _SIZES.items()
-    }
-    numbers = {key: file.number(key, default) for key, default in _NUMBERS.items()}
-    turned = 2 * _AXES * sizes["rope_freq_dim"]
-    if turned > sizes["attention_head_dim"] or sizes["attention_head_dim"] % 2:
-        raise file.error(
-            "attention_head_dim", f"an even number of at least {turned}, 6 x rope_freq_dim", sizes["attention_head_dim"]
-        )
-    if sizes["freq_dim"] % 2:
-        raise file.error("freq_dim", "an even number", sizes["freq_dim"])
+    sizes = file.sizes(_SIZES)
+    turned, head_dim = 2 * _AXES * sizes["num_paces"], sizes["head_dim"]
+    if turned > head_dim or head_dim % 2:
+        raise file.error("attention_head_dim", f"an even number of at least {turned}, 6 x rope_freq_dim", head_dim)
+    if sizes["num_waves"] % 2:
+        raise file.error("freq_dim", "an even number", sizes["num_waves"])
+    theta, eps, qk_eps, out_eps = (file.number(key, default) for key, default in _NUMBERS.items())
     return MiniMaxH3Config(
+        **sizes,
+        theta=theta,
+        eps=eps,
+        qk_eps=qk_eps,
+        out_eps=out_eps,
         num_layers=file.layer_count("num_layers", 50),
-        num_refiner_layers=sizes["num_refiner_layers"],
-        num_heads=sizes["num_attention_heads"],
-        head_dim=sizes["attention_head_dim"],
-        dim=sizes["hidden_size"],
-        ffn_dim=sizes["ffn_dim"],
-        num_channels=sizes["in_channels"],
-        num_audio_channels=sizes["audio_in_channels"],
-        text_dim=sizes["text_dim"],
-        num_waves=sizes["freq_dim"],
-        time_hidden_dim=sizes["time_embed_hidden_dim"],
-        time_dim=sizes["time_embed_dim"],
-        num_paces=sizes["rope_freq_dim"],
-        theta=numbers["rope_theta"],
-        eps=numbers["norm_eps"],
-        qk_eps=numbers["qk_norm_eps"],
-        out_eps=numbers["final_norm_eps"],
+        num_refiner_layers=file.whole_number("num_refiner_layers", 2, minimum=0),
         shifts=(_read_shift(folder, "scheduler"), _read_shift(folder, "audio_scheduler")),
+        has_gate=(folder / _INFERENCE_FILE).is_file()
+        and read_json_in(folder, _INFERENCE_FILE).get("attention_backend") == _WITH_GATES,
     )
 
 

@@ -88,9 +88,15 @@ class MiniMaxH3Attention(nn.Module):
         self.qkv = Linear(config.dim, 3 * config.inner_dim, bias=False)
         self.norm_q = RMSNorm(config.head_dim, config.qk_eps)
         self.norm_k = RMSNorm(config.head_dim, config.qk_eps)
-        self.gate = Linear(config.dim, config.inner_dim, bias=False) if has_gate else None
+        self.gate: Linear | None = None
         self.out = Linear(config.inner_dim, config.dim, bias=False)
         self.attention = attention
+        if has_gate:
+            self.add_gate(config)
+
+    def add_gate(self, config: MiniMaxH3Config) -> None:
+        """Add the gate, without values."""
+        self.gate, self.attention.has_gate = Linear(config.dim, config.inner_dim, bias=False), True
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:
@@ -230,7 +236,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             assert isinstance(block, MiniMaxH3Block)
             if block.self_attention.gate is None:
                 with torch.device("meta"):
-                    block.self_attention.gate = Linear(self.config.dim, self.config.inner_dim, bias=False)
+                    block.self_attention.add_gate(self.config)
 
     @torch.no_grad()
     def forward(

@@ -15,7 +15,7 @@ from torch import nn
 from diffusion_runtime.models.minimax_h3.config import GATE, TIME_TABLE, MiniMaxH3Config
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, Rows, block_names
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, norm_pieces, pair_halves, self_attention_pieces
 
 _FLOAT32_LAYERS = ("patch_embedding.", "audio_embedding.", "time_embedding.", "out.", "audio_out.")
 
@@ -49,7 +49,7 @@ def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
         yield from linear_pieces("time_embedding.down", [("time_embedder.linear_2", time_dim)], hidden_dim)
     for index in range(config.num_refiner_layers):
         yield from _block(f"text_refiner.blocks.{index}", f"token_refiner.refiner_blocks.{index}", config)
-    yield from _norm("text_refiner.norm", "token_refiner.final_norm", dim)
+    yield from norm_pieces("text_refiner.norm", "token_refiner.final_norm", dim)
     for index in range(config.num_layers):
         ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
         modulation = [(f"{theirs}.adaln_proj.linear", 18 * dim)]
@@ -57,7 +57,7 @@ def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
         yield from _block(ours, theirs, config)
         gate = [(f"{theirs}.{GATE}", config.inner_dim)]
         yield from linear_pieces(f"{ours}.self_attention.gate", gate, dim, bias=False)
-    yield from _norm("out_norm", "norm_out.norm", dim)
+    yield from norm_pieces("out_norm", "norm_out.norm", dim)
     yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], config.time_dim)
     yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim)
     yield from linear_pieces("audio_out", [("audio_proj_out", config.num_audio_channels)], dim)
@@ -66,20 +66,12 @@ def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
 def _block(ours: str, theirs: str, config: MiniMaxH3Config) -> Iterator[NamedPieces]:
     dim, inner_dim = config.dim, config.inner_dim
     attention = f"{ours}.self_attention"
-    yield from _norm(f"{ours}.attention_norm", f"{theirs}.norm1", dim)
-    inward = [(f"{theirs}.attn.{name}", inner_dim) for name in ("to_q", "to_k", "to_v")]
-    yield from linear_pieces(f"{attention}.qkv", inward, dim, bias=False)
-    for name in ("norm_q", "norm_k"):
-        yield from _norm(f"{attention}.{name}", f"{theirs}.attn.{name}", config.head_dim)
-    yield from linear_pieces(f"{attention}.out", [(f"{theirs}.attn.to_out.0", dim)], inner_dim, bias=False)
-    yield from _norm(f"{ours}.ffn_norm", f"{theirs}.norm2", dim)
+    yield from norm_pieces(f"{ours}.attention_norm", f"{theirs}.norm1", dim)
+    yield from self_attention_pieces(attention, f"{theirs}.attn", dim, inner_dim, config.head_dim)
+    yield from norm_pieces(f"{ours}.ffn_norm", f"{theirs}.norm2", dim)
     up = [(f"{theirs}.ff.net.0.proj", 2 * config.ffn_dim)]
     yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
     yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.ff.net.2", dim)], config.ffn_dim, bias=False)
-
-
-def _norm(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
-    yield f"{ours}.weight", (Piece(f"{theirs}.weight", (dim,)),)
 
 
 def arrange(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
@@ -92,9 +84,7 @@ def arrange(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
         config = transformer.config
         assert isinstance(config, MiniMaxH3Config)
         turning = rows[: len(rows) // 3 * 2] if part == "qkv" else rows
-        heads = turning.view(-1, config.head_dim, *rows.shape[1:])[:, : config.num_turned]
-        halves = torch.unflatten(heads, 1, (2, -1))
-        heads.copy_(halves.transpose(1, 2).flatten(1, 2).clone())
+        pair_halves(turning, config.head_dim, config.num_turned)
 
 
 # The authors' names. Their files of one tensor for q, k and v have these one after the other, as every single file that

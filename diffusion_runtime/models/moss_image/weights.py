@@ -14,7 +14,7 @@ from torch import nn
 from diffusion_runtime.models.moss_image.config import MossImageConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, norm_pieces, pair_halves
 
 
 def transformer_pieces(config: MossImageConfig) -> dict[str, tuple[Piece, ...]]:
@@ -47,7 +47,7 @@ def _all_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
         yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
         yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.proj.ffn_down", dim)], ffn_dim, bias=False)
         yield from _norms(ours, theirs, config)
-    yield "out_norm.weight", (Piece("final_norm_video.weight", (dim,)),)
+    yield from norm_pieces("out_norm", "final_norm_video", dim)
     yield from linear_pieces("out", [("final_linear_video", config.num_channels)], dim, bias=False)
 
 
@@ -55,7 +55,7 @@ def _norms(ours: str, theirs: str, config: MossImageConfig) -> Iterator[NamedPie
     sizes = {"norm": ("norm1", config.dim), "ffn_norm": ("norm2", config.dim)}
     sizes |= {"norm_q": ("q_norm", config.head_dim), "norm_k": ("k_norm", config.head_dim)}
     for mine, (name, size) in sizes.items():
-        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (size,)),)
+        yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", size)
 
 
 def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
@@ -67,8 +67,7 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
     config = transformer.config
     assert isinstance(config, MossImageConfig)
     turning = rows[: len(rows) // 3 * 2] if part == "qkv" else rows
-    heads = turning.view(-1, 2, config.head_dim // 2, *rows.shape[1:])
-    heads.copy_(heads.transpose(1, 2).reshape(heads.shape).clone())
+    pair_halves(turning, config.head_dim)
 
 
 _NORMS = ("norm1", "norm2", "q_norm", "k_norm")

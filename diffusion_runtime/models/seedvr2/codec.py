@@ -23,6 +23,7 @@ from diffusion_runtime.decoders.replicating_autoencoder import (
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import Decoders, VideoDecoder, by_factor
 from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
@@ -112,19 +113,24 @@ class SeedVR2Decoder(VideoDecoder):
         super().__init__(autoencoder, by_factor(scaling_factor), decoders, tiling(autoencoder))
         self._source = SourceFrames()
         self._request: GenerationRequest | None = None
+        self._segment: Segment | None = None
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
         other = copy.copy(self)
-        other._request = request
+        other._request, other._source = request, SourceFrames()
+        return other
+
+    def of_segment(self, segment: Segment) -> LatentDecoder:
+        other = copy.copy(self)
+        other._segment = segment
         return other
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
-        whole, request = super().stream(latents, bands), self._request
-        if request is None:
+        whole, request, segment = super().stream(latents, bands), self._request, self._segment
+        if request is None or segment is None:
             return whole
-        assert request.num_frames is not None
-        num_frames = min(whole.num_frames, request.num_frames)
-        return FrameStream(num_frames, self._finished(whole.chunks, request, num_frames))
+        num_frames = min(whole.num_frames, segment.num_frames)
+        return FrameStream(num_frames, self._finished(whole.chunks, request, num_frames, segment.start))
 
     def _describe(self) -> None:
         super()._describe()
@@ -132,9 +138,10 @@ class SeedVR2Decoder(VideoDecoder):
         self.implementation = f"{self._autoencoder.class_name}{tiles}"
 
     def _finished(
-        self, chunks: Iterator[torch.Tensor], request: GenerationRequest, num_frames: int
+        self, chunks: Iterator[torch.Tensor], request: GenerationRequest, num_frames: int, start: int
     ) -> Iterator[torch.Tensor]:
-        """Yield the frames of a request without what was added to whole tokens, in the colours of its file."""
+        """Yield frames of a request, from `start` on, without what was added to whole tokens, in the colours of its
+        file."""
         height, width = request.height, request.width
         assert height is not None
         assert width is not None
@@ -144,7 +151,7 @@ class SeedVR2Decoder(VideoDecoder):
             if made.shape[1] == 0:
                 return
             if method != "none":
-                given = self._source.read(request, position, made.shape[1])
+                given = self._source.read(request, start + position, made.shape[1])
                 size = ClipSize(height, width, made.shape[1], 1)
                 with torch.inference_mode():
                     frames = made[0].permute(0, 3, 1, 2).mul(2.0).sub_(1.0)
@@ -171,11 +178,19 @@ class SeedVR2Conditioner(ImageConditioner):
         self._factor = scaling_factor
         self._geometry = geometry
         self._source = SourceFrames()
+        self._start = 0
         self._tiles: Tiling | None = None
 
     def in_tiles(self, choice: str) -> ImageConditioner:
         other = copy.copy(self)
         other._tiles = tiling(self._autoencoder).chosen(choice)
+        return other
+
+    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
+        other = copy.copy(self)
+        other._start = segment.start
+        if segment.index == 0:
+            other._source = SourceFrames()
         return other
 
     @property
@@ -204,7 +219,7 @@ class SeedVR2Conditioner(ImageConditioner):
             there = min(count, size.num_frames - position)
             frames = []
             if there > 0:
-                read = scaled(self._source.read(request, position, there), size, device)
+                read = scaled(self._source.read(request, self._start + position, there), size, device)
                 frames.append(nn.functional.pad(read, missing, value=-1.0))
                 last = frames[-1][-1:]
             if there < count:

@@ -20,9 +20,9 @@ NUM_WAVES = 256
 SPATIAL_FACTOR, TEMPORAL_FACTOR = 8, 4
 # Of the hidden layer of a gated feed-forward network.
 _MULTIPLE = 256
-_NUMBERS = {
-    **{"vid_in_channels": 33, "vid_out_channels": 16, "vid_dim": 2560, "txt_in_dim": 5120, "heads": 20},
-    **{"head_dim": 128, "expand_ratio": 4},
+_SIZES = {
+    **{"vid_out_channels": ("num_channels", 16), "vid_dim": ("dim", 2560), "txt_in_dim": ("text_dim", 5120)},
+    **{"heads": ("num_heads", 20), "head_dim": ("head_dim", 128)},
 }
 _FIXED = {"patch_size": list(PATCH), "window": list(COUNTS), "qk_bias": False}
 
@@ -69,31 +69,26 @@ class SeedVR2Config:
 def read_transformer_config(folder: AnyFolder) -> SeedVR2Config:
     """Read transformer/config.json. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    known = (*_NUMBERS, *_FIXED, "num_layers", "mm_layers", "norm_eps", "mlp_type", "rope_type", "vid_out_norm")
-    file.refuse_unknown(known)
+    others = ("vid_in_channels", "expand_ratio", "num_layers", "mm_layers", "norm_eps", "mlp_type", "rope_type")
+    file.refuse_unknown((*_SIZES, *_FIXED, *others, "vid_out_norm"))
     file.refuse_other_values(_FIXED, "as in the published models")
-    found = {key: file.whole_number(key, default) for key, default in _NUMBERS.items()}
-    if found["vid_in_channels"] != 2 * found["vid_out_channels"] + 1:
-        expected = f"2 x vid_out_channels + 1, {2 * found['vid_out_channels'] + 1}"
-        raise file.error("vid_in_channels", expected, found["vid_in_channels"])
-    if found["head_dim"] % 2 or found["head_dim"] < 12:
-        raise file.error("head_dim", "an even number of 12 or more", found["head_dim"])
+    sizes, num_read = file.sizes(_SIZES), file.whole_number("vid_in_channels", 33)
+    if num_read != (expected := 2 * sizes["num_channels"] + 1):
+        raise file.error("vid_in_channels", f"2 x vid_out_channels + 1, {expected}", num_read)
+    if sizes["head_dim"] % 2 or sizes["head_dim"] < 12:
+        raise file.error("head_dim", "an even number of 12 or more", sizes["head_dim"])
     is_gated = _choice(file, "mlp_type", "swiglu", "normal")
     turns_text = _choice(file, "rope_type", "mmrope3d", "rope3d")
     num_layers = file.layer_count("num_layers", 32)
     own = file.whole_number("mm_layers", 10, minimum=0)
-    ffn_dim = found["vid_dim"] * found["expand_ratio"]
+    ffn_dim = sizes["dim"] * file.whole_number("expand_ratio", 4)
     if is_gated:
         ffn_dim = _MULTIPLE * math.ceil(int(2 * ffn_dim / 3) / _MULTIPLE)
     return SeedVR2Config(
+        **sizes,
         num_layers=num_layers,
         num_own_layers=min(own, num_layers),
-        num_heads=found["heads"],
-        head_dim=found["head_dim"],
-        dim=found["vid_dim"],
         ffn_dim=ffn_dim,
-        text_dim=found["txt_in_dim"],
-        num_channels=found["vid_out_channels"],
         is_gated=is_gated,
         turns_text=turns_text,
         has_out_norm=file.flag("vid_out_norm", True),

@@ -29,7 +29,9 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images=FILES),
-        sampling=dataclasses.replace(model.sampling, takes_guidance=False, control=VideoRestoration()),
+        sampling=dataclasses.replace(
+            model.sampling, takes_guidance=False, control=VideoRestoration(), segments="blended"
+        ),
         weights=dataclasses.replace(model.weights, is_ignored=unread_tensors(model.config)),
     )
 

@@ -13,7 +13,8 @@ from diffusion_runtime.request.generation_request import GenerationRequest, imag
 
 
 class SourceFrames:
-    """Reader of one request's file after the other; the pieces of a video are read without decoding it again."""
+    """Reader of one request's file, whose segments are read without decoding it again. It stays open as long as the
+    reader is there."""
 
     def __init__(self) -> None:
         self._cursor: FrameCursor | None = None
@@ -24,20 +25,9 @@ class SourceFrames:
         if request.video_path is None:
             (path,) = image_paths(request, "image_path")
             return torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8))[None]
-        if (
-            self._cursor is None
-            or self._cursor.path != request.video_path
-            or start + (request.video_first_frame or 0) == 0
-        ):
-            self.close()
+        if self._cursor is None:
             self._cursor = FrameCursor(request.video_path, "video_path")
         return torch.from_numpy(self._cursor.read((request.video_first_frame or 0) + start, count))
-
-    def close(self) -> None:
-        """End the reading of a video."""
-        if self._cursor is not None:
-            self._cursor.close()
-        self._cursor = None
 
 
 def scaled(frames: torch.Tensor, size: ClipSize, device: torch.device) -> torch.Tensor:

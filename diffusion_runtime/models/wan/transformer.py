@@ -67,11 +67,18 @@ class WanSelfAttention(nn.Module):
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
-        self.gate = Linear(config.dim, config.dim) if config.has_gate else None
+        self.gate: Linear | None = None
         self.attention = self.make_attention(config, place.layer(place.self_role, "self_attention"), policy)
+        if config.has_gate:
+            self.add_gate()
 
     def make_attention(self, config: WanTransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> AttentionLayer:
         return USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal)
+
+    def add_gate(self) -> None:
+        """Add the gate, without values."""
+        dim = self.out.weight.shape[0]
+        self.gate, self.attention.has_gate = Linear(dim, dim), True
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:
@@ -444,4 +451,4 @@ class WanTransformer(DiffusionTransformer):
         self.config = dataclasses.replace(self.config, has_gate=True)
         for block in self._blocks():
             with torch.device("meta"):
-                block.self_attention.gate = Linear(self.config.dim, self.config.dim)
+                block.self_attention.add_gate()

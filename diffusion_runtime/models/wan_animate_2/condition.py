@@ -7,16 +7,19 @@ frame of a latent frame, 1 where it is known, and the encoded frames; the drivin
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import numpy.typing
 import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.segments import Segment
-from diffusion_runtime.media.clips import read_pictures
+from diffusion_runtime.media.clips import each_picture
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.driving_video import pasted
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
@@ -25,8 +28,6 @@ from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.clip import ClipImageEncoder, load_clip_image_encoder
 
-# Frames that a segment of a longer video takes over from the one before.
-OVERLAP = 1
 # Of CLIP's image encoders.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -67,22 +68,27 @@ class WanAnimate2Conditioner(ImageConditioner):
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         assert request.video_path is not None, "the rules require a driving video"
         (path,) = image_paths(request, "image_path")
-        image = _on_black([open_picture(path)], size, "BICUBIC")
+        image = _as_video([_on_black(open_picture(path), size, "BICUBIC")])
         segment = Segment(0, 0, size.num_frames, 0, size.num_frames) if self._segment is None else self._segment
-        pictures = read_pictures(request.video_path, "video_path", segment.num_frames_of_video)
-        driving = _on_black([pictures[frame] for frame in frames_of(segment)], size, "BILINEAR")
+        wanted = frames_of(segment)
+        pictures = each_picture(request.video_path, "video_path", segment.num_frames_of_video)
+        # One by one: a video may be long, and its frames large.
+        scaled = {
+            index: _on_black(picture, size, "BILINEAR")
+            for index, picture in enumerate(itertools.islice(pictures, max(wanted) + 1))
+            if index == 0 or index in wanted
+        }
+        driving = _as_video([scaled[frame] for frame in wanted])
         frame, video = self._encoder.encode_frames(image), self._encoder.encode_frames(driving)
         known = self._with_mask(frame, 1)
         # What is not known is grey.
         frames = torch.zeros_like(driving)
         if self._before is not None:
-            frames[:, : segment.num_known] = self._before.to(frames)
-        clip = self._with_mask(self._encoder.encode_frames(frames), segment.num_known)
+            frames[:, : segment.num_shared] = self._before.to(frames)
+        clip = self._with_mask(self._encoder.encode_frames(frames), segment.num_shared)
         condition = torch.cat([known, clip], dim=2)
         behind = torch.cat([torch.zeros_like(frame), video], dim=2)
-        return ImageCondition(
-            torch.cat([condition, behind], dim=1), self._embed(image, _on_black(pictures[:1], size, "BILINEAR"))
-        )
+        return ImageCondition(torch.cat([condition, behind], dim=1), self._embed(image, _as_video([scaled[0]])))
 
     def _with_mask(self, latents: torch.Tensor, num_known: int) -> torch.Tensor:
         """Return latents behind their mask, [1, factor + channels, frames, height, width]. num_known: the first frames,
@@ -109,12 +115,16 @@ def frames_of(segment: Segment) -> list[int]:
     return [frame if frame <= last else 2 * last + 1 - frame for frame in frames]
 
 
-def _on_black(pictures: list[Any], size: ClipSize, resample: str) -> torch.Tensor:
-    """Return pictures in the middle of the clip's size, [3, frames, height, width] in [-1, 1]."""
+def _on_black(picture: Any, size: ClipSize, resample: str) -> numpy.typing.NDArray[numpy.uint8]:
+    """Return a picture in the middle of the clip's size, [height, width, 3]."""
     from PIL import Image
 
-    scaled = [pasted(each, size.height, size.width, Image.Resampling[resample]) for each in pictures]
-    return as_pixels(torch.from_numpy(numpy.stack([numpy.asarray(each) for each in scaled])))
+    return numpy.asarray(pasted(picture, size.height, size.width, Image.Resampling[resample]))
+
+
+def _as_video(frames: Sequence[numpy.typing.NDArray[numpy.uint8]]) -> torch.Tensor:
+    """Return frames as the encoder takes them, [3, frames, height, width] in [-1, 1]."""
+    return as_pixels(torch.from_numpy(numpy.stack(frames)))
 
 
 def _prepared(pixels: torch.Tensor) -> torch.Tensor:

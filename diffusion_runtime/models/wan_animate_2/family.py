@@ -19,7 +19,7 @@ from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
 from diffusion_runtime.models.wan.weights import stays_float32
-from diffusion_runtime.models.wan_animate_2.condition import OVERLAP, load_conditioner
+from diffusion_runtime.models.wan_animate_2.condition import load_conditioner
 from diffusion_runtime.models.wan_animate_2.config import (
     DISTILLED_MODULAR,
     PIPELINES,
@@ -72,10 +72,8 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images=FILES, size_of_image=size_of_image),
-        # Longer videos are made in segments of chunk_frames.
-        request_fields=("chunk_frames",),
         sampling=dataclasses.replace(
-            model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True, segment_overlap=OVERLAP
+            model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True, segments="continued"
         ),
         defaults={**model.defaults, **(_FEW_STEPS if _is_distilled(model.folder) else {})},
         load_image_conditioner=partial(load_conditioner, model.folder, temporal_factor=factor, has_tokens=has_tokens),

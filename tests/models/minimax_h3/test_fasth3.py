@@ -3,6 +3,7 @@ against diffusers' transformer with the merged weights and VSA-H3 by its formula
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,10 @@ def test_a_pipeline_runs_it_and_says_what_it_replaces(tiny_minimax_h3_folder: Pa
     resolved = prepared.rules.resolve(request, "fasth3-4")
     assert (resolved.num_inference_steps, resolved.flow_shift) == (4, 12.0)
     told = f"{lora_file}: 3 of its tensors replace weights (.set_weight)"
+    unread = "self: the weights of its 3 layers have trained gates, which torch_sdpa does not read"
+    dense = prepare(dataclasses.replace(config, attention=None))
+    assert any(each.startswith(unread) for each in dense.rules.unused(resolved))
+    assert not any("trained gates" in each for each in prepared.rules.unused(resolved))
     remarks = explain(prepared, resolved).remarks
     assert told in remarks
     assert not any("no trained gate" in each for each in remarks)

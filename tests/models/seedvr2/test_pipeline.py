@@ -1,8 +1,7 @@
-"""Videos and images restored by SeedVR2 through ordinary requests and by `upscale`: sizes, pieces, sound, refusals."""
+"""Videos and images restored by SeedVR2 by requests and by `upscale`: sizes, segments, sound, refusals."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import struct
 import subprocess
@@ -17,8 +16,9 @@ from PIL import Image
 from tables import table
 from tiny_seedvr2 import write_tiny_seedvr2
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline, upscale_request
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.denoising.segments import SegmentPlan
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.media.ffmpeg import find_ffmpeg
@@ -26,7 +26,6 @@ from diffusion_runtime.media.reading import read_media_file
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.seedvr2.config import read_transformer_config
 from diffusion_runtime.models.seedvr2.weights import transformer_pieces
-from diffusion_runtime.models.video_restoration import pieces_of, upscale_request
 
 NTSC = 30000 / 1001
 
@@ -81,17 +80,18 @@ def test_a_clip_keeps_its_number_of_frames(pipeline: Pipeline, files: dict[str, 
     assert "7 of its 11 frames are restored" in str(media.attention_report)
 
 
-def test_pieces_are_blended_where_they_share_frames(pipeline: Pipeline, files: dict[str, str]) -> None:
-    """Frames that one piece has alone are those of that piece made by itself."""
+def test_segments_are_blended_where_they_share_frames(pipeline: Pipeline, files: dict[str, str]) -> None:
+    """Frames that one segment has alone are those of that segment made by itself."""
     values: dict[str, Any] = {"color_correction": "wavelet", "seed": 3}
-    whole = pipeline(request(files, piece_frames=6, piece_overlap=2, **values))
-    assert pieces_of(11, 6, 2) == (range(6), range(4, 10), range(5, 11))
+    whole = pipeline(request(files, segment_frames=6, segment_overlap=2, **values))
+    assert [segment.start for segment in SegmentPlan(11, 6, 2, "blended")] == [0, 4, 5]
     first = pipeline(request(files, num_frames=6, **values)).frames
     last = pipeline(request(files, video_first_frame=5, num_frames=6, **values)).frames
+    assert "made in 3 segments of 6 frames, blended over 2 frames or more" in str(whole.attention_report)
     assert numpy.array_equal(whole.frames[:4], first[:4])
     assert numpy.array_equal(whole.frames[10:], last[5:])
     second = pipeline(request(files, video_first_frame=4, num_frames=6, **values)).frames
-    # A quarter of the half cosine: 0.25 of the new piece in the first of two shared frames.
+    # A quarter of the half cosine: 0.25 of the new segment in the first of two shared frames.
     blended = 0.75 * first[4].astype(float) + 0.25 * second[0]
     assert numpy.abs(whole.frames[4] - blended).max() <= 0.51
 
@@ -107,15 +107,17 @@ def test_pieces_are_blended_where_they_share_frames(pipeline: Pipeline, files: d
         (3, 1, 0, [0, 1, 2]),
     ],
 )
-def test_pieces(num_frames: int, length: int, overlap: int, starts: list[int]) -> None:
-    pieces = pieces_of(num_frames, length, overlap)
-    assert [piece.start for piece in pieces] == starts
-    assert pieces[-1].stop == num_frames
-    assert all(one.stop - other.start >= overlap for one, other in itertools.pairwise(pieces))
+def test_segments(num_frames: int, length: int, overlap: int, starts: list[int]) -> None:
+    plan = SegmentPlan(num_frames, length, overlap, "blended")
+    segments = list(plan)
+    assert [segment.start for segment in segments] == starts
+    assert len(plan) == len(segments)
+    assert segments[-1].start + segments[-1].num_frames == num_frames
+    assert all(segment.num_shared >= overlap for segment in segments[1:])
 
 
 def test_sound_and_frame_rate_are_kept(pipeline: Pipeline, files: dict[str, str], tmp_path: Path) -> None:
-    media = pipeline(request(files, "film", scale=1, piece_frames=9))
+    media = pipeline(request(files, "film", scale=1, segment_frames=9))
     assert media.fps == pytest.approx(NTSC)
     assert media.audio is not None
     assert media.audio.seconds == pytest.approx(12 / NTSC, abs=0.01)
@@ -138,7 +140,10 @@ def test_sound_and_frame_rate_are_kept(pipeline: Pipeline, files: dict[str, str]
         ({"video_path": "clip", "video_first_frame": 11}, "expected at most 10, got 11"),
         ({"video_path": "clip", "height": 40, "width": 40}, "with height 40 the width is 52"),
         ({"video_path": "clip", "height": 8, "width": 10}, "height: expected 16 or more, got 8"),
-        ({"video_path": "clip", "piece_frames": 5, "piece_overlap": 5}, "piece_overlap: expected less than piece_fra"),
+        (
+            {"video_path": "clip", "segment_frames": 5, "segment_overlap": 5},
+            "segment_overlap: expected 0 to 4, less than seg",
+        ),
         ({"video_path": "clip", "color_correction": "hsv"}, "color_correction: unknown value 'hsv'"),
         ({"video_path": "missing.mp4"}, "missing.mp4"),
         ({"video_path": "clip", "mask_path": "photo"}, "mask_path: this model takes no mask"),
@@ -154,8 +159,8 @@ def test_refusals(pipeline: Pipeline, files: dict[str, str], values: dict[str, A
 
 def test_other_models_refuse_the_fields() -> None:
     shapes = load_pipeline("shapes", device="cpu")
-    with pytest.raises(RequestError, match=r"piece_frames: this model restores no video, as `diff"):
-        shapes.resolve(GenerationRequest(prompt="a star", piece_frames=9))
+    with pytest.raises(RequestError, match=r"segment_frames: this model makes a video at once"):
+        shapes.resolve(GenerationRequest(prompt="a star", segment_frames=9))
 
 
 def test_the_authors_settings_are_the_defaults(pipeline: Pipeline, files: dict[str, str]) -> None:
@@ -188,10 +193,18 @@ def test_a_batch_is_made_one_after_the_other(pipeline: Pipeline, files: dict[str
     assert not numpy.array_equal(together[0].frames, together[1].frames)
 
 
-def test_progress_counts_pieces(pipeline: Pipeline, files: dict[str, str]) -> None:
+def test_a_seed_means_the_same_after_another(folder: Path, pipeline: Pipeline, files: dict[str, str]) -> None:
+    """The encoder of the file draws from the seed, so that what it encoded for another is not kept."""
+    fresh = load_pipeline(str(folder), device="cpu", dtype="float32")
+    for seed in (1, 2):
+        later = fresh(request(files, "photo", seed=seed)).frames
+    assert numpy.array_equal(later, pipeline(request(files, "photo", seed=2)).frames)
+
+
+def test_progress_counts_segments(pipeline: Pipeline, files: dict[str, str]) -> None:
     seen = []
-    pipeline(request(files, piece_frames=5, piece_overlap=2), on_progress=seen.append)
-    steps = [(each.step, each.num_steps) for each in seen if each.stage == "pieces"]
+    pipeline(request(files, segment_frames=5, segment_overlap=2), on_progress=seen.append)
+    steps = [(each.step, each.num_steps) for each in seen if each.stage == "denoise"]
     assert steps[0] == (0, 3)
     assert steps[-1] == (3, 3)
 
@@ -205,9 +218,9 @@ def test_the_verb_writes_a_file_with_its_recipe(
     folder: Path, files: dict[str, str], pipeline: Pipeline, tmp_path: Path
 ) -> None:
     out = tmp_path / "large.npy"
-    made = upscale(files["clip"], "--model-path", folder, "--piece-frames", 6, "--piece-overlap", 2, "-o", out)
+    made = upscale(files["clip"], "--model-path", folder, "--segment-frames", 6, "--segment-overlap", 2, "-o", out)
     assert made.out.split() == [str(out)], made.err
-    assert "pieces: 3/3" in made.said
+    assert "denoise: step 3/3" in made.said
     recipe = json.loads(out.with_suffix(".json").read_text())["recipe"]
     assert recipe["request"]["video_path"] == files["clip"]
     assert len(recipe["inputs"]["video_path"]) == 64

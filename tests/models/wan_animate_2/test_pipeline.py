@@ -71,7 +71,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 21 frames of segments that advance by 8: the last one is driven backwards by 4.
     "three segments, Euler's steps, no guidance": (
         {"has_image_encoder": True, "scheduler": "flow_match_euler"},
-        {"num_frames": 21, "chunk_frames": 3, "guidance_scale": 1.0},
+        {"num_frames": 21, "segment_frames": 9, "guidance_scale": 1.0},
+    ),
+    "two segments that share five frames": (
+        {"has_image_encoder": True, "scheduler": "flow_match_euler"},
+        {"num_frames": 21, "segment_frames": 13, "segment_overlap": 5, "num_inference_steps": 1, "guidance_scale": 1.0},
     ),
 }
 
@@ -92,7 +96,7 @@ def test_a_generation_equals_that_of_diffusers(
     expected, decode = [], denoise.decode_vae
     monkeypatch.setattr(denoise, "decode_vae", lambda vae, x: (expected.append(x.clone()), decode(vae, x))[1])
     resolved = ours.resolve(asked)
-    segment = min(asked.num_frames or 0, 4 * (resolved.chunk_frames or 0) - 3)
+    segment = min(asked.num_frames or 0, resolved.segment_frames or 0)
     state = theirs(
         prompt=asked.prompt,
         negative_prompt=asked.negative_prompt,
@@ -101,6 +105,7 @@ def test_a_generation_equals_that_of_diffusers(
         height=asked.height,
         width=asked.width,
         segment_frame_length=segment,
+        prev_segment_conditioning_frames=resolved.segment_overlap,
         num_inference_steps=asked.num_inference_steps,
         generator=torch.Generator().manual_seed(5),
         max_sequence_length=MAX_TEXT_TOKENS,
@@ -115,7 +120,9 @@ def test_a_generation_equals_that_of_diffusers(
     assert numpy.abs(frames - state.get("videos")[0]).max() <= 2 / 255
     assert media.frames.std() > 5
     if len(expected) > 1:
-        assert "made in 3 segments of 9 frames, each from the last 1 of the one before" in str(media.attention_report)
+        count, shared = len(expected), resolved.segment_overlap
+        told = f"made in {count} segments of {segment} frames, each from the last {shared} of the one before"
+        assert told in str(media.attention_report)
 
 
 def test_batches_and_offloaded_parts_equal_single_runs(folder_of: FolderOf, files: dict[str, str]) -> None:
@@ -128,7 +135,7 @@ def test_batches_and_offloaded_parts_equal_single_runs(folder_of: FolderOf, file
         for one, other in zip(alone, batch, strict=True):
             assert numpy.abs(one.astype(int) - other.frames.astype(int)).max() <= 1
     # Segments of a batch are made one request after the other.
-    longer = {"num_frames": 13, "chunk_frames": 3}
+    longer = {"num_frames": 13, "segment_frames": 9}
     batch = ours.generate([request(files, **longer), request(files, **longer, **OTHER)])
     assert numpy.array_equal(batch[1].frames, ours(request(files, **longer, **OTHER)).frames)
     # Blocks that come to the device one by one, the one that a branch leaves out too.
@@ -155,7 +162,8 @@ OTHER = {"prompt": "a star", "negative_prompt": "", "seed": 6}
         ({"num_frames": 8}, "num_frames: expected a multiple of 4 plus 1, got 8; use 5 or 9"),
         ({"num_frames": 1}, "num_frames: expected 5 or more for a video, got 1"),
         ({"height": 40}, "height: expected a multiple of 16, got 40; use 32 or 48"),
-        ({"chunk_frames": 1}, "chunk_frames: expected 2 latent frames or more"),
+        ({"segment_frames": 80}, "segment_frames: expected a multiple of 4 plus 1, got 80; use 77 or 81"),
+        ({"segment_overlap": 0}, "segment_overlap: expected 1 to 80, less than segment_frames, got 0"),
         ({"image_path": "wide"}, r"wide.png is 90 x 50 \(width x height\), the clip 32 x 48: the ratio .* Leave out"),
         ({"video_path": "fitting"}, "fitting.png has one frame; give a video of the motion"),
         ({"mask_path": "fitting"}, "mask_path"),
