@@ -133,6 +133,8 @@ def test_what_is_said_is_what_runs_on_a_gpu() -> None:
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
         self_attention("skip_softmax", dense_first_steps=1),
+        self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 8], tail="pooled"),
+        self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1, tail="pooled"),
     ]
     check_what_is_said("cuda", [{}, {"default": {"backend": "torch_sdpa"}}, *sparse], height=128, width=128)
 

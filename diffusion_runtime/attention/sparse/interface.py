@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -75,11 +75,14 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
 class SparseOptions:
     """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states.
     skip_threshold: of the keys that the method keeps, pieces whose weights are all below this share of the largest are
-    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing.
+    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing. tail: `pooled` counts every
+    block of keys that a query does not see as one key, so that none leaves the softmax
+    (kernels/block_sparse/pooled_tail.py); with `none` they are left out.
     """
 
     min_tokens: int = field(default=0, kw_only=True)
     skip_threshold: float = field(default=0.0, kw_only=True)
+    tail: Literal["none", "pooled"] = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -170,8 +173,9 @@ class SparseBackend(ImportingBackend):
         if reason is not None:
             return self.expected_dense(form, reason)
         plan = self.plan_form(options, layout, form.layer)
+        plan = plan._replace(pooled_tail=options.tail == "pooled")
         kernel = expected_kernel(form.hardware, form.dtype, form.q_shape[3], plan, options.skip_threshold)
-        return _said_of_kernel(kernel, options.skip_threshold)
+        return _said_of_kernel(kernel, options.skip_threshold, plan.pooled_tail)
 
     def expected_dense(self, form: CallForm, reason: str) -> str | None:
         """`expected_implementation` of a dense call."""
@@ -265,7 +269,7 @@ class SparseBackend(ImportingBackend):
             packed=packed,
             skip_threshold=threshold,
         )
-        implementation = _said_of_kernel(result.implementation, threshold)
+        implementation = _said_of_kernel(result.implementation, threshold, plan.pooled_tail)
         return AttentionResult(result.out, result.lse, implementation, result.skip_counts, plan)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
@@ -287,9 +291,10 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(out, lse, _said_of_dense(dense, result.implementation, reason))
 
 
-def _said_of_kernel(kernel: str, skip_threshold: float) -> str:
+def _said_of_kernel(kernel: str, skip_threshold: float, pooled_tail: bool) -> str:
     skipped = f", weights below {skip_threshold:g} skipped" if skip_threshold else ""
-    return f"block-sparse {kernel}{skipped}"
+    pooled = ", pooled tail" if pooled_tail else ""
+    return f"block-sparse {kernel}{skipped}{pooled}"
 
 
 def _said_of_dense(dense: DenseAttention, implementation: str, reason: str) -> str:
@@ -376,6 +381,7 @@ def plan_of_call(
         row_mask=row_mask,
         max_blocks_per_query=max_blocks_per_query,
         row_counts=row_counts,
+        pooled_tail=call.options.tail == "pooled",
         is_dense=is_dense,
     )
 

@@ -103,6 +103,8 @@ def refusal(
     """Return why an implementation cannot compute this plan on these tensors, or None."""
     if implementation == "reference":
         return None
+    if plan.pooled_tail and implementation in ("flash4", "flashinfer", "triton", "gathered"):
+        return "pools no keys: a plan with a pooled tail runs on reference"
     if skip_threshold and implementation in ("flash4", "flashinfer"):
         return "skips no keys: skip_threshold runs on triton and reference"
     if skip_threshold and implementation == "gathered":

@@ -15,7 +15,8 @@ _GPU_PLATFORMS = ("cuda", "rocm")
 
 class PlanForm(NamedTuple):
     """num_tokens: text included; num_key_blocks: at most. block_size: of every block, None where blocks differ;
-    has_row_masks: with a bound on a query's blocks; is_shared: whether all heads have the same blocks."""
+    has_row_masks: with a bound on a query's blocks; is_shared: whether all heads have the same blocks;
+    pooled_tail: as of the plan."""
 
     num_tokens: int
     num_grid_tokens: int
@@ -23,13 +24,14 @@ class PlanForm(NamedTuple):
     block_size: int | None = None
     has_row_masks: bool = False
     is_shared: bool = True
+    pooled_tail: bool = False
 
 
 def expected_implementation(
     hardware: Hardware, dtype: torch.dtype, head_dim: int, plan: PlanForm, skip_threshold: float = 0.0
 ) -> str:
     """Return the BlockSparseResult.implementation that `auto` leads to; the rules are those of `refusal` in api.py."""
-    if _triton_refuses(hardware, dtype, head_dim, plan):
+    if plan.pooled_tail or _triton_refuses(hardware, dtype, head_dim, plan):
         return "reference"
     if skip_threshold:
         return "triton"

@@ -48,6 +48,8 @@ ALONE = [
     (STA, {"skip_threshold": -1e-3}, r"skip_threshold: expected a number in \[0, 1\), got -0.001"),
     (SKIP, {"skip_threshold": 1}, r"skip_threshold: expected a number in \[0, 1\), got 1.0"),
     (SKIP, {"dense_first_steps": -1}, "dense_first_steps: expected 0 or more, got -1"),
+    (SKIP, {"tail": "pooled"}, "tail: every key is listed, .* leave it none, got pooled"),
+    (STA, {"tail": "pool"}, r"sliding_tile_attn\.tail: expected one of 'none', 'pooled', got 'pool'"),
     (VMOBA, {"skip_threshold": 0.1}, "V-MoBA computes every chunk by itself .* leave it 0, got 0.1"),
     (VSA, {"sparsty": 0.5}, "unknown option 'sparsty'. Did you mean 'sparsity'"),
     (VSA, {1: 0.5}, "unknown option 1|expected text keys, got 1"),
