@@ -43,6 +43,7 @@ from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, t
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.expected import expected_implementation as expected_kernel
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
 from diffusion_runtime.startup.importing import import_failure
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -217,13 +218,14 @@ class SparseBackend(ImportingBackend):
         if tile == RASTER or tile != layout.tile or self.dense_reason(call) is not None:
             return None
         geometry = tiles_of(call, tile)
-        if not geometry.is_identity or not takes_packed_rows(call.q, geometry, geometry, layout.num_grid_tokens):
+        pools = call.options.tail == "pooled"
+        if not geometry.is_identity or not takes_packed_rows(call.q, geometry, geometry, layout.num_grid_tokens, pools):
             return None
         return TokenBlocks(geometry, layout.num_grid_tokens, text_lengths_of(call), self.averaged(call))
 
-    def averaged(self, call: AttentionCall) -> Averaged:  # noqa: ARG002
-        """Return the tensors whose tile means the planner reads."""
-        return "none"
+    def averaged(self, call: AttentionCall) -> Averaged:
+        """Return the tensors whose tile means the planner or a pooled tail reads; `none`, `qk` or `qkv`."""
+        return "qkv" if call.options.tail == "pooled" else "none"
 
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
@@ -252,8 +254,10 @@ class SparseBackend(ImportingBackend):
         plan: SparsePlan,
         branch: PooledBranch | None = None,
         packed: PackedTokens | None = None,
+        means: BlockMeans | None = None,
     ) -> AttentionResult:
-        """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them."""
+        """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them.
+        means: of its key blocks, from planners that have them for a pooled tail."""
         given = call.packed
         if packed is None and given is not None and given.q_geometry is plan.q and given.kv_geometry is plan.kv:
             packed = given
@@ -267,6 +271,7 @@ class SparseBackend(ImportingBackend):
             return_lse=call.return_lse,
             branch=branch,
             packed=packed,
+            means=means,
             skip_threshold=threshold,
         )
         implementation = _said_of_kernel(result.implementation, threshold, plan.pooled_tail)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -38,6 +38,7 @@ from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
 from diffusion_runtime.kernels.highest_blocks import highest
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
@@ -162,9 +163,12 @@ class VideoSparseBackend(SparseBackend):
             _logger.warning("%s", self._without_gate(call.options))
         means, packed = _read_tokens(call)
         text = _text_means(call)
-        plan, coarse = self.select_tiles(call, means, text)
+        # Without a gate nothing reads the coarse attention's values.
+        of_coarse = means if call.gate is not None else replace(means, v=None)
+        plan, coarse = self.select_tiles(call, of_coarse, text)
         branch = None if coarse.pooled is None or call.gate is None else PooledBranch(coarse.pooled, call.gate)
-        return _with_text(self.run_sparse(call, plan, branch, packed), call, text, coarse)
+        of_tail = None if means.v is None else BlockMeans(means.k, means.v)
+        return _with_text(self.run_sparse(call, plan, branch, packed, of_tail), call, text, coarse)
 
     def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
@@ -190,17 +194,19 @@ class VideoSparseBackend(SparseBackend):
 
 
 def _averaged(call: AttentionCall) -> Averaged:
-    return "qk" if call.gate is None else "qkv"
+    return "qk" if call.gate is None and call.options.tail == "none" else "qkv"
 
 
 def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
-    """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
+    """The means of all tiles, those of values where there is a gate or a pooled tail, and from the same pass the
+    kernel's rows."""
     geometry = tiles_of(call, call.options.tile_size)
     if call.packed is not None and call.packed.q_geometry is geometry:
         return _means_of(call.packed), call.packed
-    num_grid_tokens = call.grid_layout.num_grid_tokens
-    if not reads_packed_rows(call.q, call.k, call.v, geometry, geometry, num_grid_tokens):
-        return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
+    num_grid_tokens, averaged = call.grid_layout.num_grid_tokens, _averaged(call)
+    pools = call.options.tail == "pooled"
+    if not reads_packed_rows(call.q, call.k, call.v, geometry, geometry, num_grid_tokens, pools):
+        return tile_means(call.q, call.k, call.v if averaged == "qkv" else None, geometry), None
     packed = pack_tokens(
         call.q,
         call.k,
@@ -209,7 +215,7 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
         geometry,
         num_grid_tokens=num_grid_tokens,
         text_lengths=text_lengths_of(call),
-        averaged=_averaged(call),
+        averaged=averaged,
     )
     return _means_of(packed), packed
 

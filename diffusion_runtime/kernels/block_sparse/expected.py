@@ -31,7 +31,7 @@ def expected_implementation(
     hardware: Hardware, dtype: torch.dtype, head_dim: int, plan: PlanForm, skip_threshold: float = 0.0
 ) -> str:
     """Return the BlockSparseResult.implementation that `auto` leads to; the rules are those of `refusal` in api.py."""
-    if plan.pooled_tail or _triton_refuses(hardware, dtype, head_dim, plan):
+    if _triton_refuses(hardware, dtype, head_dim, plan):
         return "reference"
     if skip_threshold:
         return "triton"
@@ -39,7 +39,7 @@ def expected_implementation(
     if plan.has_row_masks:
         is_gathered = not has_text and plan.is_shared and plan.num_key_blocks <= MAXIMUM_BLOCKS
         return "gathered" if is_gathered else "triton"
-    if has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
+    if plan.pooled_tail or has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
         return "triton"
     if not flash4.serves(hardware) or dtype not in flash4.DTYPES or head_dim not in flash4.HEAD_SIZES:
         return "triton"
