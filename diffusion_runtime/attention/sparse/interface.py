@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +29,7 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
-from diffusion_runtime.attention.schedule import DenseRule
+from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
 from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.core.block_geometry import BlockGeometry
@@ -102,6 +103,32 @@ class SparseOptions:
         return tuple(rule for rule in rules if rule.holds(layer, step, num_tokens))
 
 
+@dataclass(frozen=True)
+class ScheduledOptions(SparseOptions):
+    """Options of a method that leaves steps and layers dense. dense_first_steps: steps that leave nothing out.
+    dense_layers: layers that leave nothing out, as indexes or as ranges such as `0-1,-1`; none by default."""
+
+    dense_first_steps: int = field(default=0, kw_only=True)
+    dense_layers: int | str | tuple[int | str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_first_steps < 0:
+            raise ValueError(f"dense_first_steps must be 0 or more, got {self.dense_first_steps}")
+        _ = self._layer_rules
+
+    @cached_property
+    def _layer_rules(self) -> tuple[DenseRule, ...]:
+        # No layer: no ranges at all would mean every one.
+        if self.dense_layers == ():
+            return ()
+        return (DenseRule("dense_layers", Window(layers=IndexRanges.parse(self.dense_layers, "dense_layers"))),)
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        option = f"dense_first_steps {self.dense_first_steps}"
+        return (*dense_first_steps(self.dense_first_steps, option), *self._layer_rules)
+
+
 class SparseBackend(ImportingBackend):
     """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
 
@@ -158,7 +185,7 @@ class SparseBackend(ImportingBackend):
 
     def plan_form(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
         """Return the form of a sparse call's plan: in equal tiles where `tile_of` names them and they fit the grid."""
-        tile, num_tokens, num_grid = self.tile_of(options), layout.num_tokens, layout.num_grid_tokens
+        tile, num_tokens, num_grid = self.tile_of(options, layout.grid), layout.num_tokens, layout.num_grid_tokens
         if tile == RASTER:
             return PlanForm(num_tokens, num_grid, 1)
         sizes = [min(extent, size) for extent, size in zip(layout.grid, tile, strict=True)]
@@ -186,15 +213,15 @@ class SparseBackend(ImportingBackend):
         implementation = expected_implementation(form.dense.backend, inner)
         return None if implementation is None else _said_of_dense(form.dense, implementation, reason)
 
-    def tile_of(self, options: Any) -> Extent:  # noqa: ARG002
-        """The tiles that are the blocks of every plan with these options; of other methods, raster order."""
+    def tile_of(self, options: Any, grid: Extent) -> Extent:  # noqa: ARG002
+        """The tiles that are the blocks of every plan of a grid with these options; of other methods, raster order."""
         return RASTER
 
     def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:
         is_small = layout.num_grid_tokens < options.min_tokens
         if is_small or self.keeps_everything(options, layout, layer) is not None:
             return None
-        return self.tile_of(options)
+        return self.tile_of(options, layout.grid)
 
     def expected_density(
         self, options: Any, layout: TokenLayout | None, layer: LayerInfo, step: StepInfo
@@ -214,7 +241,8 @@ class SparseBackend(ImportingBackend):
     def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:
         """Return the blocks of a sparse call whose tokens are in the order of the method's tiles; None for any
         other."""
-        tile, layout = self.tile_of(call.options), check_grid(self.name, call)
+        layout = check_grid(self.name, call)
+        tile = self.tile_of(call.options, layout.grid)
         if tile == RASTER or tile != layout.tile or self.dense_reason(call) is not None:
             return None
         geometry = tiles_of(call, tile)
