@@ -31,7 +31,6 @@ LONGEST = (
     "cli/test_doctor.py",
     "batches/test_batch.py",
     "models/test_tensor_parallel.py",
-    "models/test_compiled_families.py",
     "parallel/test_exchanges.py",
     "test_embedded_model.py",
     "test_documentation_site.py",

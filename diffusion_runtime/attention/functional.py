@@ -28,7 +28,7 @@ from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention
 from diffusion_runtime.attention.opaque_plan import PLANNERS, opaque_plan, recorded_plan
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, Resolved, resolve_decision, select
-from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.options import build_options
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
@@ -278,6 +278,7 @@ def _method_of(backend: str) -> tuple[str, bool, str]:
         found = None
     if not isinstance(found, SparseBackend):
         return backend, False, "none"
+    assert issubclass(found.options_type, SparseOptions), "as SparseBackend asks for"
     return found.name, found.masks_rows, found.options_type.tail
 
 
