@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -17,18 +18,28 @@ _KEY = "optimized_attention_override"
 
 class Override:
     """What ComfyUI calls in place of its attention function. attention: as of AttentionChoice. calls: by role and what
-    computed them."""
+    computed them; of several names, the first one that takes a call."""
 
     def __init__(self, attention: Mapping[str, Any]) -> None:
-        from diffusion_runtime.attention.config import AttentionConfig
+        from diffusion_runtime.attention.backends.registry import find_backend
+        from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 
         if attention.get("schedule"):
             raise ValueError("attention: ComfyUI does not say which layer calls; leave the schedule out")
         # Names and options are checked here, before a sampler runs.
         AttentionConfig.parse(dict(attention))
-        self._default = attention.get("default")
-        self._per_role = attention.get("per_role", {})
+        given = {"": attention.get("default"), **attention.get("per_role", {})}
+        self._specs = {role: AttentionSpec.parse(spec) for role, spec in given.items() if spec is not None}
         self.calls: Counter[tuple[str, str]] = Counter()
+        self._taken: dict[Hashable, str] = {}
+        for spec in self._specs.values():
+            for name in spec.candidates:
+                backend = find_backend(name)
+                if backend is not None and backend.capability.needs_grid:
+                    raise ValueError(
+                        f"attention: {name} needs the grid of the tokens, which ComfyUI does not tell; choose a dense "
+                        "backend, such as torch_sdpa"
+                    )
 
     def __call__(
         self,
@@ -48,26 +59,41 @@ class Override:
 
         Raises BackendUnavailableError and ConfigError.
         """
-        from diffusion_runtime.attention import attention
-
         q_rows, k_rows, v_rows = (_rows(each, heads, q, is_split=skip_reshape) for each in (q, k, v))
         role = "self" if q_rows.shape[1] == k_rows.shape[1] else "cross"
-        spec = self._per_role.get(role, self._default)
+        spec = self._specs.get(role, self._specs.get(""))
         if spec is None or more.get("low_precision_attention") is False:
             self.calls[role, "ComfyUI's own"] += 1
             shaped = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
             return function(q, k, v, heads, mask=mask, attn_precision=attn_precision, **shaped, **more)
-        out = attention(
-            q_rows,
-            k_rows,
-            v_rows,
-            backend=spec["backend"],
-            options=spec.get("extra"),
-            mask=_mask(mask, q_rows),
-            scale=more.get("scale"),
-        )
-        self.calls[role, spec["backend"]] += 1
+        name, out = self._computed(role, spec, q_rows, k_rows, v_rows, _mask(mask, q_rows), more.get("scale"))
+        self.calls[role, name] += 1
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+    def _computed(
+        self,
+        role: str,
+        spec: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> tuple[str, torch.Tensor]:
+        """Return the name of the backend that took a call, and its output. Raises as `attention` does."""
+        from diffusion_runtime.attention import attention
+        from diffusion_runtime.attention.config import AttentionSpec
+        from diffusion_runtime.errors import BackendUnavailableError
+
+        kind = role, q.shape, k.shape, v.shape, q.dtype, mask is None
+        for name in (self._taken[kind],) if kind in self._taken else spec.candidates:
+            with contextlib.suppress(BackendUnavailableError):
+                own = AttentionSpec(name, spec.options_for(name))
+                out = attention(q, k, v, backend=own, mask=mask, scale=scale)
+                self._taken[kind] = name
+                return name, out
+        # `auto`, or names of which none takes the call: this raises, with the reasons of all.
+        return spec.name, attention(q, k, v, backend=spec, mask=mask, scale=scale)
 
     def report(self) -> str:
         """Return the calls so far, one line for each role and backend."""
@@ -137,4 +163,7 @@ class AttentionReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, attached: Override, latent: Any) -> io.NodeOutput:
-        return io.NodeOutput(latent, attached.report())
+        report = attached.report()
+        # ComfyUI keeps the attached model from one run of a workflow to the next.
+        attached.calls.clear()
+        return io.NodeOutput(latent, report)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import torch
-from comfy_api.latest import ComfyAPISync, InputImpl, io
+from comfy_api.latest import InputImpl, io
 from PIL import Image
 
 from .server_calls import KEY_VARIABLE, Address, made
@@ -70,7 +70,7 @@ class AttentionChoice(io.ComfyNode):
     def execute(
         cls, every_role: str, self_attention: str, self_options: str, cross_attention: str, schedule: str
     ) -> io.NodeOutput:
-        options, rules = parsed("self_options", self_options), parsed("schedule", schedule)
+        options, rules = parsed("self_options", self_options, dict), parsed("schedule", schedule, list)
         roles: dict[str, Any] = {"self": self_attention, "cross": cross_attention}
         per_role = {role: {"backend": name} for role, name in roles.items() if name}
         if options:
@@ -81,12 +81,17 @@ class AttentionChoice(io.ComfyNode):
         return io.NodeOutput({name: value for name, value in whole.items() if value})
 
 
-def parsed(name: str, text: str) -> Any:
+def parsed(name: str, text: str, kind: type[Any]) -> Any:
     """Return the value of a JSON text, None for an empty one. Raises ValueError that names the input."""
+    if not text.strip():
+        return None
     try:
-        return json.loads(text) if text.strip() else None
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{name}: expected JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: expected {'{...}' if kind is dict else '[...]'}, got {text.strip()[:80]}")
+    return value
 
 
 def _request_inputs() -> list[Any]:
@@ -133,21 +138,17 @@ def request_of(
     values = {name: value for name, value in named.items() if value}
     if guidance >= 0:
         values["guidance_scale"] = guidance
-    return {"prompt": prompt, "seed": seed, **values, **(parsed("more", more) or {})}
+    return {"prompt": prompt, "seed": seed, **values, **(parsed("more", more, dict) or {})}
 
 
 def _made(server: Address, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Make a job with ComfyUI's progress bar and interrupt."""
     from comfy.model_management import throw_exception_if_processing_interrupted
 
-    progress = ComfyAPISync().execution
-    return made(
-        server,
-        path,
-        body,
-        lambda percent: progress.set_progress(percent, 100),
-        throw_exception_if_processing_interrupted,
-    )
+    # The V3 interface has a call for it too (ComfyAPISync), which ComfyUI 0.3.64 offers without its `execution`.
+    from comfy.utils import ProgressBar
+
+    return made(server, path, body, ProgressBar(100).update_absolute, throw_exception_if_processing_interrupted)
 
 
 class GenerateImage(io.ComfyNode):

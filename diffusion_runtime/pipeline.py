@@ -148,7 +148,8 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = self._opened(requests)
-            if len(batch) > 1 and (settings.decides_per_sample or settings.pieces or len(settings.segments) > 1):
+            is_apart = settings.decides_per_sample or settings.pieces or len(settings.segments) > 1
+            if len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared)):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
@@ -161,6 +162,7 @@ class Pipeline:
             run = self._begun(*self._opened([request]))
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
+                run, read = run.with_known_length(clock)
                 if len(run.settings.segments) > 1:
                     made: list[torch.Tensor] = []
                     stream = segment_frames(run, run.read_prompts(clock), self.decoder, clock, made)
@@ -168,7 +170,7 @@ class Pipeline:
                     for _ in stream.chunks:
                         pass
                     return torch.cat(made, dim=2)
-                latents, _ = run.denoise(clock)
+                latents, _ = run.denoise(clock, read)
                 run.participants.after_denoising(run.recorder)
         return latents
 
@@ -298,7 +300,10 @@ class Pipeline:
         """Begin the run and the report of a resolved batch, with what is known before it is computed."""
         participants = self.parts.participants(self.device)
         recorder = AttentionRecorder(counts_density=self.hooks.counts_density)
-        note_remarks((*self._remarks, *remarks), batch, settings, self.rules, self.mesh, recorder)
+        for remark in (*self._remarks, *remarks):
+            recorder.note(remark)
+        if not self.rules.leaves_length_open(settings.shared):
+            note_remarks(batch, settings, self.rules, self.mesh, recorder)
         participants.begin(recorder)
         return BatchRun(
             parts=self.parts,
@@ -331,9 +336,10 @@ class Pipeline:
         made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
 
         def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
+            asked = [_differing(before, request) for before, request in zip(batch, run.batch, strict=True)]
             return [
-                {**self.recipe, "request": request.recorded(), **made, "notes": list(notes)}
-                for request, notes in zip(batch, prompts.notes, strict=True)
+                {**self.recipe, "request": request.recorded(), **made, **own, "notes": list(notes)}
+                for request, own, notes in zip(run.batch, asked, prompts.notes, strict=True)
             ]
 
         if settings.pieces:
@@ -341,10 +347,12 @@ class Pipeline:
             load_timings, self._load_timings = self._load_timings, {}
             return [dataclasses.replace(made_of, timings={**load_timings, **made_of.timings})]
         with run.guarded():
+            run, read = run.with_known_length(clock)
+            settings = run.settings
             is_whole, latents = len(settings.segments) == 1, torch.empty(0)
             moved: Mapping[str, float] = {}
             if is_whole:
-                latents, prompts = run.denoise(clock)
+                latents, prompts = run.denoise(clock, read)
                 moved = participants.after_denoising(recorder)
             else:
                 prompts = run.read_prompts(clock)
@@ -357,7 +365,7 @@ class Pipeline:
                 sink = None if open_sink is None else functools.partial(open_sink, 0)
                 clips[0] = decode_frames(stream, settings.size.fps, recipes[0], sink), None
             # One after the other: the decoder's activations are what needs the most memory.
-            for index, request in enumerate(batch if is_whole else ()):
+            for index, request in enumerate(run.batch if is_whole else ()):
                 if cancellations.is_wanted(index):
                     with clock.stage("decode", 1, index) as done:
                         sample = latents[index : index + 1]
@@ -380,6 +388,13 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
+
+
+def _differing(asked: GenerationRequest, made: GenerationRequest) -> dict[str, Any]:
+    """Return what a recipe holds of a request that was made as another one: the values of it that differ."""
+    before, after = asked.recorded(), made.recorded()
+    differing = {name: value for name, value in before.items() if value != after[name]}
+    return {"asked": differing} if differing else {}
 
 
 def _preset_recipe(rules: RequestRules, settings: BatchSettings) -> dict[str, str]:

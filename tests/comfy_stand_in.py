@@ -92,18 +92,21 @@ def load(recorded: Recorded) -> ModuleType:
     }
     node = type("ComfyNode", (), {})
     io = SimpleNamespace(ComfyNode=node, Schema=Schema, NodeOutput=NodeOutput, Custom=_type, **types_of)
-    execution = SimpleNamespace(set_progress=lambda value, most: recorded.progress.append((value, most)))
     latest: Any = types.ModuleType("comfy_api.latest")
     latest.io, latest.ComfyExtension = io, type("ComfyExtension", (), {})
-    latest.ComfyAPISync = lambda: SimpleNamespace(execution=execution)
     latest.InputImpl = SimpleNamespace(VideoFromFile=VideoFromFile)
     management: Any = types.ModuleType("comfy.model_management")
     management.throw_exception_if_processing_interrupted = recorded.check
+    utils: Any = types.ModuleType("comfy.utils")
+    utils.ProgressBar = lambda most: SimpleNamespace(
+        update_absolute=lambda value: recorded.progress.append((value, most))
+    )
     sys.modules |= {
         "comfy_api": types.ModuleType("comfy_api"),
         "comfy_api.latest": latest,
         "comfy": types.ModuleType("comfy"),
         "comfy.model_management": management,
+        "comfy.utils": utils,
     }
     spec = importlib.util.spec_from_file_location("comfy_nodes_under_test", FOLDER / "__init__.py")
     assert spec is not None

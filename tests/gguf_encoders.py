@@ -35,6 +35,8 @@ def language_tensors(arch: MODEL_ARCH, state: Mapping[str, torch.Tensor], config
     for name, tensor in state.items():
         if arch is MODEL_ARCH.T5ENCODER and name == "encoder.embed_tokens.weight":
             continue
+        if name.endswith("layer_scalar"):
+            name += ".weight"
         given = "model." + name.removeprefix("model.").removeprefix("language_model.") if "layers." in name else name
         found = names.get_name(given, try_suffixes=(".weight", ".bias"))
         assert found is not None, name

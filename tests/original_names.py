@@ -5,9 +5,14 @@ The names are written out here, apart from those that the runtime reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+
+from diffusion_runtime.weights.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.weights.level_list_names import level_list_names, vocoder_names
+from diffusion_runtime.weights.lora.names import LoraNames, Rows
 
 Tensors = dict[str, torch.Tensor]
 # diffusers' converters take this width for granted.
@@ -374,6 +379,74 @@ def converted(family: str, tensors: Tensors) -> Tensors:
 
     result: Tensors = getattr(single_file_utils, ORIGINALS[family][1])(dict(tensors))
     return result
+
+
+def as_authors(tensors: Tensors, names: LoraNames) -> Tensors:
+    """A transformer by diffusers' names, as its authors call and fuse its modules; what they call alike stays. The
+    runtime's table backwards: what it makes of the authors' names is compared with diffusers' converters (ORIGINALS).
+    """
+    made, rest = {}, dict(tensors)
+    several = {theirs: (rows,) if isinstance(rows, str) else rows for theirs, rows in names.originals.items()}
+    # What is fused comes first: some tables have names of the parts as well.
+    for theirs, targets in sorted(several.items(), key=lambda each: -len(each[1])):
+        parts = [Rows(each) if isinstance(each, str) else each for each in targets]
+        pattern = re.escape(parts[0].module).replace(r"\{\}", r"(\d+)") + r"(\.weight|\.bias|)"
+        for name in list(rest):
+            found = re.fullmatch(pattern, name)
+            block, leaf = (found[1] if found.re.groups > 1 else "", found[found.re.groups]) if found else ("", None)
+            placed = [part.at(block) for part in parts]
+            if leaf is None or not all(f"{part.module}{leaf}" in rest for part in placed):
+                continue
+            if sum(1 / part.of for part in placed) != len({part.module for part in placed}):
+                # Some rows of a module, whose others have a name of their own.
+                continue
+            chunks = [rest[f"{part.module}{leaf}"].chunk(part.of)[part.index] for part in placed]
+            made[f"{theirs.replace('{}', block)}{leaf}"] = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+            for module in {part.module for part in placed}:
+                del rest[f"{module}{leaf}"]
+    return made | rest
+
+
+def as_ldm(tensors: Tensors, *, counts_backwards: bool = True) -> Tensors:
+    """The names and shapes of ae.safetensors: attention is a convolution of one pixel there."""
+    names = {
+        theirs: ours for ours, theirs in _latent_diffusion_names(tensors, counts_backwards=counts_backwards).items()
+    }
+    return {
+        names[name]: tensor[..., None, None].contiguous() if ".attentions." in name and tensor.dim() == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    return {theirs: tensors[ours] for theirs, ours in names.items()}
+
+
+# Of autoencoders and vocoders, by their class in diffusers; the others have diffusers' names in ComfyUI's files too.
+AUTOENCODERS: Mapping[str, Callable[[Tensors], Tensors]] = {
+    "AutoencoderKL": as_ldm,
+    "AutoencoderKLFlux2": as_ldm,
+    "AutoencoderKLHunyuanVideo15": lambda tensors: as_ldm(tensors, counts_backwards=False),
+    **dict.fromkeys(
+        ("AutoencoderKLWan", "AutoencoderKLQwenImage"), lambda tensors: _renamed(tensors, _causal_names(tensors))
+    ),
+    **dict.fromkeys(
+        ("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLLTX2Audio"),
+        lambda tensors: _renamed(tensors, level_list_names(tensors)),
+    ),
+    **dict.fromkeys(("LTX2Vocoder", "LTX2VocoderWithBWE"), lambda tensors: _renamed(tensors, vocoder_names(tensors))),
+}
+
+
+def encoder_as_comfyui(tensors: Tensors) -> Tensors:
+    """A text or image encoder by transformers' names, as ComfyUI's files hold it: without the levels around a language
+    model."""
+    made = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        name = re.sub(r"^(layers|embed_tokens|norm)\.", r"model.\1.", name)
+        made[name] = tensor
+    return made
 
 
 def flux1_as_authors(tensors: Tensors) -> Tensors:

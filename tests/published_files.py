@@ -9,6 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from original_names import as_authors
+
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.models.published import model_of_name
@@ -18,14 +21,23 @@ from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 
 
 def write_transformer_file(
-    path: Path, name: str, metadata: Mapping[str, str] = MappingProxyType({}), *, rank: int | None = None
+    path: Path,
+    name: str,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    *,
+    rank: int | None = None,
+    by_authors: bool = False,
 ) -> Path:
     """A safetensors file of zeros with the tensors of a published model's transformer; returns `path`. rank: of the
-    modulations of MiniMax-H3, in pruned files."""
+    modulations of MiniMax-H3, in pruned files. by_authors: whether it has its authors' names instead of diffusers'."""
     folder = _folder(name)
-    model = family_for_folder(folder).describe(folder)
+    family = family_for_folder(folder)
+    model = family.describe(folder)
     model.build_transformer(AttentionPolicy())
     shapes = dict(model.weights.expected("transformer").shapes)
+    if by_authors:
+        empty = {each: torch.empty(shape, device="meta") for each, shape in shapes.items()}
+        shapes = {each: tuple(made.shape) for each, made in as_authors(empty, family.weights.lora_names).items()}
     if rank is not None:
         shapes = {each: shape for each, shape in shapes.items() if "time_embedder" not in each}
         modulations = [

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 from cli_support import process_environment
 
+from diffusion_runtime.serving.engine_process import CONFIG_FILE, ENGINE
+
 # A small clip of the embedded model: 0.3 s of a core.
 SMALL = {"size": "64x64", "num_frames": 5, "num_inference_steps": 2}
 # A bound on hangs, not on speed.
@@ -73,15 +75,37 @@ class RunningServer:
         with self.client() as http:
             wait_for(lambda: http.get("/health").status_code == 200)
 
+    @property
+    def is_on_ray(self) -> bool:
+        return "--ray" in SERVE_WITH
+
     def engine_pids(self) -> list[int]:
-        """The children of the server."""
+        """The children of the server; on a Ray cluster of this machine the engines of its storage, which are not."""
         assert self.process is not None
+        if self.is_on_ray:
+            return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._is_engine(pid)]
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(each) for each in children]
+
+    def _is_engine(self, pid: int) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if ENGINE in words:
+                given = json.loads((Path(words[words.index(ENGINE) + 1]) / CONFIG_FILE).read_text())
+                return bool(given["storage"] == str(self.storage))
+        return False
 
     def engine_pid(self) -> int:
         """The first child of the server, the only one where it has one replica."""
         return self.engine_pids()[0]
+
+    def rank_pids(self) -> list[int]:
+        """The processes of an engine of several: children of a launcher, or one in each bundle of a Ray cluster."""
+        if self.is_on_ray:
+            return sorted(self.engine_pids())
+        launcher = self.engine_pid()
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(pid) for pid in children]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,8 @@ from diffusion_runtime.errors import (
     ModelLoadError,
     RequestError,
 )
-from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading import inspect_pipeline, native_model, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 
 # A backend that no CPU has.
 UNAVAILABLE = "fa"
@@ -257,6 +260,39 @@ def test_an_unsupported_class_is_named(tiny_wan_copy: Callable[[], Path]) -> Non
     path.write_text(path.read_text().replace("WanTransformer3DModel", "MochiTransformer3DModel"))
     with pytest.raises(DiffusionRuntimeError, match=r"MochiTransformer3DModel.*Supported: .*--backend diffusers"):
         load_pipeline(str(folder), device="cpu", backend="native")
+
+
+class _Replies:
+    """A world of one rank: rank 0 answers, another reads the answers in the order in which they were given."""
+
+    place = SimpleNamespace(local_world_size=2)
+
+    def __init__(self, given: list[str] | None = None) -> None:
+        self.is_first = given is None
+        self.texts: list[str] = [] if given is None else given
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        if not self.is_first:
+            return self.texts.pop(0)
+        self.texts.append(make())
+        return self.texts[-1]
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_ranks_plan_alike_whatever_each_finds_free(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that plans where another does not asks the first one once more, and may decode in tiles alone."""
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+    requests = [prepared.rules.resolve(GenerationRequest("a red circle", height=32, width=32, num_frames=5))]
+    plans, texts = [], list[str]()
+    for rank in range(2):
+        monkeypatch.setattr(native_model, "may_exceed_the_machine", lambda _, rank=rank: answer == (rank == 0))
+        world: Any = _Replies(None if rank == 0 else texts)
+        planned = dataclasses.replace(prepared, world=world).planned_to_load(requests)
+        texts = list(world.texts)
+        plans.append((planned.description.memory is None, planned.description.config.vae_tiling))
+    assert plans == [(not answer, "auto")] * 2
+    assert not texts
 
 
 # --- a fresh process --------------------------------------------------------------------------------------------------

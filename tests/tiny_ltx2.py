@@ -74,6 +74,8 @@ def write_tiny_ltx2(
             vocoder=_extended_vocoder() if is_ltx23 else _vocoder(),
         )
         decoder = _diffusion_decoder() if is_ltx25 else None
+        if is_ltx25:
+            pipeline.register_modules(duration_head=_duration_head())
     pipeline.save_pretrained(folder)
     if decoder is not None:
         # No pipeline of diffusers loads it with the others; the published folder has it all the same.
@@ -279,6 +281,28 @@ def _diffusion_decoder() -> Any:
     )
     model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
     model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))
+    return model.eval()
+
+
+def _duration_head() -> Any:
+    """A length of a second or two, which differs between prompts."""
+    import torch
+    from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
+
+    model = LTX2DurationHead(
+        video_cross_attention_dim=32,
+        audio_cross_attention_dim=16,
+        pooler_hidden_dim=16,
+        num_queries=2,
+        num_pooler_heads=2,
+        mlp_hidden_dim=8,
+    )
+    with torch.no_grad():
+        # Sharp attention, else a few words among a thousand learned tokens would hardly count.
+        model.attention_pooler.query_tokens.mul_(100.0)
+        model.attention_pooler.to_k.weight.mul_(100.0)
+        model.mlp_out.weight.mul_(30.0)
+        model.mlp_out.bias.fill_(0.7)
     return model.eval()
 
 

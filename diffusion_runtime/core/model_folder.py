@@ -76,7 +76,8 @@ class ModelFolder:
     see the same content. `folder / name` is a path inside it. downloads_gb: of a published model, of each component
     whose weights are still on the hub, in 10 ** 9 bytes; None where all are here. parts: where components are that come
     from elsewhere. is_packaged: whether the json is this package's own. modular: its modular index, where that counts,
-    in place of model_index.json. workflow: the mode it is opened for, None for the first one."""
+    in place of model_index.json. workflow: the mode it is opened for, None for the first one. absent: components that
+    its index names and that are not here."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class ModelFolder:
         is_packaged: bool = False,
         modular: ModularIndex | None = None,
         workflow: Workflow | None = None,
+        absent: frozenset[str] = frozenset(),
     ) -> None:
         self.path = path
         self.downloads_gb = downloads_gb
@@ -94,6 +96,7 @@ class ModelFolder:
         self.is_packaged = is_packaged
         self.modular = modular
         self.workflow = workflow
+        self.absent = absent
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
 
@@ -110,6 +113,10 @@ class ModelFolder:
         """Return the same folder opened for a workflow: its index names the components that take the place of
         others."""
         return self._copy(workflow=workflow)
+
+    def without(self, components: Iterable[str]) -> ModelFolder:
+        """Return the same folder with an index that does not name these components."""
+        return self._copy(absent=self.absent.union(components))
 
     def on_disk(self, components: Iterable[str]) -> list[str]:
         """Return the names that these components have in their repository, and those of components that others take
@@ -132,6 +139,7 @@ class ModelFolder:
             "parts": self.parts,
             "modular": self.modular,
             "workflow": self.workflow,
+            "absent": self.absent,
         }
         return ModelFolder(self.path, is_packaged=self.is_packaged, **{**kept, **changes})
 
@@ -159,6 +167,8 @@ class ModelFolder:
             self._contents[path] = _read(path)
             self._mappings[path] = _parse(path, self._contents[path])
         values = copy.deepcopy(self._mappings[path])
+        if names == (INDEX_FILE,):
+            values = {name: value for name, value in values.items() if name not in self.absent}
         return values if names != (INDEX_FILE,) or self.workflow is None else standing_in(self.workflow, values)
 
     @cached_property

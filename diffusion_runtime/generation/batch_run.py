@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.segments import Segment
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
 from diffusion_runtime.generation.participants import Participants
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
+from diffusion_runtime.generation.remarks import note_remarks
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -99,9 +102,31 @@ class BatchRun:
         self.participants.after_text()
         return prompts
 
-    def denoise(self, clock: StageClock) -> tuple[torch.Tensor, EncodedPrompts]:
-        """Encode the prompts and denoise the batch. Return clean latents, float32 [batch, *sample_shape]."""
-        prompts = self.read_prompts(clock)
+    def with_known_length(self, clock: StageClock) -> tuple[BatchRun, EncodedPrompts | None]:
+        """Return the run, and its prompts where they had to be encoded: of one request that leaves its length open the
+        run of the length that the model predicts. Raises what RequestRules.of_length raises."""
+        if not self.rules.leaves_length_open(self.settings.shared):
+            return self, None
+        (request,), prompts = self.batch, self.read_prompts(clock)
+        (seconds,) = prompts.conditions["cond"].seconds
+        if math.isnan(seconds):
+            raise DiffusionRuntimeError(
+                "num_frames: the predicted length is not a number (NaN): the weights of the duration head are damaged; "
+                "copy the model again, or set --num-frames"
+            )
+        made = self.rules.of_length(request, seconds)
+        self.recorder.note(
+            f"num_frames: {made.num_frames}, chosen for the prompt: a length of {seconds:.2f} s was predicted, and "
+            f"{request.min_seconds:g} to {request.max_seconds:g} s are asked for"
+        )
+        run = dataclasses.replace(self, batch=[made], settings=self.rules.settings(made))
+        note_remarks(run.batch, run.settings, self.rules, self.mesh, self.recorder)
+        return run, prompts
+
+    def denoise(self, clock: StageClock, prompts: EncodedPrompts | None = None) -> tuple[torch.Tensor, EncodedPrompts]:
+        """Encode the prompts, unless they are given, and denoise the batch. Return clean latents, float32 [batch,
+        *sample_shape]."""
+        prompts = self.read_prompts(clock) if prompts is None else prompts
         with clock.stage("denoise", self.settings.chunking.num_steps_of_video) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:

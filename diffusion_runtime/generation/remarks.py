@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
@@ -15,17 +15,13 @@ logger = logging.getLogger("diffusion_runtime")
 
 
 def note_remarks(
-    known: Iterable[str],
     batch: Sequence[GenerationRequest],
     settings: BatchSettings,
     rules: RequestRules,
     mesh: ProcessMesh,
     recorder: AttentionRecorder,
 ) -> None:
-    """Put what is known of resolved requests into the report, and warnings into the log. known: remarks of the model,
-    which were logged when it was loaded."""
-    for remark in known:
-        recorder.note(remark)
+    """Put what is known of resolved requests into the report, and warnings into the log."""
     if mesh.branch.size > 1 and not settings.guidance.is_guided:
         remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
         logger.warning(remark)

@@ -29,12 +29,13 @@ class _Axis:
     visible: torch.Tensor
 
     @classmethod
-    def of(cls, length: int, window: int, box: int, device: torch.device) -> _Axis:
-        window, size = min(window, length), min(box, length)
-        starts = tuple(min(start, length - size) for start in range(0, length, size))
+    def of(cls, num_queries: int, origin: int, length: int, window: int, box: int, device: torch.device) -> _Axis:
+        """Return the boxes of queries that are the tokens from `origin` on of an axis of `length` keys."""
+        window, size = min(window, length), min(box, num_queries)
+        starts = tuple(min(start, num_queries - size) for start in range(0, num_queries, size))
         num_keys = min(size + window - 1, length)
-        keys = tuple(min(max(start - window // 2, 0), length - num_keys) for start in starts)
-        queries = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)
+        keys = tuple(min(max(origin + start - window // 2, 0), length - num_keys) for start in starts)
+        queries = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device) + origin
         first = (queries - window // 2).clamp(0, length - window)[..., None]
         places = (torch.tensor(keys, device=device)[:, None] + torch.arange(num_keys, device=device))[:, None]
         return cls(size, num_keys, starts, keys, (places >= first) & (places < first + window))
@@ -47,13 +48,17 @@ def neighborhood_attention(
     window: tuple[int, int, int],
     *,
     scale: float | None = None,
+    origin: tuple[int, int, int] = (0, 0, 0),
     box: tuple[int, int, int] = BOX,
 ) -> torch.Tensor:
     """Return the attention of each token to its window. q, k, v and the result: [batch, frames, height, width, heads,
     head_dim]. window: in tokens; a longer one than the grid is the grid. scale: of the scores, None for 1 / sqrt(
-    head_dim)."""
+    head_dim). origin: place of the first query in the grid of the keys, where q is a part of it."""
     out = torch.empty_like(q)
-    frames, rows, columns = (_Axis.of(q.shape[1 + axis], window[axis], box[axis], q.device) for axis in range(3))
+    frames, rows, columns = (
+        _Axis.of(q.shape[1 + axis], origin[axis], k.shape[1 + axis], window[axis], box[axis], q.device)
+        for axis in range(3)
+    )
     side = torch.tensor(columns.keys, device=q.device)[:, None] + torch.arange(columns.num_keys, device=q.device)
     own = torch.tensor(columns.starts, device=q.device)[:, None] + torch.arange(columns.size, device=q.device)
     for frame, first_frame in enumerate(frames.starts):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
-from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
@@ -65,11 +64,6 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
         step_caches=StepCacheRules(read_polynomials(model.folder), needs_whole_passes=config.cuda_graphs == "on"),
         model_fields=model.used_fields | second.keys(),
         spectrum=read_spectrum(model.folder),
-        unread={
-            component: name
-            for component, name in model.family.files.unread.items()
-            if name and read_index(model.folder).get(component) not in (None, [None, None])
-        },
     )
 
 

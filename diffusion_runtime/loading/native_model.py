@@ -326,9 +326,11 @@ class PreparedModel:
     def planned_to_load(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         if self.description.memory is not None:
             return self
-        if not is_planned(self.description.config, self.device):
-            is_large = self.device.type in ("cpu", "mps") and may_exceed_the_machine(self.model)
-            return self.planned_for(requests) if is_large else self
+        is_of_machine = self.device.type in ("cpu", "mps")
+        if not is_planned(self.description.config, self.device) and not (
+            is_of_machine and self._may_exceed_the_machine()
+        ):
+            return self
         if self.world is None:
             return self.planned_for(requests)
         planned: list[PreparedModel] = []
@@ -340,6 +342,13 @@ class PreparedModel:
         # All processes decode alike, whatever is free on each device.
         choice = self.world.from_first(plan)
         return planned[0] if planned else self._with_tiling(choice).planned_for(requests)
+
+    def _may_exceed_the_machine(self) -> bool:
+        """Return the answer of the first process on all of them: what is free changes while they start, and processes
+        that plan apart may decode differently, each waiting for the other."""
+        if self.world is None:
+            return may_exceed_the_machine(self.model)
+        return self.world.from_first(lambda: "yes" if may_exceed_the_machine(self.model) else "no") == "yes"
 
     def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
         config, plan, device = self.description.config, self.description.memory, self.device

@@ -29,7 +29,7 @@ from diffusion_runtime.loading.native_model import Attending, PreparedModel, bui
 from diffusion_runtime.models.controlnet_folder import with_controlnet
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.lora_sources import waits_on_hub
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, has_weights
 from diffusion_runtime.models.part_files import check_sees, named_components, part_files, with_parts
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
@@ -152,6 +152,9 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     check_components(folder)
     files, parts, elsewhere = transformer_files(config), part_files(config), named_components(config)
     refuse_quantised_components(folder, elsewhere)
+    if files:
+        # Files of parts hold no optional ones.
+        folder = folder.without(each for each in family.files.optional if not has_weights(folder.path, each))
     folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere).without_downloads(elsewhere)
     folder = with_controlnet(folder, config.controlnet_path, family.files.controlnet_class, family.name)
     family.decoding.check_mode(config.vae_decode, family.name)

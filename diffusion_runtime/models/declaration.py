@@ -45,9 +45,9 @@ class FolderFormat:
     replaces; index_keys: keys that model_index.json may have in addition to components. diffusers_components: those
     that classes of diffusers compute; check_parts: reads the folder's other settings of them. controlnet_class: of
     diffusers, whose ControlNets its models take; None where they take none. unread: further components and folders that
-    a repository may have and that are neither read nor downloaded -> the request field that one would set, empty for
-    none. workflows: modes beside the first one, by the name that RuntimeConfig.workflow has -> component of the model
-    -> the component of the folder that takes its place.
+    a repository may have and that are neither read nor downloaded. optional: components that are read where the folder
+    has them, which models made of single files do without. workflows: modes beside the first one, by the name that
+    RuntimeConfig.workflow has -> component of the model -> the component of the folder that takes its place.
     """
 
     transformer_classes: tuple[str, ...]
@@ -55,7 +55,8 @@ class FolderFormat:
     diffusers_components: tuple[DiffusersComponent, ...]
     index_keys: tuple[str, ...] = ()
     controlnet_class: str | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     workflows: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     check_parts: Callable[[AnyFolder], object] = _nothing
 

@@ -455,7 +455,8 @@ def _joined_in(folder: AnyFolder, path: str) -> tuple[str, ...]:
 def _components(folder: AnyFolder, vae_decoder: str | None) -> list[str]:
     """Return the components whose weights are read; schedulers and tokenizers have no config.json. vae_decoder: of
     RuntimeConfig, which may name one that is not read otherwise."""
-    unread, entries = family_for_folder(folder).unread_components(vae_decoder), read_index(folder).items()
+    family, entries = family_for_folder(folder), read_index(folder).items()
+    unread = family.unread_components(vae_decoder).union(family.files.optional)
     return [
         name
         for name, entry in entries

@@ -26,6 +26,7 @@ from diffusion_runtime.untrusted.files import check_place, user_path
 from diffusion_runtime.untrusted.yaml_text import read_packaged_yaml
 from diffusion_runtime.weights.cached_folder import commit_of, snapshot_in
 from diffusion_runtime.weights.weight_files import (
+    COMPONENT_STEM,
     CONVERT,
     PICKLES,
     STEMS,
@@ -162,8 +163,8 @@ def open_workflow(path: Path, workflow: str | None) -> AnyFolder:
 def has_weights(folder: AnyFolder, component: str) -> bool:
     """Return whether all weight files of a component are there."""
     try:
-        find_weight_files(folder / component, STEMS[component_class(folder, component)[0]])
-    except (KeyError, ModelLoadError):
+        find_weight_files(folder / component, STEMS.get(component_class(folder, component)[0], COMPONENT_STEM))
+    except ModelLoadError:
         return False
     return True
 

@@ -82,6 +82,9 @@ def open_folder(
         raise ModelLoadError(f"{where}: key '_class_name': expected a modular pipeline of diffusers, got {shown(name)}")
     _refuse_code(folder.path, index)
     specifications = _specifications(where, index)
+    for component, value in index.items():
+        if _is_entry(value) and component not in specifications and value[2].get("pretrained_model_name_or_path"):
+            _logger.info("%s: %s is left out: the index names no class of it", folder, component)
     blocks = index.get("_blocks_class_name")
     if not isinstance(blocks, str | None):
         raise ModelLoadError(f"{where}: key '_blocks_class_name': expected a class of diffusers, got {shown(blocks)}")
@@ -195,18 +198,19 @@ def _refuse_code(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 def _specification(where: Path, key: str, value: object) -> tuple[list[str], Mapping[str, Any]] | None:
-    """Return ([library, class], where to load it from) of an entry; None for a value that is none, and for a component
-    that the pipeline is without. Raises ModelLoadError."""
+    """Return ([library, class], where to load it from) of an entry; None for a value that is none, for a component that
+    the pipeline is without, and for one without a class, which diffusers cannot load either. Raises ModelLoadError."""
     if key.startswith("_") or not isinstance(value, list) or not _is_entry(value):
         return None
     spec = value[2]
     hint = spec.get("type_hint")
     pair = list(value[:2]) if value[1] is not None else hint
-    if spec.get("pretrained_model_name_or_path") is None:
+    has_class = any(value[:2]) or (isinstance(pair, list) and any(pair))
+    if spec.get("pretrained_model_name_or_path") is None or not has_class:
         return None
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
         raise ModelLoadError(f"{where}: key {shown(key)}: expected [library, class name, ...], got {shown(value)}")
-    if pair[0] not in _LIBRARIES:
+    if pair[0] not in _LIBRARIES and not _is_of_pipeline(pair[0]):
         raise ModelLoadError(
             f"{where}: key {shown(key)}: {shown(pair[0])} is code that comes with the folder; only classes of "
             f"{' and '.join(_LIBRARIES)} are loaded"
@@ -216,6 +220,13 @@ def _specification(where: Path, key: str, value: object) -> tuple[list[str], Map
         if name not in known or (name != "type_hint" and not isinstance(given, str | None)):
             raise ModelLoadError(f"{where}: key {shown(key)}: {shown(name)}: {shown(given)} is unknown here")
     return pair, spec
+
+
+def _is_of_pipeline(library: str) -> bool:
+    """Return whether an index means classes in the folder of one of diffusers' pipelines, as of LTX-2's connectors."""
+    import diffusers
+
+    return library.isidentifier() and hasattr(getattr(diffusers.pipelines, library, None), "__path__")
 
 
 def _located(folder: Path, component: str, spec: Mapping[str, Any]) -> Path | HubPart:

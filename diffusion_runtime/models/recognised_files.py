@@ -18,6 +18,8 @@ from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.weight_summary import summarise_weights
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.json_text import parse_json
 from diffusion_runtime.weights.transformer_files import TransformerFile, open_tensor_file
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def recognise_transformer(path: Path) -> Recognised | None:
     with ExitStack() as stack:
         metadata = open_tensor_file(path, "model_path", stack).metadata
     hints = " ".join(str(metadata.get(key, ""))[:_MAX_HINT_CHARACTERS] for key in _NAMING_KEYS)
+    hints += f" {_model_type(metadata)}"
     if len(names) == 1:
         published = published_of(names[0])
         word = "" if published is None else published.told_by
@@ -75,11 +78,23 @@ def models_that_fit(path: Path) -> list[str]:
         config = read_json_in(place, "transformer", "config.json")
         key = str(config)
         if key not in tried:
-            is_of_family = family_for_folder(place).weights.lora_names.title in titles
+            theirs = family_for_folder(place).weights.lora_names
+            # Wan-Animate 2 has the tensors of Wan from images.
+            is_of_family = not {theirs.title, theirs.shares_names_of}.isdisjoint(titles)
             tried[key] = is_of_family and _has_width(config, sizes) and fits_transformer(path, place)
         if tried[key]:
             found.append(model.name)
     return found
+
+
+def _model_type(metadata: Mapping[str, Any]) -> str:
+    """Return the kind of transformer that ComfyUI's files name where the tensors of several models are alike: in
+    `config`, as JSON, {"transformer": {"model_type": "animate2"}}; empty for none."""
+    try:
+        found = parse_json(str(metadata.get("config", "{}")))["transformer"]["model_type"]
+    except (DocumentError, KeyError, TypeError):
+        return ""
+    return found[:_MAX_HINT_CHARACTERS] if isinstance(found, str) else ""
 
 
 def _has_width(config: Mapping[str, Any], sizes: Collection[int]) -> bool:

@@ -21,8 +21,10 @@ async function send(path, options = {}) {
       response = await fetch(path, { ...options, headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ServerError(0, { message: "the server does not answer" });
+      document.body.dataset.gone = "";
+      throw new ServerError(0, { message: "The server does not answer. Is it running? Try again when it is." });
     }
+    delete document.body.dataset.gone;
     if (response.ok) return response;
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new ServerError(response.status, body?.error);
@@ -103,7 +105,7 @@ export function watch(onchange) {
 
 export const sorted = () => [...jobs.values()].sort((one, other) => other.created_at - one.created_at || (other.order ?? 0) - (one.order ?? 0));
 
-let order = 0;
+let order = 0, oldest = 0;
 export function put(job) {
   jobs.set(job.id, { ...job, order: jobs.get(job.id)?.order ?? order++ });
   if (isOver(job)) previews.delete(job.id);
@@ -111,9 +113,21 @@ export function put(job) {
   if (!isOver(job)) ticking ??= setTimeout(tick, 300);
 }
 
-export async function refresh(limit = 30) {
-  const pages = await Promise.all(["videos", "images"].map((kind) => get(`v1/${kind}?limit=${limit}`)));
+export async function refresh() {
+  const pages = await Promise.all(["videos", "images"].map((kind) => get(`v1/${kind}?limit=30`)));
   for (const page of pages) for (const job of page.data.reverse()) put(job);
+}
+
+// All jobs of the storage, a hundred at a time.
+let whole = null;
+export function everything() {
+  return whole ??= Promise.all(["videos", "images"].map(async (kind) => {
+    for (let after = ""; after != null;) {
+      const page = await get(`v1/${kind}?limit=100${after && `&after=${after}`}`);
+      for (const job of page.data) if (!jobs.has(job.id)) jobs.set(job.id, { ...job, order: --oldest });
+      after = page.has_more ? page.last_id : null;
+    }
+  })).catch((error) => { whole = null; throw error; });
 }
 
 export async function discard(job) {

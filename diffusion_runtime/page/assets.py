@@ -21,6 +21,10 @@ _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=ut
 _COMPONENTS = ("dom.js", "plots.js", "players.js", "views.js", "single.js")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=const|function|async function|class)", re.MULTILINE)
+# Texts of a line; a text within another one's `${}`; punctuation of which blanks are no part.
+_TEXT = re.compile(r"""("(?:[^"\\]|\\.)*"|`[^`]*`)""")
+_NESTED_TEXT = re.compile(r"`[^`]*\$\{[^}]*`")
+_BLANKS = re.compile(r" ?(=>|===|!==|&&|\|\||\?\?|[=,:?{}()<>*;]) ?")
 # Pages of one file hold their clips as data: URLs, and reach nothing else.
 _SINGLE_POLICY = "default-src 'none'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
 
@@ -51,9 +55,16 @@ def _read(path: Path) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return a file without indentation and lines of comments: a tenth of its bytes. No text in it is of two lines."""
+    """Return a file without indentation, lines of comments, and blanks beside punctuation outside of texts: a sixth of
+    its bytes. No text in it is of two lines."""
     lines = (line.strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+    return "\n".join(_short_line(line) for line in lines if line and not line.startswith("//")) + "\n"
+
+
+def _short_line(line: str) -> str:
+    if _NESTED_TEXT.search(line):
+        return line
+    return "".join(part if at % 2 else _BLANKS.sub(r"\1", part) for at, part in enumerate(_TEXT.split(line)))
 
 
 def _short_style(text: str) -> str:

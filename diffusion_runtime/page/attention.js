@@ -35,6 +35,7 @@ function put({ roles, schedule }) {
 
 export function attentionView() {
   const state = parts(draft.attention), form = el("div.form"), found = el("div.report", { "aria-busy": "true" }), trouble = problem();
+  const roles = model.card.attention_roles.toSorted((one, other) => (other === "self") - (one === "self"));
   let timer = null, asked = 0;
   const changed = () => { put(state); draw(); clearTimeout(timer); timer = setTimeout(ask, WAIT); };
   async function ask() {
@@ -57,10 +58,10 @@ export function attentionView() {
   }
   function draw() {
     swap(form, 
-      ["", ...model.card.attention_roles].map((role) => picker(role || "every role", role, state.roles[role], (spec) => { state.roles[role] = spec; changed(); })),
-      el("h2", "Schedule"), el("p", "Rules above the choices by role; the first that holds decides. Draw over a map to add one."),
+      ["", ...roles].map((role) => picker(role || "every role", role, state.roles[role], (spec) => { state.roles[role] = spec; changed(); })),
+      el("h2", "Schedule"), el("p", "Other backends for some layers and steps. A rule comes before the choices above; the first that holds decides. Draw over a map to add one."),
       state.schedule.map((rule, at) => el("fieldset", el("legend", `Rule ${at + 1}`),
-        field("Role", choice([["", "every role"], ...model.card.attention_roles.map((role) => [role, role])], rule.role, (role) => { rule.role = role; changed(); }, { name: `role-${at}` })),
+        field("Role", choice([["", "every role"], ...roles.map((role) => [role, role])], rule.role, (role) => { rule.role = role; changed(); }, { name: `role-${at}` })),
         el("div.pair", ["steps", "layers"].map((name) => field(name === "steps" ? "Steps" : "Layers",
           el("input", { name: `${name}-${at}`, value: rule[name] ?? "", placeholder: "all", onchange: (event) => { rule[name] = event.target.value.trim(); changed(); } }), "0-3, -1: the last"))),
         picker("Backend", rule.role, rule, (spec) => { Object.assign(rule, { backend: "torch_sdpa", extra: {} }, spec); changed(); }, `rule-${at}`),

@@ -1,10 +1,10 @@
 // Compare: two to four results of one prompt, seed and size, under one clock; those that are missing are made here.
-import { bytes, isOver, jobs, pictureOf, problem, put, routeOf, sorted, source, watch } from "./api.js";
+import { bytes, everything, get, isOver, jobs, pictureOf, problem, put, routeOf, sorted, source, watch } from "./api.js";
 import { duration, el, say, swap } from "./dom.js";
 import { draft, fieldsOf, fromJob, model } from "./draft.js";
 import { choice, field } from "./inputs.js";
 import { BY_SERVER, attentionText, stateOf, submitted } from "./make.js";
-import { psnr } from "./players.js";
+import { likeness } from "./players.js";
 import { comparisonFigures, comparisonPlayers } from "./views.js";
 
 const MOST = 4, THRESHOLD = 0.1;
@@ -24,11 +24,12 @@ export function compareView(argument) {
         rows.slice(0, 40).map((job) => el("label.pick", el("input", { type: "checkbox", checked: chosen.includes(job.id), disabled: !chosen.includes(job.id) && chosen.length >= MOST,
           onchange: (event) => { if (event.target.checked) chosen.push(job.id); else chosen.splice(chosen.indexOf(job.id), 1); changed(); } }),
         el("span", base ? settingText(job) : `${job.prompt.slice(0, 60)}, seed ${job.seed}: ${settingText(job)}`, el("small", ` ${duration(job.inference_time_s)}`)))))
-        : el("p", "There is no result yet. Make one first."),
+        : el("div.empty", el("p", "There is no result yet. ", el("a", { href: "#make" }, "Make one"), ", then compare it here with the same prompt and seed under other settings.")),
       el("p", open.slice(0, 4).map((job) => `${settingText(job)}: ${stateOf(job)}`).join("; ")));
   }
   function changed() {
     drawList();
+    others.hidden = !first();
     const ready = chosen.filter((id) => jobs.get(id)?.status === "completed");
     if (ready.join() === now) return;
     now = ready.join();
@@ -49,8 +50,11 @@ export function compareView(argument) {
     if (chosen.length < MOST) chosen.push(job.id);
     changed();
   }
-  const others = el("div.form.row", field("The first one again, with the attention", attention), trouble.act("Make it", () => first() && make(), { class: "main" }));
+  const others = el("div.form.row", field("Make the first one again, with another attention", attention), trouble.act("Make it", make, { class: "main" }));
   changed();
+  // Older ones too, of which the address may speak.
+  const later = argument.split(",").filter((id) => !jobs.has(id));
+  trouble.attempt(async () => { await everything(); chosen.push(...later.filter((id) => jobs.has(id)).slice(0, MOST - chosen.length)); changed(); });
   const end = watch(changed);
   return { title: "Compare", node: el("div", list, others, trouble.node, shown), stop: () => { end(); stopped.abort(); } };
 }
@@ -70,14 +74,35 @@ async function compared(found, node, signal) {
   const tracks = await Promise.all(found.map((job) => latents(job)));
   doc.rows.forEach((row, at) => { if (at) Object.assign(row, distances(tracks[at], tracks[0])); });
   if (found.length > 1 && !tracks.every(Boolean)) doc.remarks.push("Distances by step need latents that were kept (return_latents), as of videos that this page has asked for.");
-  doc.remarks.push("PSNR: of the files, as this browser decodes them.");
+  doc.remarks.push("PSNR, SSIM (of blocks of 8 x 8 pixels) and mean difference (of values from 0 to 255): of the files, as this browser decodes them.");
+  const shipped = await get("v1/figures"), right = found.map((job) => shippedRow(shipped, job)?.right);
+  if (right.some((each) => each != null)) {
+    doc.rows.forEach((row, at) => { if (right[at] != null) row.accuracy = { joint: interval(right[at], shipped.num_prompts) }; });
+    doc.remarks.push(`All right: the share of ${shipped.num_prompts} prompts of which everything in the clip is right, of the shipped figures of this setting on one ${shipped.device}.`);
+  }
   draw();
   for (const [at, row] of doc.rows.entries()) {
-    if (at) row.psnr_db = await psnr(sources[at], sources[0], reference.fps || 1, count, signal);
+    if (at) Object.assign(row, await likeness(sources[at], sources[0], reference.fps || 1, count, signal));
     if (signal.aborted) return;
     draw();
   }
   say("The comparison is complete.");
+}
+
+// The shipped figure of the setting of a job; none where any value differs. Sigmas of one's own leave no flow shift.
+function shippedRow({ rows }, { settings: { values, attention, lora } }) {
+  const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
+  return lora?.length ? null : rows.find((row) => {
+    const own = { ...model.card.presets[row.preset], ...row.values };
+    return same(row.attention, attention) && Object.keys(own).every((name) => name in values)
+      && Object.entries(values).every(([name, value]) => same(value, own[name] ?? model.card.defaults[name]) || name === "flow_shift" && own.sigmas);
+  });
+}
+
+// Wilson's interval of 95 %.
+function interval(rate, count) {
+  const z = 1.96, middle = (rate + z * z / 2 / count) / (1 + z * z / count), half = z * Math.sqrt(rate * (1 - rate) / count + (z / 2 / count) ** 2) / (1 + z * z / count);
+  return { rate, low: middle - half, high: middle + half };
 }
 
 // The kept samples of a result, [[noise level, values]] by step; null where none were kept.

@@ -41,7 +41,7 @@ export const wide = (label, ...children) => el("div.wide", { tabindex: 0, role: 
 export function table(label, columns, rows) {
   const kept = columns.map((_, at) => at).filter((at) => !at || rows.some((each) => each[at] !== "-"));
   const part = (tag, role, attributes, ...children) => el(tag, { role, ...attributes }, children);
-  const cell = (given, name) => part("td", "cell", { "data-name": name, class: String(given).length > 13 && !given.nodeType && "long" }, el("span", given ?? "-"));
+  const cell = (given, name) => part("td", "cell", { "data-name": name, class: given === "-" ? "none" : String(given).length > 13 && !given.nodeType && "long" }, el("span", given ?? "-"));
   const line = (each) => part("tr", "row", {}, kept.map((at) => at ? cell(each[at], columns[at]) : part("th", "rowheader", { scope: "row" }, each[at])));
   return wide(label, part("table", "table", {},
     part("thead", "rowgroup", {}, part("tr", "row", {}, kept.map((at) => part("th", "columnheader", { scope: "col" }, columns[at])))),

@@ -1,9 +1,6 @@
 // The request that is being written, which all views share: kept in this tab, sent by Make, explained by Attention.
 const STORE = "diffusion-runtime draft";
 export const EMPTY = { prompt: "", values: {}, preset: "", attention: null, seed: "", count: 1 };
-// Fields of a recipe's request that are no values of a form.
-const APART = new Set(["prompt", "seed"]);
-
 export const model = { card: null, fields: {} };
 export let draft = { ...EMPTY, ...JSON.parse(sessionStorage.getItem(STORE) ?? "{}") };
 
@@ -45,13 +42,27 @@ export function fromJob(job) {
   return { ...EMPTY, prompt: job.prompt, seed: String(job.seed), values: unusual({ ...values, ...(lora?.length ? { lora } : {}) }), attention };
 }
 
-// The settings of a recipe, of a file that this program wrote.
+const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const isSpec = (each) => typeof each === "string" || isMap(each) && typeof (each.backend ?? each.name ?? "") === "string" && isMap(each.extra ?? each.options ?? {});
+const isChoice = (given) => isSpec(given) && (typeof given === "string" || isMap(given.per_role ?? {}) && Object.values(given.per_role ?? {}).every(isSpec)
+  && Array.isArray(given.schedule ?? []) && (given.schedule ?? []).every((rule) => isMap(rule) && isSpec(rule)) && isSpec(given.default ?? ""));
+const isLike = (value, usual) => (usual == null || typeof value === typeof usual) && (typeof value !== "number" || isFinite(value));
+// Fields of a recipe that have no value, or are no values of the form.
+const isApart = ([name, value]) => value == null || value.length === 0 && name !== "negative_prompt" || /^(prompt|seed|model|size|preset|attention|stream|references|(input|return)_.*|.*_path)$/.test(name);
+
+// The settings of a recipe, and the names of what is left out. The file may be a stranger's: no name that requests do not
+// have, and no value of another type than the model's own.
 export function fromRecipe(recipe) {
-  const values = Object.fromEntries(Object.entries(recipe.request ?? {})
-    .filter(([name, value]) => value != null && !APART.has(name) && !name.endsWith("_path") && !(Array.isArray(value) && !value.length)));
-  const { lora = [], attention_override: override, attention } = recipe.runtime ?? {};
-  const own = lora.filter((each) => model.card.loras.includes(each.path)).map((each) => ({ name: each.path, scale: each.scale }));
-  return { ...EMPTY, prompt: recipe.request?.prompt ?? "", seed: String(recipe.request?.seed ?? ""), values: unusual({ ...values, ...(own.length ? { lora: own } : {}) }), attention: override ?? attention ?? null };
+  const { request } = recipe, { lora, attention_override: override, attention } = isMap(recipe.runtime) ? recipe.runtime : {};
+  const chosen = override ?? attention, left = chosen && !isChoice(chosen) ? ["attention"] : [], { defaults, loras } = model.card;
+  const values = Object.entries(request).filter((each) => !isApart(each)).filter(([name, value]) => {
+    const isTaken = (Object.hasOwn(model.fields, name) || Object.hasOwn(defaults, name)) && isLike(value, defaults[name]);
+    if (!isTaken) left.push(name);
+    return isTaken;
+  });
+  const own = (Array.isArray(lora) ? lora : []).filter((each) => loras.includes(each?.path)).map((each) => ({ name: each.path, scale: each.scale }));
+  return { left, settings: { ...EMPTY, prompt: isLike(request.prompt, "") ? request.prompt ?? "" : "", seed: Number.isSafeInteger(request.seed) ? String(request.seed) : "",
+    values: unusual({ ...Object.fromEntries(values), ...(own.length ? { lora: own } : {}) }), attention: left.includes("attention") ? null : chosen ?? null } };
 }
 
 const MARK = "diffusion_runtime.recipe/1";
@@ -65,8 +76,7 @@ export async function recipeIn(file) {
   for (let start = place, tries = 0; place >= 0 && tries < 4 && (start = text.lastIndexOf("{", start - 1)) >= 0; tries++) {
     try {
       const found = JSON.parse(text.slice(start, endOf(text, start)));
-      if (found.schema === MARK) return found;
-      if (found.recipe?.schema === MARK) return found.recipe;
+      for (const each of [found, found.recipe]) if (each?.schema === MARK && isMap(each.request)) return each;
     } catch {
       // A brace inside of a text.
     }

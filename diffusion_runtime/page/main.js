@@ -10,8 +10,8 @@ import { qualityView } from "./quality.js";
 import { resultView } from "./report.js";
 import { streamsView } from "./streams.js";
 
-const VIEWS = { make: ["Make", makeView], attention: ["Attention", attentionView], compare: ["Compare", compareView], quality: ["Quality against time", qualityView],
-  streams: ["Streams", streamsView], machine: ["Queue and machine", machineView], report: [null, resultView] };
+const VIEWS = { make: ["Make", makeView], attention: ["Attention", attentionView], compare: ["Compare", compareView], quality: ["Quality", qualityView],
+  streams: ["Streams", streamsView], machine: ["Queue", machineView], report: [null, resultView] };
 const main = document.getElementById("main");
 let open = null;
 
@@ -33,7 +33,7 @@ async function start() {
   try {
     const [list, api] = await Promise.all([get("v1/models"), get("openapi.json")]);
     model.card = list.data[0];
-    if (!model.card.defaults) throw new Error("the model is being loaded");
+    if (!model.card.defaults) throw new Error("The model is being loaded. This page goes on by itself.");
     model.fields = api.components.schemas.VideoRequest.properties;
     await refresh();
   } catch (error) {

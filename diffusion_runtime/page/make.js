@@ -1,5 +1,5 @@
 // Make: the form of a request after the model's card, and what came of it.
-import { ServerError, blob, discard, isOver, jobs, pictureOf, post, previews, problem, put, routeOf, sorted, source, watch } from "./api.js";
+import { ServerError, blob, discard, everything, isOver, jobs, pictureOf, post, previews, problem, put, routeOf, sorted, source, watch } from "./api.js";
 import { button, clip, duration, el, facts, link, offer, row, say, size, swap, word } from "./dom.js";
 import { EMPTY, draft, fields, fromJob, fromRecipe, isImage, model, recipeIn, save, set, valueOf } from "./draft.js";
 import { choice, field, files, plain, stepper, takeDrops } from "./inputs.js";
@@ -7,49 +7,61 @@ import { choice, field, files, plain, stepper, takeDrops } from "./inputs.js";
 // Fields that have a place of their own, or are the page's.
 const OWN = /^(prompt|model|size|seed|preset|attention|n|width|height|num_frames|fps|seconds|num_inference_steps|guidance_scale|negative_prompt|image|mask|stream|wait|(input|return|output|response|partial)_.*)$/;
 // Images are kept here, and not with the draft: a browser keeps no files from one load to the next.
-const given = { images: [], masks: [] }, added = new Set();
+const given = { images: [], masks: [] }, added = new Set(), EXAMPLE = "a red circle moving left";
 
 export function makeView() {
   const form = el("div.form"), results = el("div.results");
-  const cards = new Map();
+  const cards = new Map(), trouble = problem();
+  let most = 30, isWhole = false;
   const draw = () => swap(form, formOf(draw));
   const drawResults = () => {
     for (const [id, card] of cards) if (!jobs.has(id)) { card.node.remove(); cards.delete(id); }
-    for (const [at, job] of sorted().slice(0, 30).entries()) {
+    for (const [at, job] of sorted().slice(0, most).entries()) {
       if (!cards.has(job.id)) cards.set(job.id, resultCard(job, draw));
       const card = cards.get(job.id);
       card.update(job);
       if (results.children[at] !== card.node) results.insertBefore(card.node, results.children[at] ?? null);
     }
     empty.hidden = cards.size > 0;
+    older.hidden = jobs.size <= most && (isWhole || jobs.size < 30);
   };
-  const empty = el("p", "What is made here is shown here. Write a prompt, and press Make; a file of this program that is dropped on the form brings its settings.");
+  // Few steps for a first look, where the model has a preset of them.
+  const quick = "fast" in model.card.presets ? "fast" : "";
+  const example = async () => { save({ ...EMPTY, prompt: EXAMPLE, preset: quick }); draw(); put(await submitted(Math.floor(Math.random() * 2 ** 31))); };
+  const empty = el("div.empty", el("p", "Results appear here. Write a prompt and press Make; to repeat or change an earlier result, drop its file on the form."),
+    model.card.needs_image ? null : trouble.act(`Try it: “${EXAMPLE}”${quick && ", few steps"}`, example));
+  const older = trouble.act("Older results", async () => { await everything(); isWhole = true; most += 30; drawResults(); });
   draw();
   drawResults();
-  return { title: "Make", node: el("div.columns", form, el("section", { "aria-label": "Results" }, empty, results)), stop: watch(drawResults) };
+  return { title: "Make", node: el("div.columns", form, el("section", { "aria-label": "Results" }, empty, trouble.node, results, older)), stop: watch(drawResults) };
 }
 
-async function takeSettings(chosen, draw, trouble) {
+const notice = el("p", { role: "status" });
+
+async function takeSettings(chosen, draw) {
   const recipe = await recipeIn(chosen[0]);
-  if (!recipe) { trouble.show(new Error(`${chosen[0].name} has no recipe of this program`)); return; }
-  save(fromRecipe(recipe));
+  if (!recipe) throw new Error(`${chosen[0].name} has no recipe of this program. Files that it wrote have one: mp4, PNG, WebP, GIF, and the JSON beside them.`);
+  const { settings, left } = fromRecipe(recipe);
+  save(settings);
   draw();
-  say("The settings of the file are in the form.");
+  notice.textContent = `The settings of ${chosen[0].name} are in the form${left.length ? `, but for what this model cannot take: ${left.join(", ").slice(0, 200)}` : ""}.`;
 }
 
 function formOf(draw) {
-  const { card } = model, trouble = problem();
+  const { card } = model, trouble = problem(), take = (chosen) => trouble.attempt(() => takeSettings(chosen, draw));
   const many = card.size_multiple ?? 8, limits = { low: many, step: many };
   const prompt = el("textarea", { rows: 3, value: draft.prompt, name: "prompt", required: true, maxlength: 32000, oninput: () => save({ prompt: prompt.value }) });
   const frames = /^1\+(\d+)k$/.exec(card.frames_rule ?? "");
   const shown = (name, label, limit, hint) => stepper(label, valueOf(name), { ...limit, name }, (value) => { set(name, value); draw(); }, hint);
   const length = frames && shown("num_frames", "Frames", { low: 1, step: Number(frames[1]), high: card.max_frames },
     isImage() ? "an image" : `${(valueOf("num_frames") / (valueOf("fps") || 1)).toFixed(1)} s at ${valueOf("fps")} per second`);
-  const seed = el("input", { value: draft.seed, name: "seed", inputmode: "numeric", pattern: "-?[0-9]*", placeholder: "drawn", oninput: () => save({ seed: seed.value.trim() }) });
+  const seed = el("input", { value: draft.seed, name: "seed", inputmode: "numeric", pattern: "-?[0-9]*", placeholder: "random", oninput: () => save({ seed: seed.value.trim() }) });
   const presets = Object.keys(card.presets);
   const send = el("button.main", { type: "submit" }, isImage() ? "Make the image" : "Make the video");
   const form = el("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); submit(); } },
     field("Prompt", prompt),
+    row(send, button("Clear", () => { notice.textContent = ""; save(EMPTY); draw(); })),
+    trouble.node,
     presets.length ? field("Preset", choice([["", "the model's defaults"], ...presets.filter((name) => name !== "default" || Object.keys(card.presets[name]).length)], draft.preset,
       (value) => { save({ preset: value, values: {} }); draw(); })) : null,
     el("div.pair", shown("width", "Width", limits), shown("height", "Height", limits)),
@@ -60,10 +72,8 @@ function formOf(draw) {
     el("div.pair", field("Seed", seed), stepper("How many", draft.count, { low: 1, high: 8 }, (count) => save({ count }), "each with the next seed")),
     el("p", "Attention: ", el("b", attentionText(draft.attention)), " ", el("a", { href: "#attention" }, "choose")),
     more(draw),
-    row(send, button("Clear", () => { save(EMPTY); draw(); })),
-    trouble.node,
-    files("Settings of a file", ".mp4,.png,.webp,.gif,.json", false, (chosen) => takeSettings(chosen, draw, trouble)));
-  takeDrops(form, (chosen) => takeSettings(chosen, draw, trouble));
+    files("Settings of a file", ".mp4,.png,.webp,.gif,.json", false, take), notice);
+  takeDrops(form, take);
 
   async function submit() {
     for (const each of form.querySelectorAll("[aria-invalid]")) each.removeAttribute("aria-invalid");
@@ -85,11 +95,11 @@ function formOf(draw) {
   return form;
 }
 
-// Sends the draft, or other fields in its place. Latents are kept, for comparisons.
+// Sends the draft, or other fields in its place. Latents are kept for comparisons, densities where attention was chosen.
 export function submitted(seed, values = fields(), isVideo = !isImage()) {
   const { card } = model;
   if (!values.prompt?.trim()) throw new ServerError(0, { message: "Write a prompt first.", param: "prompt" });
-  const body = { ...values, seed, ...(isVideo ? { return_latents: true, ...(card.previews ? { return_previews: true } : {}) } : { wait: false, ...(card.previews ? { partial_images: 3 } : {}) }) };
+  const body = { ...values, seed, ...(isVideo ? { return_latents: true, ...(values.attention ? { return_density: true } : {}), ...(card.previews ? { return_previews: true } : {}) } : { wait: false, ...(card.previews ? { partial_images: 3 } : {}) }) };
   const sent = [...given.images.map((file) => [isVideo ? "input_reference" : "image", file]), ...(isVideo ? [] : given.masks.map((file) => ["mask", file]))];
   const path = isVideo ? "v1/videos" : sent.length ? "v1/images/edits" : "v1/images/generations";
   if (!sent.length) return post(path, body);
@@ -181,6 +191,9 @@ function resultCard(job, draw) {
   async function finish(now) {
     const sources = await Promise.all(Array.from({ length: now.num_images ?? 1 }, (_, at) => source(pictureOf(now, at))));
     swap(view, ...sources.map((each) => clip(now.object === "image", each, now.prompt)));
+    // What has just been made is played, muted, where motion is welcome.
+    const video = view.querySelector("video");
+    if (video && !isOld && !matchMedia("(prefers-reduced-motion: reduce)").matches) Object.assign(video, { muted: true }).play().catch(() => {});
     const name = `${now.prompt.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}-${now.seed}`;
     swap(actions, 
       link("Report", `#report/${now.id}`), ...againButtons(now, draw),

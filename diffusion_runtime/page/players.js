@@ -114,24 +114,41 @@ export function overlay(media, clips) {
   return el("div.overlay", row(left, right, way, split), canvas);
 }
 
-// PSNR of one file beside another, in dB, from pixels as this browser decodes them; at most 100. Both are opened anew.
-export async function psnr(source, reference, fps, count, signal) {
+// The likeness of one file to another, from pixels as this browser decodes them, which are opened anew: PSNR in dB, at
+// most 100; SSIM, the mean over blocks of 8 x 8 pixels of luminance; the mean difference of values from 0 to 255.
+export async function likeness(source, reference, fps, count, signal) {
   const opened = await Promise.all([source, reference].map((each) => open(each, count > 1)));
   const [width, height] = sizeOf(opened[1]);
   const read = opened.map(() => Object.assign(document.createElement("canvas"), { width, height }).getContext("2d", { willReadFrequently: true }));
-  let sum = 0;
+  let squares = 0, apart = 0, alike = 0;
   for (let index = 0; index < count; index++) {
     if (signal?.aborted) return null;
-    const pixels = await Promise.all(opened.map(async (each, at) => {
-      if (count > 1) await seekTo(each, (index + 0.5) / fps);
+    const [one, other] = await Promise.all(opened.map(async (each, at) => {
+      if (count > 1) await seekTo(each, (index + 0.5) / fps, fps);
       read[at].drawImage(each, 0, 0, width, height);
       return read[at].getImageData(0, 0, width, height).data;
     }));
-    let error = 0;
-    for (let at = 0; at < pixels[0].length; at++) if (at % 4 < 3) error += (pixels[0][at] - pixels[1][at]) ** 2;
-    sum += error / (3 * width * height);
+    for (let at = 0; at < one.length; at++) if (at % 4 < 3) { const error = one[at] - other[at]; squares += error ** 2; apart += Math.abs(error); }
+    alike += ssim(one, other, width, height);
   }
-  return sum ? Math.min(100, 10 * Math.log10(255 ** 2 * count / sum)) : 100;
+  const values = 3 * width * height * count;
+  return { psnr_db: squares ? Math.min(100, 10 * Math.log10(255 ** 2 * values / squares)) : 100, ssim: alike / count, difference: apart / values };
+}
+
+function ssim(one, other, width, height) {
+  const light = (data, at) => 0.299 * data[at] + 0.587 * data[at + 1] + 0.114 * data[at + 2];
+  let sum = 0, blocks = 0;
+  for (let top = 0; top + 8 <= height; top += 8) for (let left = 0; left + 8 <= width; left += 8) {
+    let x = 0, y = 0, xx = 0, yy = 0, xy = 0;
+    for (let at = 0; at < 64; at++) {
+      const place = 4 * ((top + (at >> 3)) * width + left + (at & 7)), a = light(one, place), b = light(other, place);
+      x += a / 64; y += b / 64; xx += a * a / 64; yy += b * b / 64; xy += a * b / 64;
+    }
+    // The constants are (0.01 x 255) ** 2 and (0.03 x 255) ** 2.
+    sum += (2 * x * y + 6.5025) * (2 * (xy - x * y) + 58.5225) / ((x * x + y * y + 6.5025) * (xx - x * x + yy - y * y + 58.5225));
+    blocks++;
+  }
+  return sum / blocks;
 }
 
 function open(source, moves) {
@@ -143,10 +160,14 @@ function open(source, moves) {
   });
 }
 
-function seekTo(video, time) {
+// `seeked` may come while an earlier frame is still shown: a frame says itself which it is. Where none comes, as of the
+// frame that is shown already, `seeked` is all there is.
+function seekTo(video, time, fps) {
   return new Promise((done) => {
-    if (Math.abs(video.currentTime - time) < 1e-4) { done(); return; }
-    video.addEventListener("seeked", done, { once: true });
+    const late = () => setTimeout(done, 1000);
+    const shown = (_, { mediaTime }) => Math.abs(mediaTime - time) < 0.75 / fps ? done() : video.requestVideoFrameCallback?.(shown);
+    video.requestVideoFrameCallback?.(shown);
+    video.addEventListener("seeked", late, { once: true });
     video.currentTime = time;
   });
 }

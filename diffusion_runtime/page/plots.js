@@ -60,9 +60,8 @@ export function scatter(label, id, points, names, reference = null) {
           const x = place.x(each.x), y = place.y(each.y), text = `${each.name}: ${each.y.toFixed(1)} ${names[3] ?? ""}, ${+each.x.toPrecision(3)} s`;
           const act = each.onclick && { tabindex: 0, role: "button", "aria-label": text, onclick: each.onclick,
             onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); each.onclick(); } } };
-          const shape = each.square ? svg("rect", { x: x - 5, y: y - 5, width: 10, height: 10 }) : svg("circle", { cx: x, cy: y, r: 6 });
-          return [svg("g", { class: `dot c${(each.colour ?? each.at) % 8}`, ...act }, shape, svg("title", text)),
-            svg("text", { x: x + 9, y: y + (each.square ? 16 : -4) }, letter(each.at))];
+          const shape = each.square ? svg("rect", { x: x - 7, y: y - 7, width: 14, height: 14 }) : svg("circle", { cx: x, cy: y, r: 8 });
+          return [svg("g", { class: `dot c${(each.colour ?? each.at) % 8}`, ...act }, shape, svg("text", { x, y: y + 3.5 }, letter(each.at)), svg("title", text))];
         })];
     }, points.some((each) => each.onclick) ? "group" : "img");
 }
@@ -95,7 +94,8 @@ export function heatMap(label, rows, onselect, stepsText = (first, last) => firs
   for (let x = cell; x < width; x += cell) borders.push(`M${x} 0V${height}`);
   for (let y = cell; y < height; y += cell) borders.push(`M0 ${y}H${width}`);
   const drawn = svg("rect.chosen", { width: 0, height: 0 });
-  const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label, class: onselect ? "map drawable" : "map" },
+  const zoom = Math.max(1, Math.min(2, 500 / width));
+  const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: width * zoom, height: height * zoom, role: "img", "aria-label": label, class: onselect ? "map drawable" : "map" },
     runs, svg("path", { d: borders.join(""), class: "gaps" }), drawn);
   if (onselect) {
     let from = null;

@@ -1,11 +1,11 @@
 // Quality against time: the results of one prompt, seed and size beside a reference among them.
-import { get, pictureOf, problem, sorted, source, watch } from "./api.js";
+import { everything, get, pictureOf, problem, sorted, source, watch } from "./api.js";
 import { button, el, figure, swap, table } from "./dom.js";
 import { fromJob, save } from "./draft.js";
 import { choice, field } from "./inputs.js";
 import { alike, settingText } from "./compare.js";
 import { mark, scatter } from "./plots.js";
-import { psnr } from "./players.js";
+import { likeness } from "./players.js";
 
 // Of two results, by their ids: a file never changes.
 const measured = new Map(), SHOWN = 80;
@@ -22,8 +22,9 @@ export function qualityView() {
     }
     return found.filter((each) => each.length > 1).sort((one, other) => other.length - one.length);
   }
-  // The setting that leaves out least: most steps, then the longest.
-  const best = (own) => own.toSorted((one, other) => other.num_steps - one.num_steps || other.inference_time_s - one.inference_time_s)[0];
+  // The setting that leaves out least: most steps, then no backend of a request's own and no step cache, then the longest.
+  const saves = ({ settings: { attention, values } }) => (attention ? 1 : 0) + (values.step_cache ? 1 : 0);
+  const best = (own) => own.toSorted((one, other) => other.num_steps - one.num_steps || saves(one) - saves(other) || other.inference_time_s - one.inference_time_s)[0];
   async function measure(own) {
     running?.abort();
     running = new AbortController();
@@ -32,16 +33,16 @@ export function qualityView() {
       const pair = `${job.id} ${reference.id}`;
       if (measured.has(pair)) continue;
       const sources = await Promise.all([source(pictureOf(job)), source(pictureOf(reference))]);
-      const found = await psnr(...sources, reference.fps || 1, reference.object === "image" ? 1 : reference.num_frames, signal);
+      const found = await likeness(...sources, reference.fps || 1, reference.object === "image" ? 1 : reference.num_frames, signal);
       if (signal.aborted) return;
-      measured.set(pair, found);
+      measured.set(pair, found.psnr_db);
       draw();
     }
   }
   function draw() {
     const all = groups();
     if (!all.length) {
-      swap(node, el("p", "This needs two results of one prompt, seed and size. Make one, then make it again with another setting in ", el("a", { href: "#compare" }, "Compare"), "."));
+      swap(node, trouble.node, el("div.empty", el("p", "This needs two results of one prompt, seed and size. Make one, then make it again with another setting in ", el("a", { href: "#compare" }, "Compare"), ".")));
       return;
     }
     const own = all.find((each) => group && alike(each[0], group)) ?? all[0];
@@ -60,6 +61,7 @@ export function qualityView() {
         job === reference ? "reference" : y === null ? "not measured" : figure(y, 1), button("Use this setting", () => load(job))])));
   }
   draw();
+  trouble.attempt(async () => { await everything(); draw(); });
   const shipped = el("div");
   trouble.attempt(async () => figures(await get("v1/figures"), shipped));
   const end = watch((job) => { if (job?.status === "completed" && !groups().flat().every((each) => node.textContent.includes(settingText(each)))) draw(); });

@@ -6,12 +6,14 @@ import { field } from "./inputs.js";
 
 export function streamsView() {
   const shown = el("div.results"), trouble = problem(), stopped = new AbortController(), open = new Map();
+  const empty = el("div.empty", el("p", "Frames appear here while they are made. Meanwhile another prompt can take over from the next part on, and a fork goes on from there as a video of its own."));
   const prompt = el("textarea", { rows: 2, value: draft.prompt, name: "prompt", oninput: () => save({ prompt: prompt.value }) });
   // before: frames of the stream that this one continues.
   function add(job, before = []) {
     if (open.has(job.id)) return;
     const own = player(job, before, stopped.signal, add);
     open.set(job.id, own);
+    empty.hidden = true;
     shown.prepend(own.node);
   }
   const begin = async () => {
@@ -22,7 +24,7 @@ export function streamsView() {
   const form = el("form.form", { onsubmit: (event) => { event.preventDefault(); trouble.attempt(begin); } }, field("Prompt", prompt), el("p", `${valueOf("width")} x ${valueOf("height")}, ${valueOf("num_frames")} frames (`, el("a", { href: "#make" }, "change"), ")"),
   row(el("button.main", { type: "submit" }, "Begin a stream")), trouble.node);
   for (const job of sorted().filter((each) => each.is_stream).slice(0, 6).reverse()) add(job);
-  return { title: "Streams", node: el("div.columns", form, shown), stop: () => stopped.abort() };
+  return { title: "Streams", node: el("div.columns", form, el("div", empty, shown)), stop: () => stopped.abort() };
 }
 
 function player(job, before, signal, addFork) {

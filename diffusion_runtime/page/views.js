@@ -127,14 +127,14 @@ export function comparisonFigures(found) {
   const { rows } = found, reference = rows[0];
   const name = (row, at) => el("span", mark(at, colourOf(row, at)), ` ${row.name}${row.kind === "fewer_steps" ? `, in the time of ${row.beside}` : ""}`);
   const quality = rows.map((row, at) => [name(row, at), row.num_inference_steps ?? "-", figure(row.final_latent_l2, 3), firstOver(row, found.threshold), figure(row.psnr_db, 1),
-    figure(row.ssim, 3), figure(row.lpips, 3), row.accuracy ? accuracy(row.accuracy) : "-", figure(row.clip_score, 1), row.speed ?? ratio(row.speedup)]);
+    figure(row.ssim, 3), figure(row.difference, 2), figure(row.lpips, 3), row.accuracy ? accuracy(row.accuracy) : "-", figure(row.clip_score, 1), row.speed ?? ratio(row.speedup)]);
   const cost = rows.map((row, at) => [name(row, at), ...STAGES.map((stage) => figure(row.seconds[stage], 2)), figure(row.seconds_per_step, 3), figure(row.total_seconds, 2),
     figure(row.attention_seconds, 2), figure(row.attention_density, 2), memoryText(row.peak_memory)]);
   const series = rows.map((row, at) => ({ at, name: row.name, row })).filter(({ row }) => row.kind === "setting")
     .map((each) => ({ ...each, points: each.row.latent_l2_per_step.map((value, step) => [step, value]).filter(([, value]) => value != null) })).filter((each) => each.points.length);
   const points = rows.map((row, at) => ({ at, colour: colourOf(row, at), name: row.name, x: row.total_seconds, y: row.psnr_db, square: row.kind === "fewer_steps" })).filter((each) => each.x != null && each.y != null);
   return [
-    section("Quality", table("Quality", ["setting", "steps", "latent L2", `first step over ${found.threshold}`, "PSNR, dB", "SSIM", "LPIPS", "all right (95 %)", "CLIP", "speed"], quality)),
+    section("Quality", table("Quality", ["setting", "steps", "latent L2", `first step over ${found.threshold}`, "PSNR, dB", "SSIM", "mean difference", "LPIPS", "all right (95 %)", "CLIP", "speed"], quality)),
     section("Time and memory", table("Time and memory", ["setting", ...STAGES.map((stage) => `${stage}, s`), "per step, s", "total, s", "attention, s", "density", "memory"], cost)),
     series.length ? section("Distance from the reference, step by step", lines("Relative L2 distance of the latents by step", "divergence", series, ["step", "relative L2 of the latents"], found.threshold)) : null,
     points.length && reference.total_seconds != null ? section("Quality against time",

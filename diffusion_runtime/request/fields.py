@@ -36,6 +36,7 @@ NO_CHUNKS = "this model makes a clip at once, without a key-value cache; leave i
 NO_UPSAMPLER = "a second stage needs an upsampler, a folder by --upsampler-path; leave it out"
 NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out"
 NO_SOUND = "this model does not make pictures and sound together; leave it out"
+NO_PREDICTED_LENGTH = "this model chooses no length for a prompt, as LTX-2.5 does; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 

@@ -18,6 +18,7 @@ from diffusion_runtime.request.fields import (
     GUIDED_CHUNKS,
     IMAGES,
     NO_CONTROLNET,
+    NO_PREDICTED_LENGTH,
     NO_RESTORATION,
     NO_SOUND,
     NO_SPATIO_TEMPORAL,
@@ -65,14 +66,15 @@ SAMPLERS = tuple(REGISTERED_SAMPLERS)
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
-# pictures with sound; of a second stage; of a file or how it counts; of a ControlNet; of causal models; at a time of
-# the video; of models that restore one.
+# pictures with sound; of a second stage; of a predicted length; of a file or how it counts; of a ControlNet; of causal
+# models; at a time of the video; of models that restore one.
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
 _stg_field = partial(_same_field, refusal=NO_SPATIO_TEMPORAL, off=0.0)
 _sound_field = partial(_same_field, refusal=NO_SOUND, off=1.0)
 _second_stage_field = partial(request_field, refusal=NO_UPSAMPLER, off=0.0)
+_length_field = partial(_same_field, refusal=NO_PREDICTED_LENGTH)
 _input_field = partial(request_field, panel=WHAT)
 _controlnet_field = partial(_same_field, refusal=NO_CONTROLNET)
 _chunk_field = partial(request_field, is_of_chunks=True)
@@ -111,6 +113,15 @@ class GenerationRequest:
     # The length of the video, which becomes num_frames when the request is resolved.
     seconds: float | None = request_field(
         "The length of the video in seconds, in place of --num-frames.", Number(minimum=0.01)
+    )
+    # The bounds of a length that the model chooses for the prompt, where nothing says one. num_frames of a resolved
+    # request is then the longest.
+    min_seconds: float | None = _length_field(
+        "The least length that a model chooses for the prompt, where neither --num-frames nor --seconds is given.",
+        Number(minimum=0.01),
+    )
+    max_seconds: float | None = _length_field(
+        "The greatest length that a model chooses for the prompt.", Number(minimum=0.01)
     )
     fps: int | None = request_field(
         "Frames per second of the file.",

@@ -11,6 +11,8 @@ from diffusion_runtime.request.samplers import SAMPLERS
 
 # The fields that say the noise level of every step.
 EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
+# Ways to say how long a video is: as one of them, or within the bounds of the last.
+LENGTHS = (("num_frames",), ("seconds",), ("min_seconds", "max_seconds"))
 
 
 class SamplerName(OneOf):
@@ -25,10 +27,10 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Request values of several levels by field name, where a later level wins over an earlier one.
 
     A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
-    stands beside it; one that says sampler without first_chunk_sampler means every chunk. One that says seconds means
-    no num_frames of an earlier level, and the other way round. A level that says noise levels says the number of steps
-    with them, and those of an earlier level go where a later one says another number of steps, or a sampler that
-    spaces its own.
+    stands beside it; one that says sampler without first_chunk_sampler means every chunk. One that says a length in
+    one of the LENGTHS means none of an earlier level in another. A level that says noise levels says the number of
+    steps with them, and those of an earlier level go where a later one says another number of steps, or a sampler
+    that spaces its own.
     """
     values: dict[str, Any] = {}
     for level in levels:
@@ -36,9 +38,9 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
             values.pop("guidance_scale_2", None)
         if level.get("sampler") is not None:
             values.pop("first_chunk_sampler", None)
-        for name, other in (("seconds", "num_frames"), ("num_frames", "seconds")):
-            if level.get(name) is not None:
-                values.pop(other, None)
+        given = [names for names in LENGTHS if any(level.get(name) is not None for name in names)]
+        for name in (name for names in LENGTHS if given and names not in given for name in names):
+            values.pop(name, None)
         for name in EXPLICIT_LEVELS:
             if level.get(name) is not None or _replaces_levels(level, values.get(name)):
                 values = {key: value for key, value in values.items() if key not in EXPLICIT_LEVELS}

@@ -19,10 +19,11 @@ from diffusion_runtime.request.progressive_options import LatentSpectrum, Progre
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.chunk_rules import check_chunks, chunk_values, try_first_chunk
 from diffusion_runtime.rules.combinations import check_combinations
-from diffusion_runtime.rules.draft import Draft
+from diffusion_runtime.rules.draft import Draft, filled
 from diffusion_runtime.rules.features import ChosenRequest
 from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
+from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
@@ -36,8 +37,7 @@ class RequestRules:
     defaults: request values; presets: by name. model_fields: those of the fields that not every model uses which it
     does. attention_layers: with or without weights around them; their options may ask for a number of steps. loras: the
     LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it. num_blocks: of
-    its transformer, None where that is not known. unread: components of its folder that do not run here -> the field
-    that one would set."""
+    its transformer, None where that is not known."""
 
     sampling: Sampling
     inputs: ImageInputs = field(default_factory=ImageInputs)
@@ -50,7 +50,6 @@ class RequestRules:
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     num_blocks: int | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """Return the request with every None filled, from the preset first, then from the defaults.
@@ -98,17 +97,34 @@ class RequestRules:
         draft.fill(shift_of_size(draft, self.sampling))
         return draft.request()
 
+    def leaves_length_open(self, request: GenerationRequest) -> bool:
+        """Return whether the length of a resolved request is chosen for its prompt; num_frames is the longest."""
+        return request.max_seconds is not None
+
+    def of_length(self, request: GenerationRequest, seconds: float) -> GenerationRequest:
+        """Return a resolved request that leaves its length open with that for a prediction. What followed from the
+        longest length follows from this one. Raises what `resolve` raises."""
+        number = self._bounds(request).num_frames(seconds)
+        of_longest = shift_of_size(request, self.sampling)
+        again = [name for name, value in of_longest.items() if getattr(request, name) == value]
+        changes: dict[str, Any] = {**dict.fromkeys((*BOUNDS, *again)), "num_frames": number}
+        return self.resolve(dataclasses.replace(request, **changes))
+
+    def _bounds(self, request: GenerationRequest) -> LengthBounds:
+        least, most = filled(request.min_seconds), filled(request.max_seconds)
+        return LengthBounds(least, most, filled(request.fps), self.sampling.geometry.frame_rule)
+
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """Return what was not applied of the LoRA files or of the images, what a resolved request sets beside the
-        model's defaults and its generation does not use, values that a component would choose which does not run here,
-        what a few-step model was not made for, and sparse attention that would leave out nothing, as sentences."""
+        model's defaults and its generation does not use, a length that is left open, what a few-step
+        model was not made for, and sparse attention that would leave out nothing, as sentences."""
         settings = self.settings(request)
         return (
             *self._lora_remarks(settings),
             *self.step_caches.remarks(settings, has_loras=bool(self.loras)),
             *self._images.remarks(settings),
             *unused_values(settings, self.defaults),
-            *self._unchosen_values(request),
+            *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *self._attention_remarks(settings),
         )
@@ -185,12 +201,13 @@ class RequestRules:
         grid = geometry.grid(geometry.latent_shape(size.height, size.width, size.num_frames))
         return never_sparse(self.attention_layers, grid, settings.num_steps)
 
-    def _unchosen_values(self, request: GenerationRequest) -> list[str]:
+    def _open_values(self, request: GenerationRequest) -> list[str]:
+        if not self.leaves_length_open(request):
+            return []
         return [
-            f"{component}: of this folder, which would choose {name} for the prompt, does not run here: {name} is "
-            f"{getattr(request, name)}, the model's default; --{name.replace('_', '-')} sets it"
-            for component, name in self.unread.items()
-            if getattr(request, name) == self.defaults.get(name)
+            f"num_frames: chosen for the prompt when it is encoded, for {request.min_seconds:g} to "
+            f"{request.max_seconds:g} s; everything here is said of the longest, {request.num_frames}; --num-frames or "
+            "--seconds sets it"
         ]
 
     def _lora_remarks(self, settings: BatchSettings) -> list[str]:

@@ -101,6 +101,11 @@ def _few_segments(content: bytes) -> bool:
     return False
 
 
+def names_files(field: str) -> bool:
+    """Return whether the value of a request's field is the path of a file, or several."""
+    return field.endswith("_path") or field in INPUT_FIELDS
+
+
 def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
     """Raises RequestError for a request that names a file outside the folder of inputs, where there is one.
     The server writes all of them there; an engine that checks it reads no other file of its machine, whoever speaks to
@@ -108,7 +113,7 @@ def refuse_elsewhere(request: Mapping[str, Any], inputs: Path | None) -> None:
     if inputs is None:
         return
     for name, value in request.items():
-        for path in _texts(value) if name.endswith("_path") or name in INPUT_FIELDS else ():
+        for path in _texts(value) if names_files(name) else ():
             if os.path.realpath(path) != os.path.join(os.path.realpath(inputs), os.path.basename(path)):
                 raise RequestError(f"{name}: names a file that did not come with the request")
 

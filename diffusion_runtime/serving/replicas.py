@@ -89,6 +89,11 @@ class Replicas:
         except DiffusionRuntimeError as error:
             self._failure = {"message": str(error), "exit_code": error.exit_code}
             return
+        except Exception as error:
+            # Else the server would be loading for ever, and nothing would say why.
+            _logger.exception("the engines have no place to run")
+            self._failure = {"message": f"no place to run: {type(error).__name__}; the log says how", "exit_code": 1}
+            return
         tasks = [asyncio.ensure_future(each.run()) for each in self.all]
         try:
             await asyncio.gather(*tasks)

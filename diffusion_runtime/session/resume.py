@@ -85,8 +85,12 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
     runtime = recipe.get("runtime")
     # A recipe of an earlier version lacks what there was one way of.
     chosen = {**dataclasses.asdict(RuntimeConfig()), **(runtime if isinstance(runtime, Mapping) else {})}
+    request, asked = recipe.get("request"), recipe.get("asked")
+    if isinstance(request, Mapping) and isinstance(asked, Mapping):
+        # Of a length that was chosen for the prompt.
+        request = {**request, **asked}
     kept = {
-        "request": recipe.get("request"),
+        "request": request,
         "inputs": recipe.get("inputs", {}),
         "weights": recipe.get("weights", {}),
         "runtime": {key: chosen[key] for key in _RUNTIME_KEYS},

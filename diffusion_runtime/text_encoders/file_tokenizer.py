@@ -153,15 +153,22 @@ def from_metadata(values: Mapping[str, Any], where: str, num_extra: int = NUM_EX
         if not 0 <= pieces.unknown_id < len(tokens):
             raise ModelLoadError(f"{where}: key '{PREFIX}unknown_token_id': {pieces.unknown_id} is no token's")
         return _from_pieces(pieces, where, num_extra)
-    if model != "gpt2" or (split := value("pre", str, "")) not in _SPLITS:
+    if model != "gemma4" and (model != "gpt2" or value("pre", str, "") not in _SPLITS):
         raise ModelLoadError(
-            f"{where}: keys '{PREFIX}model' and '{PREFIX}pre': expected t5, llama, or gpt2 with "
+            f"{where}: keys '{PREFIX}model' and '{PREFIX}pre': expected t5, llama, gemma4, or gpt2 with "
             f"{' or '.join(_SPLITS)}, got {shown(model)} and {shown(values.get(PREFIX + 'pre'))}; give a model folder "
             "that has its tokenizer"
         )
     merges = [tuple(each.split(" ")) if isinstance(each, str) else () for each in value("merges", list, [])]
     if not all(len(each) == 2 for each in merges):
         raise ModelLoadError(f"{where}: key '{PREFIX}merges': expected two words each")
+    if model == "gemma4":
+        if (unknown := named.get("unk_token", "<unk>")) not in tokens:
+            raise ModelLoadError(f"{where}: key '{PREFIX}tokens': expected the piece {unknown!r} of Gemma's tokenizer")
+        unscored = tuple((token, 0.0) for token in tokens)
+        kinds = tuple(types), BPE, BYTE in types
+        return _gemma(SentencePieceModel(unscored, tokens.index(unknown), b"", *kinds), where, merges)
+    split = value("pre", str)
     ids = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     made = _byte_pairs(where, ids, merges, _SPLITS[split], whole_words=split in _WHOLE_WORDS, is_nfc=split == "qwen2")
     for kind in (CONTROL, USER_DEFINED):
@@ -178,9 +185,9 @@ def _from_pieces(model: SentencePieceModel, where: str, num_extra: int) -> FileT
     return _gemma(model, where)
 
 
-def _gemma(model: SentencePieceModel, where: str) -> FileTokenizer:
-    """Gemma's: spaces are U+2581, pairs are merged by the scores of what they make, and user-defined pieces, such as
-    lines of several line feeds, are found first."""
+def _gemma(model: SentencePieceModel, where: str, given: Sequence[tuple[str, ...]] | None = None) -> FileTokenizer:
+    """Gemma's: spaces are U+2581, pairs are merged in the order that is given, else by the scores of what they make,
+    and user-defined pieces, such as lines of several line feeds, are found first."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     names = [piece for piece, _ in model.pieces]
@@ -190,11 +197,13 @@ def _gemma(model: SentencePieceModel, where: str) -> FileTokenizer:
         what = f"expected the piece {missing[0]!r} of Gemma's tokenizer" if missing else "a piece is there twice"
         raise ModelLoadError(f"{where}: {what}")
     scores = {name: score for (name, score), kind in zip(model.pieces, model.types, strict=True) if kind == NORMAL}
-    merges = sorted(_halves(where, scores, ids, scores.__getitem__), key=lambda each: -each[0])
+    pairs: Any = given
+    if given is None:
+        merges = sorted(_halves(where, scores, ids, scores.__getitem__), key=lambda each: -each[0])
+        pairs = [(left, right) for _, left, right in merges]
     unknown = names[model.unknown_id]
 
     def build() -> Tokenizer:
-        pairs = [(left, right) for _, left, right in merges]
         built = Tokenizer(models.BPE(ids, pairs, fuse_unk=True, unk_token=unknown, byte_fallback=model.has_bytes))
         built.normalizer = normalizers.Replace(" ", "\u2581")
         built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")

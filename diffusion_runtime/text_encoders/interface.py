@@ -66,7 +66,8 @@ class Conditions:
     which of several it is about. further_cuts: truncation by the encoders after the first. picture_places: for a prompt
     about pictures whose own tokens are left out, how many tokens precede each; the same for every prompt.
     picture_ranges: for a prompt about pictures whose own tokens are there, the first token of each with its marks and
-    the one behind its last; the same for every prompt.
+    the one behind its last; the same for every prompt. seconds: of each prompt the length of a video of it, from models
+    that predict one.
     """
 
     embeddings: torch.Tensor
@@ -79,6 +80,7 @@ class Conditions:
     further_cuts: tuple[EncoderCut, ...] = ()
     picture_places: tuple[int, ...] = ()
     picture_ranges: tuple[tuple[int, int], ...] = ()
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -113,6 +115,7 @@ class Conditions:
             further_cuts=tuple(
                 dataclasses.replace(one, num_tokens=one.num_tokens + another.num_tokens) for one, another in cuts
             ),
+            seconds=self.seconds + other.seconds,
         )
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
@@ -146,6 +149,7 @@ class Conditions:
             pooled=None if self.pooled is None else self.pooled[list(indices)],
             further=tuple(stream.take(indices) for stream in self.further),
             further_cuts=tuple(cut.take(indices) for cut in self.further_cuts),
+            seconds=tuple(self.seconds[index] for index in indices if self.seconds),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:

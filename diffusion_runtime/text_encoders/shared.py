@@ -89,6 +89,7 @@ def _describe(conditions: Conditions) -> dict[str, Any]:
         "has_pooled": conditions.pooled is not None,
         "further_lengths": [stream.lengths for stream in conditions.further],
         "encoder": conditions.encoder,
+        "seconds": conditions.seconds,
         "further_cuts": [(cut.encoder, cut.num_tokens, cut.max_tokens) for cut in conditions.further_cuts],
     }
 
@@ -108,4 +109,5 @@ def _conditions(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Cond
         tuple(EncoderCut(name, tuple(counts), room) for name, counts, room in header["further_cuts"]),
         picture_places=tuple(header["picture_places"]),
         picture_ranges=tuple((start, stop) for start, stop in header["picture_ranges"]),
+        seconds=tuple(header["seconds"]),
     )

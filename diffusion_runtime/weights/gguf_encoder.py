@@ -1,7 +1,7 @@
 """GGUF files of text encoders (llama.cpp's names), with the names, orders and numbers that transformers has.
 
 llama.cpp's converter renames tensors, stores the rows of q and k of LLaMA and Mistral in the order of its rotary
-embedding, adds 1 to the weights of Gemma's norms, cuts the rows off Gemma's embeddings that no text has, and splits a
+embedding, adds 1 to the weights of Gemma 3's norms, cuts the rows off Gemma's embeddings that no text has, and splits a
 vision half's q, k, v and its convolution over two frames. Each of these is undone here as a tensor is read.
 """
 
@@ -44,6 +44,9 @@ _GEMMA = {
     "blk.{}.ffn_norm": f"{_LAYER}pre_feedforward_layernorm",
     "blk.{}.post_ffw_norm": f"{_LAYER}post_feedforward_layernorm",
 }
+# A buffer of transformers, whose name ends there.
+_SCALAR = "layer_scalar"
+_GEMMA4 = {**_GEMMA, "blk.{}.layer_output_scale": f"{_LAYER}{_SCALAR}"}
 _OF_T5 = {
     "token_embd": "shared",
     "enc.output_norm": "encoder.final_layer_norm",
@@ -99,6 +102,14 @@ _SETTINGS = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
+# The keys without `_swa` are of the layers that see everything; those have other frequencies (_FREQUENCIES).
+_GEMMA4_SETTINGS = {
+    **{theirs: ours for theirs, ours in _SETTINGS.items() if ours not in ("head_dim", "rope_theta")},
+    "attention.key_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+}
+# What the frequencies of Gemma 4's layers that see everything are divided by: a quarter of them turn.
+_FREQUENCIES, _MAX_FREQUENCIES, _TURNING, _STILL = "rope_freqs.weight", 4096, 0.25, 1e30
 _T5_SETTINGS = {
     "block_count": "num_layers",
     "embedding_length": "d_model",
@@ -112,13 +123,15 @@ _T5_SETTINGS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's architecture. model_types: of transformers; names: of tensors, `{}` for a layer -> transformers'."""
+    """llama.cpp's architecture. model_types: of transformers; names: of tensors, `{}` for a layer -> transformers'.
+    turns_some: whether a tensor says which frequencies of positions turn (_FREQUENCIES)."""
 
     model_types: tuple[str, ...]
     names: Mapping[str, str]
     settings: Mapping[str, str]
     permutes: bool = False
     adds_one: bool = False
+    turns_some: bool = False
 
 
 _T5_ARCHITECTURE = Architecture(("umt5", "t5"), _OF_T5, _T5_SETTINGS)
@@ -132,6 +145,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(("qwen3",), _LANGUAGE, _SETTINGS),
     "qwen3vl": Architecture(("qwen3_vl",), _LANGUAGE, _SETTINGS),
     "gemma3": Architecture(("gemma3", "gemma3_text"), _GEMMA, _SETTINGS, adds_one=True),
+    "gemma4": Architecture(("gemma4_unified", "gemma4_unified_text"), _GEMMA4, _GEMMA4_SETTINGS, turns_some=True),
     VISION: Architecture(("qwen2_5_vl", "qwen3_vl"), {}, {}),
 }
 
@@ -199,11 +213,12 @@ class GgufEncoderFile(GgufFile):
             pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", stem, count=1) if number else stem
             if leaf in ("weight", "bias") and pattern in names:
                 place = str(deep.index(int(number))) if stem.startswith("v.deepstack.") else number
-                own = f"{names[pattern].format(place)}.{leaf}"
+                own = names[pattern].format(place)
+                own = own if own.endswith(_SCALAR) else f"{own}.{leaf}"
                 if self.kind is _T5_ARCHITECTURE and stem.endswith("ffn_up"):
                     own = own if f"{stem.removesuffix('up')}gate.weight" in self._in_file else own.replace("wi_1", "wi")
                 heads[own], self._sources[own] = self._changed(name, stem, head, num_embeddings)
-            elif _UNUSED.fullmatch(name) is None:
+            elif _UNUSED.fullmatch(name) is None and not (self.kind.turns_some and self._is_known_turn(name)):
                 strange.append(name)
         if self.architecture == VISION:
             heads |= self._fused()
@@ -213,6 +228,15 @@ class GgufEncoderFile(GgufFile):
                 f"{listed([shown_name(name) for name in strange])}. Use a file without them, or one in safetensors"
             )
         return heads
+
+    def _is_known_turn(self, name: str) -> bool:
+        """Return whether a tensor holds the frequencies that transformers gives Gemma 4."""
+        head = self._in_file[name]
+        if name != _FREQUENCIES or head.kind != "F32" or math.prod(head.shape) > _MAX_FREQUENCIES:
+            return False
+        divisors = super().read(name).view(torch.float32).flatten()
+        turning = int(len(divisors) * _TURNING)
+        return bool((divisors[:turning] == 1).all()) and bool((divisors[turning:] >= _STILL).all())
 
     def _changed(
         self, name: str, stem: str, head: TensorHead, num_embeddings: int | None

@@ -167,6 +167,8 @@ class StoredHead:
     end: int
 
 
+# Of a tensor, as many as torch has.
+_MAX_DIMENSIONS = 64
 # Bits of a number, by safetensors' names.
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -193,7 +195,12 @@ def stored_heads(path: Path) -> tuple[dict[str, StoredHead], dict[str, str]]:
     for name, entry in entries.items():
         kind, shape, places = entry["dtype"], entry.get("shape"), entry.get("data_offsets")
         is_whole = isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and str(kind) in _BITS
-        if not is_whole or not all(type(each) is int and each >= 0 for each in (*shape, *places)):
+        # The product of a million sizes takes hours.
+        if (
+            not is_whole
+            or len(shape) > _MAX_DIMENSIONS
+            or not all(type(each) is int and each >= 0 for each in (*shape, *places))
+        ):
             raise ModelLoadError(f"{damaged} (the entry of {shown_name(name)}); copy or download it again")
         num_bytes = places[1] - places[0]
         if num_bytes * 8 != math.prod(shape) * _BITS[str(kind)]:
@@ -203,9 +210,10 @@ def stored_heads(path: Path) -> tuple[dict[str, StoredHead], dict[str, str]]:
             )
         heads[name] = StoredHead(str(kind), tuple(shape), start + places[0], start + places[1])
     reached = start
-    for head in sorted(heads.values(), key=lambda each: (each.begin, each.end)):
+    for name, head in sorted(heads.items(), key=lambda each: (each[1].begin, each[1].end)):
         if head.begin != reached:
-            raise ModelLoadError(f"{damaged} (tensors overlap, or have gaps between them); copy or download it again")
+            where = "overlaps the tensor before it" if head.begin < reached else "has a gap before it"
+            raise ModelLoadError(f"{damaged} ({shown_name(name)} {where}); copy or download it again")
         reached = head.end
     if reached != path.stat().st_size:
         raise ModelLoadError(
@@ -235,7 +243,10 @@ def _head(path: Path, max_bytes: int = _MAX_HEADER_BYTES) -> tuple[dict[str, dic
         for name, entry in entries.items():
             if not isinstance(entry, dict) or "dtype" not in entry:
                 raise DocumentError(f"the entry of {shown_name(name)}")
-        return entries, dict(head.get("__metadata__") or {}), 8 + length
+        metadata = head.get("__metadata__") or {}
+        if not isinstance(metadata, dict):
+            raise DocumentError("its metadata are no texts")
+        return entries, metadata, 8 + length
     except (OSError, DocumentError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise ModelLoadError(
             f"{path} is damaged or not a safetensors file ({first_line(error)}); copy or download it again"

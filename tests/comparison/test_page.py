@@ -136,7 +136,9 @@ def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
         const linear = x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
         const light = c => { const [r, g, b] = c.map(x => linear(x / 255));
           return .2126 * r + .7152 * g + .0722 * b };
-        const behind = e => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
+        // A letter of a plot lies on its dot.
+        const behind = e => { if (e.closest('.dot')) return rgb(getComputedStyle(e.closest('.dot')).fill);
+          for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
           if (c.length < 4 || c[3] > 0) return c } return [255, 255, 255] };
         const texts = document.querySelectorAll(
           'p, td span, th, h1, h2, h3, li, figcaption, .mark, button, output, small, svg text');

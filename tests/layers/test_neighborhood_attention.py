@@ -39,3 +39,10 @@ def test_boxes_equal_one_mask_of_the_grid(grid: Size, window: Size, box: Size) -
     q, k, v = (torch.randn(2, *grid, 2, 8, generator=generator) for _ in range(3))
     found = neighborhood_attention(q, k, v, window, scale=0.3, box=box)
     assert (found - whole(q, k, v, window)).abs().max() < 1e-5
+
+
+def test_a_part_of_the_queries_sees_what_it_sees_within_the_grid() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 9, 7, 2, 8, generator=generator) for _ in range(3))
+    found = neighborhood_attention(q[:, 2:5, 4:], k, v, (3, 5, 3), scale=0.3, origin=(2, 4, 0), box=(2, 2, 4))
+    assert (found - whole(q, k, v, (3, 5, 3))[:, 2:5, 4:]).abs().max() < 1e-5

@@ -23,6 +23,7 @@ from gguf_files import head, text
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tables import table
+from tiny_ltx2 import write_tiny_ltx2
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
 
@@ -50,7 +51,7 @@ def weights_of(folder: Path) -> Tensors:
 
 def language_of(state: Tensors) -> Tensors:
     """The tensors of the language model, by the names of one without a vision half."""
-    marks = ("visual.", "vision_tower.", "multi_modal_projector.")
+    marks = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_audio.", "embed_vision.", "vision_embedder.")
     own = {name: tensor for name, tensor in state.items() if not any(mark in name for mark in marks)}
     if any(".SelfAttention." in name for name in own):
         return own
@@ -108,6 +109,46 @@ def states(encoder: TextEncoder) -> list[torch.Tensor]:
         *([] if found.pooled is None else [found.pooled]),
         *(each.embeddings for each in found.further),
     ]
+
+
+@pytest.fixture(scope="module")
+def ltx25(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_ltx2(tmp_path_factory.mktemp("ltx25") / "model", is_ltx25=True)
+
+
+def divisors(turning: int, *still: float) -> Callable[[GGUFWriter], None]:
+    """What Gemma 4's frequencies are divided by."""
+    values = numpy.array([1.0] * turning + list(still), dtype=numpy.float32)
+    return lambda writer: writer.add_tensor("rope_freqs.weight", values)
+
+
+def written_gemma4(folder: Path, path: Path, more: Callable[[GGUFWriter], None], *, head_dim: int = 8) -> Path:
+    """head_dim: of the layers that see a window, as the file says."""
+
+    def sizes(writer: GGUFWriter) -> None:
+        writer.add_uint32("gemma4.attention.key_length", 16)
+        writer.add_uint32("gemma4.attention.key_length_swa", head_dim)
+        more(writer)
+
+    tensors = language_tensors(MODEL_ARCH.GEMMA4, language_of(weights_of(folder)), None)
+    write_encoder(path, "gemma4", tensors, more=sizes)
+    return path
+
+
+def test_gemma4_in_a_file_of_its_language_model(ltx25: Path, tmp_path: Path) -> None:
+    """Layers of two kinds, with heads of their own width, a scalar each, and frequencies that a tensor describes."""
+    expected = states(encoder_of(ltx25, "text_encoder", None))
+    folder, turns = ltx25 / "text_encoder", divisors(2, *[1e30] * 6)
+    path = written_gemma4(folder, tmp_path / "plain.gguf", turns)
+    assert all(map(torch.equal, states(encoder_of(ltx25, "text_encoder", path)), expected))
+    assert describe_encoder_file(path).model_types == ("gemma4_unified", "gemma4_unified_text")
+    for more in (divisors(8), divisors(1, *[1e30] * 7), divisors(2, *[8.0] * 6)):
+        other = written_gemma4(folder, tmp_path / "other.gguf", more)
+        with pytest.raises(ModelLoadError, match="1 tensors would change the result and are not read: rope_freqs"):
+            encoder_of(ltx25, "text_encoder", other)
+    wrong = written_gemma4(folder, tmp_path / "wrong.gguf", turns, head_dim=4)
+    with pytest.raises(ModelLoadError, match=r"1 settings differ .*: head_dim is 4, here 8"):
+        encoder_of(ltx25, "text_encoder", wrong)
 
 
 # UMT5 (with a relative bias in every layer), T5, Qwen2.5-VL, Qwen3-VL, Qwen3, LLaMA, Mistral 3, Gemma 3.

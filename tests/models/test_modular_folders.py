@@ -73,6 +73,12 @@ def test_a_native_model_by_its_modular_folder(tiny_folder_of: Callable[[str], Pa
         [
             (tiny_folder_of("z_image"), "ZImageModularPipeline", small()),
             (write_tiny_wan(tmp_path / "wan"), "WanModularPipeline", small(num_frames=5)),
+            (
+                tiny_folder_of("ltx2"),
+                "LTX2ModularPipeline",
+                GenerationRequest("a star", height=64, width=64, num_frames=9, num_inference_steps=2),
+            ),
+            (tiny_folder_of("hunyuan_video_15"), "HunyuanVideo15ModularPipeline", small(num_frames=5)),
             (turbo, "QwenImage21TurboModularPipeline", GenerationRequest("a star", height=64, width=64)),
         ]
     ):
@@ -197,7 +203,11 @@ def test_code_and_indexes_that_are_refused_or_ignored(
         opened(z_image)
     edit(z_image, _class_name="ZImageModularPipeline", scheduler=["my_code", "Scheduler", {}])
     assert "scheduler" not in opened(z_image).read_json("model_index.json"), "one that the pipeline is without"
-    edit(z_image, scheduler=["my_code", "Scheduler", {"pretrained_model_name_or_path": "x", "subfolder": "scheduler"}])
+    place = {"pretrained_model_name_or_path": "x", "subfolder": "scheduler"}
+    edit(z_image, scheduler=[None, None, {**place, "type_hint": [None, None]}])
+    assert "scheduler" not in opened(z_image).read_json("model_index.json"), "one without a class"
+    assert "scheduler is left out: the index names no class of it" in caplog.text
+    edit(z_image, scheduler=["my_code", "Scheduler", place])
     with pytest.raises(ModelLoadError, match="'my_code' is code that comes with the folder"):
         opened(z_image)
     (z_image / "modular_config.json").write_text('{"auto_map": {"ModularPipelineBlocks": "block.Block"}}')

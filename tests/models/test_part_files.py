@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from original_names import flux1_as_authors, original_tensors
+from original_names import as_ldm, flux1_as_authors, original_tensors
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
@@ -30,7 +30,7 @@ from diffusion_runtime.models.part_files import PartFile, with_parts
 from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.weights.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.weights.autoencoder_names import _causal_names
 from diffusion_runtime.weights.level_list_names import level_list_names
 
 VAE, ENCODER = "diffusion_pytorch_model.safetensors", "model.safetensors"
@@ -58,15 +58,6 @@ def bare(folder: Path, place: Path, *components: str) -> Path:
 def latents_and_frames(folder: Path, **paths: Any) -> torch.Tensor:
     pipeline = load_pipeline(str(folder), device="cpu", **{key: str(path) for key, path in paths.items()})
     return torch.as_tensor(pipeline(small_request(pipeline)).frames)
-
-
-def as_ldm(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The names and shapes of ae.safetensors: attention is a convolution of one pixel there."""
-    names = {theirs: ours for ours, theirs in _latent_diffusion_names(tensors).items()}
-    return {
-        names[name]: tensor[..., None, None].contiguous() if ".attentions." in name and tensor.dim() == 2 else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def test_schemes_are_those_that_diffusers_converts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import socket
 import struct
@@ -14,12 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from PIL import Image, ImageCms
 from running_server import SMALL, RunningServer, finished
 from tables import table
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.serving import guard
+from diffusion_runtime.serving import server as server_module
 from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.files import ResultFiles
 from diffusion_runtime.serving.input_images import check_image
@@ -273,6 +276,15 @@ def test_no_attack_is_a_500_or_leaves_a_trace_and_the_server_answers_afterwards(
         assert files_of(server) == before
         video = finished(http, http.post("/v1/videos", json={"prompt": "a ring", **SMALL}).json()["id"])
         assert video["status"] == "completed"
+        # Whoever may write into the storage does not read other files through the server.
+        for path in (server.storage / "results").glob(f"{video['id']}*"):
+            path.unlink()
+            path.symlink_to(SECRET)
+        for variant in ("video", "thumbnail", "spritesheet", "sidecar", "sound", "latents"):
+            answer = http.get(f"/v1/videos/{video['id']}/content", params={"variant": variant})
+            assert answer.status_code in (404, 410), (variant, answer.status_code)
+        assert http.delete(f"/v1/videos/{video['id']}").status_code == 200
+        assert Path(SECRET).exists()
 
 
 RAW = {
@@ -339,6 +351,52 @@ PRIVATE = [
 @table("address", PRIVATE)
 def test_addresses_of_this_network_are_none_of_the_internet(address: str) -> None:
     assert not is_public(address)
+
+
+# Of 127.0.0.1 and 169.254.169.254, as resolvers of some system read them.
+SPELLINGS = [
+    *("127.0.0.1", "127.1", "127.0.1", "0", "0.0.0.0", "2130706433", "0x7f000001", "0x7f.1", "0x7F.0.0.0x1"),
+    *("017700000001", "0177.0.0.1", "00000177.1", "127.0.0.1.", "localhost", "LOCALHOST", "localhost."),
+    *("[::1]", "[0:0:0:0:0:0:0:1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[2002:7f00:1::]"),
+    *("\uff11\uff12\uff17.0.0.1", "127\u30020\u30020\u30021", "\u2460\u2461\u2466.0.0.1"),
+    *("169.254.169.254", "2852039166", "0xa9fea9fe", "0xa9.0xfe.0xa9.0xfe", "0251.0376.0251.0376"),
+    *("[::ffff:169.254.169.254]", "[::ffff:a9fe:a9fe]", "[64:ff9b::a9fe:a9fe]", "[fe80::a9fe:a9fe]"),
+]
+
+
+@table("spelling", SPELLINGS)
+def test_no_spelling_of_an_address_of_this_network_is_connected_to(spelling: str) -> None:
+    """Though the owner of the server allows the host by exactly this name."""
+    url = f"https://{spelling}/latest/meta-data/"
+    with pytest.raises(RequestError, match=r"is an address of this network|is unknown|is no URL"):
+        checked_address("image", url, (spelling.strip("[]").lower(),), "")
+
+
+def test_headers_that_drip_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.3)
+
+    async def run() -> None:
+        config = uvicorn.Config(lambda *_: None, lifespan="off", log_config=None)
+        config.load()
+        loop = asyncio.get_running_loop()
+        states: Any = uvicorn.server.ServerState()
+        listening = await loop.create_server(
+            lambda: server_module._BoundedHeaders(config, states, {}, loop), "127.0.0.1", 0
+        )
+        async with listening, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            with contextlib.suppress(ConnectionError):
+                for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
+                    writer.write(bytes((byte,)))
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+                    if reader.at_eof():
+                        break
+                else:
+                    raise AssertionError("the headers were waited for")
+            writer.close()
+
+    asyncio.run(run())
 
 
 def test_addresses_are_checked_where_a_name_leads(monkeypatch: pytest.MonkeyPatch) -> None:

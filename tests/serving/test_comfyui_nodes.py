@@ -201,13 +201,26 @@ def test_what_cannot_run_is_refused_before_a_sampler_runs(nodes: dict[str, Any])
         run(nodes, "DiffusionRuntimeAttach", model=model, attention=rules)
     with pytest.raises(ValueError, match="self_options: expected JSON"):
         choice(nodes, self_attention="torch_sdpa", self_options="{")
-    attached, _ = run(
-        nodes, "DiffusionRuntimeAttach", model=model, attention=choice(nodes, self_attention="video_sparse_attn")
-    )
+    with pytest.raises(ValueError, match=r"self_options: expected \{\.\.\.\}, got"):
+        choice(nodes, self_attention="torch_sdpa", self_options="[1]")
+    sparse = choice(nodes, self_attention="torch_sdpa,video_sparse_attn")
+    with pytest.raises(ValueError, match="video_sparse_attn needs the grid"):
+        run(nodes, "DiffusionRuntimeAttach", model=model, attention=sparse)
+    # Of several backends the report names the one that ran.
+    several = choice(nodes, every_role="fa3, reference")
+    attached, counted = run(nodes, "DiffusionRuntimeAttach", model=model, attention=several)
     override = attached.model_options["transformer_options"]["optimized_attention_override"]
     q = torch.randn(1, 12, 64)
-    with pytest.raises(Exception, match="grid"):
+    for _ in range(2):
         override(plain, q, q, q, 4)
+    for expected in ("self: reference, 2 calls", "no attention call came"):
+        (_, report) = run(nodes, "DiffusionRuntimeReport", attached=counted, latent={"samples": 0})
+        assert report.startswith(expected)
+    attached, _ = run(nodes, "DiffusionRuntimeAttach", model=model, attention=choice(nodes, every_role="fa2,fa3"))
+    override = attached.model_options["transformer_options"]["optimized_attention_override"]
+    with pytest.raises(Exception, match=r"fa2: .*\n.*fa3: ") as caught:
+        override(plain, q, q, q, 4)
+    assert "fa3: runs on cuda, not on cpu" in str(caught.value)
     with pytest.raises(ValueError, match="another node"):
         run(nodes, "DiffusionRuntimeAttach", model=attached, attention=choice(nodes, every_role="torch_sdpa"))
 

@@ -8,11 +8,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from running_server import SMALL, finished, is_running, running_server, wait_for
 from tiny_flux2 import write_tiny_flux2_klein
+
+openai = pytest.importorskip("openai", reason="the official client: pip install 'diffusion-runtime[test]'")
 
 
 def png(colour: str) -> bytes:
@@ -24,20 +27,22 @@ def png(colour: str) -> bytes:
 def test_images_of_a_request_are_used_named_and_removed_without_a_path(tmp_path: Path) -> None:
     folder = write_tiny_flux2_klein(tmp_path / "tiny")
     form = {"prompt": "a cat", "size": "64x64", "seed": "3", "num_inference_steps": "2"}
+    common = {"prompt": "a cat", "size": "64x64", "extra_body": {"seed": 3, "num_inference_steps": 2}}
     inputs = tmp_path / "storage" / "inputs"
     with (
         running_server(tmp_path / "storage", "--model-path", str(folder)) as server,
         server.client() as http,
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="-") as official,
     ):
         made = []
-        for files in (
-            [("image", ("../../a.png", png("red"), "text/plain"))],
-            [("image[]", ("a.png", png("red"), "image/png")), ("image[]", ("b.png", png("blue"), "image/png"))],
-        ):
-            answer = http.post("/v1/images/edits", data=form, files=files)
-            assert answer.status_code == 200, answer.text
-            assert str(tmp_path) not in answer.text
-            made.append(base64.b64decode(answer.json()["data"][0]["b64_json"]))
+        several: Any = [("a.png", png("red"), "image/png"), ("b.png", png("blue"), "image/png")]
+        for images in (("../../a.png", png("red"), "text/plain"), several):
+            answer = official.images.edit(image=images, **common)
+            assert str(tmp_path) not in answer.to_json()
+            made.append(base64.b64decode(answer.data[0].b64_json))
+        events = list(official.images.edit(image=several, stream=True, **common))
+        assert [each.type for each in events] == ["image_edit.completed"]
+        assert base64.b64decode(events[0].b64_json) == made[1]
         url = {"image_url": f"data:image/png;base64,{base64.b64encode(png('red')).decode()}"}
         again = http.post("/v1/images/edits", json={**form, "seed": 3, "image": url}).json()
         # What a file says is what its data: URL says.
@@ -58,15 +63,16 @@ def test_an_engine_of_two_processes_serves_and_ends_with_its_server(tmp_path: Pa
             body = {"prompt": "a ring", "seed": 1, **SMALL}
             first = finished(http, http.post("/v1/videos", json=body).json()["id"])
             assert first["status"] == "completed", first
-            launcher = server.engine_pid()
-            ranks = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+            ranks = server.rank_pids()
             assert len(ranks) == 2
             # A rank that dies takes the others along, and the job is made by the next engine.
             waiting = http.post("/v1/videos", json={**body, "num_inference_steps": 30}).json()["id"]
             wait_for(lambda: http.get(f"/v1/videos/{waiting}").json()["step"])
             os.kill(ranks[1], signal.SIGKILL)
-            assert finished(http, waiting)["attempts"] == 2
-            launcher = server.engine_pid()
-            ranks = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-        server.kill()
-        wait_for(lambda: not any(is_running(pid) for pid in (launcher, *ranks)))
+            made = finished(http, waiting)
+            assert (made["status"], made["attempts"]) == ("completed", 2)
+            wait_for(lambda: not any(is_running(pid) for pid in ranks))
+            pids = server.engine_pids() + server.rank_pids()
+        if not server.is_on_ray:
+            server.kill()
+            wait_for(lambda: not any(is_running(pid) for pid in pids))

@@ -1,6 +1,6 @@
 """Clients of others against our server, unchanged: LiteLLM, and the one that SGLang's nodes for ComfyUI use.
 
-Each is skipped by name where its package is not installed: `pip install litellm`, `pip install --no-deps sglang`.
+Each is skipped by name where its package is not installed; `scripts/check_clients` installs both and runs this.
 """
 
 from __future__ import annotations

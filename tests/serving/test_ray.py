@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def frames_of(content: bytes) -> str:
     return hashlib.sha256(subprocess.run(command, input=content, capture_output=True, check=True).stdout).hexdigest()
 
 
-def expected(folder: Path, steps: int) -> bytes:
-    request = GenerationRequest("a ring", height=64, width=64, num_frames=5, num_inference_steps=steps, seed=1)
+def expected(folder: Path, steps: int, **fields: Any) -> bytes:
+    values = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": steps, "seed": 1, **fields}
+    request = GenerationRequest("a ring", **values)
     pipeline = load_pipeline(device="cpu")
     return pipeline(pipeline.resolve(request)).save(folder / "clip.mp4").read_bytes()
 
@@ -80,7 +82,8 @@ def test_a_cluster_gives_the_bytes_of_one_process_while_its_nodes_die(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cluster")
 def test_a_server_finds_its_replicas_again_and_a_gang_scales_to_zero(tmp_path: Path) -> None:
-    quick, long = expected(tmp_path, 2), expected(tmp_path, 40)
+    # Two processes compute one branch of guidance each, which rounds as two passes do.
+    quick, long = expected(tmp_path, 2, guidance_mode="two_pass"), expected(tmp_path, 40)
     with ray_cluster(2) as cluster:
         words = ("--device", "cpu", "--ray", cluster.address)
         with running_server(tmp_path / "storage", "--replicas", "1", *words) as server:
@@ -136,6 +139,11 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         checked = json.loads(await host.ask("check", json.dumps({"requests": [request]}), {}))["answer"]["requests"][0]
         refused = json.loads(await host.ask("check", json.dumps({"requests": [{**request, "image_path": "/x"}]}), {}))
         assert "did not come with the request" in refused["error"]["message"]
+        # A reference, which may be a video: it came, and is then the model's to refuse.
+        sent = storage / "inputs" / f"{job}-references-0.mp4"
+        with_reference = json.dumps({"requests": [{**request, "references": [str(sent)]}]})
+        refused = json.loads(await host.ask("check", with_reference, {sent.name: b"a video"}))
+        assert "references: this model takes no references" in refused["error"]["message"], refused
         work = {"job": job, "index": 0, "request": checked, "target": str(storage / "results" / f"{job}.mp4")}
         shared = {"previews": 0, "profile": {"id": "trace", "num_steps": 1, "target": "/x"}, "attention": None}
         message = {"type": "run", "works": [{**work, "names": {}}], "loras": None, "preset": None, **shared}
@@ -149,6 +157,7 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         )
         assert not storage.exists()
         await until("done")
+        assert list((host._storage / "inputs").iterdir()) == []
         # Another server comes, while the job of the one before it runs: that is stopped.
         message["works"][0]["request"]["num_inference_steps"] = 200  # type: ignore[index]
         await host.send(json.dumps(message), {})
@@ -161,10 +170,36 @@ def test_a_host_without_the_servers_storage_takes_and_gives_files_and_forgets_a_
         host.kill()
         assert (await until("ended"))["code"] != 0
         assert host.exit_code() is not None
+        # Whoever leases the replica before it is replaced is given no job to lose.
+        said = [json.loads(text)["type"] async for text in _until_ended(host)]
+        assert ("ready" in said, said[-1]) == (False, "ended"), said
         heard.cancel()
         host._own.cleanup()
 
     asyncio.run(run())
+
+
+async def _until_ended(host: Any) -> AsyncIterator[str]:
+    async for text in host.attach():
+        yield text
+        if json.loads(text)["type"] == "ended":
+            return
+
+
+def test_every_file_of_a_request_goes_to_a_host_that_does_not_share_the_storage(tmp_path: Path) -> None:
+    from diffusion_runtime.serving.on_ray.engines import RayEngine
+
+    names = ["image_path-0.png", "references-0.png", "references-1.mp4"]
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    image, *references = map(str, paths)
+    engine = RayEngine(None, tmp_path, print)
+    engine._is_shared = False
+    found = engine._inputs(
+        [{"prompt": "/etc/passwd", "image_path": image, "mask_path": None, "references": references}]
+    )
+    assert found == {name: name.encode() for name in names}
 
 
 def png(folder: Path) -> bytes:

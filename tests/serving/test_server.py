@@ -74,7 +74,9 @@ def test_its_http_process_has_neither_torch_nor_numpy(server: RunningServer) -> 
     """Weights, models and LoRA files are the engine's; the front only asks which commit of the hub they are."""
     assert server.process is not None
     mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert [name for name in ("/libtorch", "/numpy/") if name in mapped] == []
+    # Ray itself imports numpy.
+    names = ("/libtorch",) if server.is_on_ray else ("/libtorch", "/numpy/")
+    assert [name for name in names if name in mapped] == []
 
 
 def test_the_official_client_makes_videos_with_the_bytes_of_generate(official: Any, tmp_path: Path) -> None:
@@ -374,7 +376,11 @@ def test_jobs_survive_the_death_of_the_engine_and_of_the_server(tmp_path: Path) 
             wait_for(lambda: http.get(f"/v1/videos/{waiting}").json()["status"] != "queued")
         engine = server.engine_pid()
         server.kill()
-        wait_for(lambda: not is_running(engine))
+        if server.is_on_ray:
+            # It stays for the next server.
+            assert is_running(engine)
+        else:
+            wait_for(lambda: not is_running(engine))
         server.start()
         with server.client() as http:
             # At once: what was accepted is there before the model is.

@@ -148,6 +148,11 @@ def test_gemmas_pieces_out_of_a_tensor_and_out_of_metadata(tmp_path: Path) -> No
     tokens, scores, types = (list(each) for each in zip(*pieces, strict=True))
     made = from_metadata(metadata("llama", tokens, types, scores=scores), "a.gguf")
     assert ids(made, tmp_path / "gguf") == wanted
+    # Gemma 4's has pairs instead of scores, and names no unknown piece.
+    pairs = [" ".join(pair) for pair in json.loads(expected.backend_tokenizer.to_str())["model"]["merges"]]
+    types[tokens.index("<unk>")] = CONTROL
+    made = from_metadata(metadata("gemma4", tokens, types, merges=pairs), "a.gguf")
+    assert ids(made, tmp_path / "gemma4") == wanted
 
 
 def tekken() -> dict[str, Any]:
@@ -205,7 +210,7 @@ def of_tekken(**values: Any) -> bytes:
     "made, told",
     [
         (lambda: from_metadata(changed(model=7), "f"), r"key 'tokenizer.ggml.model': expected str, got 7"),
-        (lambda: from_metadata(changed(model="bert"), "f"), r"expected t5, llama, or gpt2 .* got 'bert'"),
+        (lambda: from_metadata(changed(model="bert"), "f"), r"expected t5, llama, gemma4, or gpt2 .* got 'bert'"),
         (lambda: from_metadata(changed(pre="poro"), "f"), r"got 'gpt2' and 'poro'"),
         (lambda: from_metadata(changed(tokens=["a", "a", "b"]), "f"), r"tokens': expected texts, each once"),
         (lambda: from_metadata(changed(token_type=[1]), "f"), r"token_type': expected 3 numbers, got 1"),

@@ -69,7 +69,7 @@ FAMILY = ModelFamily(
         transformer_classes=("Flux3Transformer2DModel",),
         pipeline_classes=(BASE, DISTILLED),
         diffusers_components=(codec.AUTOENCODER,),
-        unread={"prompt_upsampler": "", "prompt_upsampler_processor": ""},
+        unread=("prompt_upsampler", "prompt_upsampler_processor"),
     ),
     # Blocks of text and references alone have no grid: backends that need one skip them, like any cross-attention.
     roles=(("self", "self"), (TEXT_ROLE, "cross"), (REFERENCE_ROLE, "cross")),

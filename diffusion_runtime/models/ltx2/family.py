@@ -38,6 +38,7 @@ from diffusion_runtime.models.ltx2.sound_decoder import AUDIO_AUTOENCODER, VOCOD
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.request.layers import layered
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
@@ -68,6 +69,12 @@ def _adapt(model: _Model) -> _Model:
             # None is published for LTX-2.5.
             tiny_decoders = {}
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS, tiny_decoders=tiny_decoders)
+    if text.has_duration_head(model.folder):
+        model = dataclasses.replace(
+            model,
+            defaults=layered(model.defaults, _LENGTHS),
+            request_fields=(*model.request_fields, *_LENGTHS),
+        )
     weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
     if model.config.turns_halves:
         weights = dataclasses.replace(weights, arrange=pair_channels)
@@ -84,6 +91,8 @@ _LTX23_DEFAULTS = published_defaults(
     "guidance_rescale",
     "audio_guidance_scale",
 )
+# Bounds of a length that the duration head predicts.
+_LENGTHS = published_defaults("ltx-2.5", "min_seconds", "max_seconds")
 _LTX25_DEFAULTS = published_defaults("ltx-2.5", "image_crf")
 
 FAMILY = ModelFamily(
@@ -94,8 +103,9 @@ FAMILY = ModelFamily(
         pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, AUDIO_AUTOENCODER, VOCODER_NETWORK, text.CONNECTORS),
         check_parts=_check_parts,
-        # Length of the video, and a longer prompt, from the text; the transformer of LTX-2.5 before distillation.
-        unread={"duration_head": "num_frames", "prompt_enhancer": "", "transformer_full": ""},
+        # A longer prompt from the text; the transformer of LTX-2.5 before distillation.
+        unread=("prompt_enhancer", "transformer_full"),
+        optional=(text.DURATION_HEAD.name,),
     ),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices skip
     # it.

@@ -90,7 +90,7 @@ FAMILY = ModelFamily(
         index_keys=("canvas_short_edge", "canvas_max_pixels", "reference_image_short_edge"),
         diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER),
         # Both transformers again under the authors' names.
-        unread={"FL2VA": "", "Ref2VA": ""},
+        unread=("FL2VA", "Ref2VA"),
         workflows={REFERENCES: {"transformer": "transformer_ref"}},
         check_parts=_check_parts,
     ),

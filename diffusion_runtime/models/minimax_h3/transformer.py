@@ -298,16 +298,16 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         return with_schedule_of_sound(guided, self.geometry, inputs.size, self._shift_of_sound(inputs))
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
-        read = super().read_inputs(inputs)
-        return dataclasses.replace(
-            read, request=dataclasses.replace(read.request, flow_shift=inputs.request.flow_shift)
-        )
+        read, asked = super().read_inputs(inputs), inputs.request
+        request = dataclasses.replace(read.request, flow_shift=asked.flow_shift, sigmas=asked.sigmas)
+        return dataclasses.replace(read, request=request)
 
     def _shift_of_sound(self, inputs: DenoiserInputs) -> float:
-        """Return the flow shift from the video's noise levels to the sound's."""
-        shift = inputs.request.flow_shift
+        """Return the flow shift from the video's noise levels to the sound's. Levels that a request names run as they
+        are, without its flow shift: the sound's are those that the model was trained with beside them."""
         of_video, of_sound = self.config.shifts
-        return of_sound / (of_video if shift is None else shift)
+        request = inputs.request
+        return of_sound / (of_video if request.flow_shift is None or request.sigmas is not None else request.flow_shift)
 
     def _patches(self, video: torch.Tensor) -> torch.Tensor:
         """Map latents [B, channels, frames, height, width] to tokens [B, tokens, D]."""

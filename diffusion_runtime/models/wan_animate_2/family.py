@@ -98,7 +98,7 @@ FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
         pipeline_classes=PIPELINES,
         diffusers_components=(codec.AUTOENCODER,),
         # Made from their own defaults, which the runtime knows.
-        unread={"image_processor": "", "video_processor": ""},
+        unread=("image_processor", "video_processor"),
         check_parts=_check_parts,
     ),
     roles=(("self", "self"), ("cross", "cross"), (IMAGE_ROLE, "cross"), (REFERENCE_ROLE, "cross")),

@@ -10,8 +10,6 @@ import json
 import logging
 import secrets
 import signal
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from diffusion_runtime.errors import ConfigError, first_line
 from diffusion_runtime.media.publish import publish_bytes, publish_text
 from diffusion_runtime.serving.engines import BEAT_SECONDS, EngineLost, OnMessage, Refused, versions
 from diffusion_runtime.serving.files import RESULTS, sync
+from diffusion_runtime.serving.input_images import names_files
 from diffusion_runtime.serving.on_ray.host import MAX_FILE, NAMESPACE, PROBE, Replica
 from diffusion_runtime.serving.settings import ServerSettings
 from diffusion_runtime.untrusted.files import read_file
@@ -39,7 +38,6 @@ _HEALTH_SECONDS, _HEALTH_TIMEOUT_SECONDS = 2.0, 30.0
 # Serve ends a replica that nobody leases after so long.
 _DOWNSCALE_SECONDS = 5.0
 _MAX_PROBE = 100
-_DEPLOY_LOOK_SECONDS = 0.1
 # States of an application that is used as it is.
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationStatus.UNHEALTHY)
 
@@ -100,13 +98,11 @@ class RayEngines:
         if found.get(self._name) in _FOUND:
             _logger.info("found the replicas of an earlier server")
         else:
-            # It returns once all replicas are ready, for some of which there may be no room yet.
-            options = {"name": self._name, "route_prefix": None}
-            application = self._application(text, resources, config)
-            threading.Thread(target=serve.run, args=(application,), kwargs=options, daemon=True).start()
-            while self._name not in serve.status().applications:
-                time.sleep(_DEPLOY_LOOK_SECONDS)
-        self._handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
+            # Not until they are ready: for some of the replicas there may be no room yet.
+            target = serve.RunTarget(self._application(text, resources, config), self._name, None)
+            serve.run_many([target], wait_for_applications_running=False)
+        # Serve makes a deployment a moment after its application, and refuses the handle of one until then.
+        self._handle = serve.get_app_handle(self._name)
 
     def _application(self, given: str, resources: Mapping[str, float], config: RuntimeConfig) -> Any:
         fewest, most = self._settings.replicas
@@ -258,10 +254,10 @@ class RayEngine:
         task.add_done_callback(self._calls.discard)
 
     def _inputs(self, requests: Any) -> dict[str, bytes]:
-        """Return the images of requests, where the replica does not share the storage."""
+        """Return the input files of requests, where the replica does not share the storage."""
         if self._is_shared:
             return {}
-        values = [value for request in requests for name, value in request.items() if name.endswith("_path")]
+        values = [value for request in requests for name, value in request.items() if names_files(name)]
         paths = [Path(path) for value in values for path in (value if isinstance(value, list) else [value]) if path]
         return {path.name: read_file(path, max_bytes=MAX_FILE) for path in paths}
 

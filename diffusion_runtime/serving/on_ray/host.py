@@ -13,7 +13,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from diffusion_runtime.media.publish import publish_bytes
 from diffusion_runtime.serving.engine_process import EngineProcess
 from diffusion_runtime.serving.engines import EngineLost, Refused
 from diffusion_runtime.serving.files import ID, INPUTS, RESULTS
+from diffusion_runtime.serving.input_images import names_files
 from diffusion_runtime.untrusted.files import read_file
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -46,6 +47,8 @@ class Host:
         self._kept: dict[str, str] = {}
         self._lines: asyncio.Queue[str] | None = None
         self._running: set[str] = set()
+        # Names of the files that came with what runs.
+        self._came: tuple[str, ...] = ()
         self._code: int | None = None
         self._heard = time.monotonic()
 
@@ -76,11 +79,13 @@ class Host:
 
     async def _run(self) -> None:
         self._code = await self._engine.run()
+        self._kept.pop("ready", None)
         self._pass_on({"type": "ended", "code": self._code})
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["type"] == "done":
             self._running.clear()
+            self._remove(self._came)
         self._pass_on(message)
 
     def _pass_on(self, message: Mapping[str, Any]) -> None:
@@ -134,6 +139,7 @@ class Host:
         kind = message.pop("type")
         if kind == "run":
             self._put(files)
+            self._came = tuple(files)
             message["works"] = [self._here(work) for work in message["works"]]
             self._running = {work["job"] for work in message["works"]}
             if message.get("profile") is not None and not self.is_shared:
@@ -160,6 +166,8 @@ class Host:
             return json.dumps({"error": dict(error.details)})
         except EngineLost:
             return json.dumps({"lost": True})
+        finally:
+            self._remove(files)
 
     def take_files(self, job: str, stem: str) -> dict[str, bytes]:
         """Return the files of a result by their names, and remove them here."""
@@ -172,13 +180,19 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End the rank."""
+        """End the rank. Nobody is told any more that it is ready: a server that leases this replica before Serve has
+        replaced it would lose a job to it."""
+        self._kept.pop("ready", None)
         self._engine.kill()
 
     def _put(self, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
-            assert re.fullmatch(r"(video|img)_[0-9a-f]{32}-[a-z_]+-\d+\.(png|jpg|webp)", name)
+            assert re.fullmatch(r"(video|img)_[0-9a-f]{32}-[a-z_]+-\d+\.[a-z0-9]{3,4}", name)
             publish_bytes(self._storage / INPUTS / name, content)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._storage / INPUTS / name).unlink(missing_ok=True)
 
     def _here(self, work: Mapping[str, Any]) -> dict[str, Any]:
         """Return a work with the files of the server's storage in the storage here. A path elsewhere stays as it is,
@@ -190,7 +204,7 @@ class Host:
             is_path = isinstance(value, str) and Path(value).is_relative_to(self._server_storage)
             return str(self._storage / Path(value).relative_to(self._server_storage)) if is_path else value
 
-        request = {name: moved(value) if name.endswith("_path") else value for name, value in work["request"].items()}
+        request = {name: moved(value) if names_files(name) else value for name, value in work["request"].items()}
         found = {**work, "request": request}
         if "target" in work:
             found["target"] = moved(work["target"])

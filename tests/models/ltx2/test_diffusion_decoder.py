@@ -12,9 +12,15 @@ from diffusers import LTX2VideoDiffusionDecoderModel
 from tiny_ltx2 import TINY_SIZES, VIDEO_CHANNELS
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.decoders import window_tiles
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.ltx2.diffusion_decoder import DiffusionDecoder
+from diffusion_runtime.models.ltx2.diffusion_decoder import (
+    DiffusionDecoder,
+    decoding_bytes,
+    load_diffusion_decoder,
+)
 
 
 def test_frames_equal_diffusers_and_the_sound_stays(tiny_folder25: Path) -> None:
@@ -48,3 +54,25 @@ def test_what_it_cannot_decode_is_refused_before_the_weights(
         rules.resolve(GenerationRequest("a circle", **{**TINY_SIZES, "num_frames": 1}, stg_scale=0.0))
     with pytest.raises(ConfigError, match=r"vae_decoder: diffusion: .* has no diffusion_decoder .* leave out"):
         inspect_pipeline(RuntimeConfig(str(tiny_copy()), device="cpu", vae_decoder="diffusion"))
+
+
+def test_tiles_of_any_size_give_the_whole_decode(tiny_folder25: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than one along frames and rows, in every stage that has so many; windows at all ends."""
+    decoder = load_diffusion_decoder(ModelFolder(tiny_folder25), torch.device("cpu"), torch.float32)
+    latents = torch.randn(1, VIDEO_CHANNELS, 3, 2, 2, generator=torch.Generator().manual_seed(2))
+    whole, wrong = decoder.decode(latents), []
+    for depth, rows in ((5, 3), (16, 7)):
+        monkeypatch.setattr(window_tiles, "DEPTH", depth)
+        monkeypatch.setattr(window_tiles, "rows_of_tile", lambda _, rows=rows: rows)
+        chunks = list(decoder.stream(latents).chunks)
+        assert len(chunks) == -(-17 // depth)
+        difference = float((torch.cat(chunks, dim=1) - whole).abs().max())
+        wrong += [] if difference < 1e-5 else [(depth, rows, difference)]
+    assert not wrong
+    assert whole.std() > 0.1
+
+
+def test_the_plan_of_a_long_clip_is_two_tensors_of_it_and_a_slab(tiny_folder25: Path) -> None:
+    short, long = (decoding_bytes(ModelFolder(tiny_folder25), torch.float32, 256, 256, frames) for frames in (241, 481))
+    # 64 x 64 tokens a frame of 8 channels.
+    assert long - short == 2 * 240 * 64 * 64 * 8 * 4

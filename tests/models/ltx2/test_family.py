@@ -28,7 +28,6 @@ from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.level_list_names import level_list_names, vocoder_names
 
@@ -44,20 +43,6 @@ def test_json_says_the_sound_and_a_shift_that_follows_the_size(tiny_folder: Path
     # The line through 0.95 at 1024 tokens and 2.05 at 4096, of the video's tokens alone: exp(0.95) at 16 x 8 x 8.
     tokens = rules.sampling.geometry.num_tokens(256, 256, 121)
     assert rules.sampling.schedule.flow_shift(tokens, 40) == pytest.approx(2.5857, rel=1e-4)
-
-
-def test_a_length_that_the_duration_head_would_choose_is_said(tiny_folder: Path, tmp_path: Path) -> None:
-    # diffusers writes a component that is not there as [null, null].
-    with_it = shutil.copytree(tiny_folder, tmp_path / "model")
-    change(with_it, "model_index.json", {"duration_head": ["ltx2", "LTX2DurationHead"]})
-    said = []
-    for folder in (with_it, tiny_folder):
-        rules = inspect_pipeline(RuntimeConfig(model_path=str(folder))).rules
-        requests = [rules.resolve(GenerationRequest("rain", num_frames=frames)) for frames in (None, 25)]
-        said += [[remark for remark in rules.unused(request) if "duration_head" in remark] for request in requests]
-    (remark,) = said.pop(0)
-    assert "num_frames is 121, the model's default; --num-frames sets it" in remark
-    assert said == [[], [], []]
 
 
 def test_a_preview_needs_the_decoder_of_its_release() -> None:

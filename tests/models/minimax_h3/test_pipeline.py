@@ -174,3 +174,14 @@ def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
 def test_what_a_request_may_not_say(ours: Pipeline, values: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestError, match=told):
         ours.resolve(GenerationRequest("a star", **{**TINY_SIZES, **values}))
+
+
+def test_named_levels_move_the_sound_as_the_models_own_levels_do(ours: Pipeline) -> None:
+    """Those of the model by name, with any flow shift, which such levels are not given."""
+    request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=NUM_STEPS, seed=1)
+    own = ours.rules.settings(ours.resolve(request)).build_sampler().steps(torch.device("cpu"))
+    levels = tuple(step.sigma for step in own)
+    expected = ours.latents(request)
+    for flow_shift in (None, 6.0):
+        named = GenerationRequest("a red circle", **TINY_SIZES, sigmas=levels, flow_shift=flow_shift, seed=1)
+        assert (ours.latents(named) - expected).abs().max() < 1e-5
