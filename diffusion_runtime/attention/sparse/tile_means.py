@@ -29,7 +29,7 @@ class TileMeans:
 
     @property
     def of_keys(self) -> BlockMeans | None:
-        """What a pooled tail reads; None without values."""
+        """Return the means that a pooled tail reads; None without values."""
         return None if self.v is None else BlockMeans(self.k, self.v)
 
 
