@@ -43,6 +43,7 @@ NO_GPU_RUN = (
 # Around the tables of a page.
 BEGIN, END = "<!-- python -m benchmarks.backend_quality --write: begin -->", "<!-- end -->"
 VMOBA_SMALL = {**VMOBA, "spatial_chunk_size": [2, 2], "st_chunk_size": [2, 4, 4]}
+POOLED = {"tail": "pooled"}
 # By what a table calls them: options under which a method leaves pairs out on a grid of 8 x 8 x 8 tokens, which the
 # draft preset has. The other backends run with their defaults.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -50,13 +51,27 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "sliding_tile_attn": {
         "window 4x4x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [4, 4, 3]},
         "window 3x3x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [3, 3, 3]},
+        "window 3x3x3, pooled tail": {"tile_size": [2, 2, 2], "window": [3, 3, 3], **POOLED},
     },
-    "video_sparse_attn": {"sparsity 0.2": {"sparsity": 0.2}, "sparsity 0.4": {"sparsity": 0.4}},
+    "sol_attn": {
+        "top-k 0.25 of 2x4x4 tiles, no tail": {"tile_size": [2, 4, 4], "top_k": 0.25, "tail": "none"},
+        "top-k 0.25 of 2x4x4 tiles, pooled tail": {"tile_size": [2, 4, 4], "top_k": 0.25},
+    },
+    "video_sparse_attn": {
+        "sparsity 0.2": {"sparsity": 0.2},
+        "sparsity 0.4": {"sparsity": 0.4},
+        "sparsity 0.8": {"sparsity": 0.8},
+        "sparsity 0.8, pooled tail": {"sparsity": 0.8, **POOLED},
+    },
     "vmoba_attn": {
         "top-k 5, 10, 10": {**VMOBA_SMALL, "temporal_topk": 5, "spatial_topk": 10, "st_topk": 10},
         "top-k 3, 6, 6": {**VMOBA_SMALL, "temporal_topk": 3, "spatial_topk": 6, "st_topk": 6},
+        "top-k 3, 6, 6, pooled tail": {**VMOBA_SMALL, "temporal_topk": 3, "spatial_topk": 6, "st_topk": 6, **POOLED},
     },
-    "sparse_video_gen_2_attn": {f"top-p {top_p}": {**SVG2, "svg2_top_p_kmeans": top_p} for top_p in (0.98, 0.9)},
+    "sparse_video_gen_2_attn": {
+        **{f"top-p {top_p}": {**SVG2, "svg2_top_p_kmeans": top_p} for top_p in (0.98, 0.9)},
+        "top-p 0.9, pooled tail": {**SVG2, "svg2_top_p_kmeans": 0.9, **POOLED},
+    },
     "skip_softmax": {f"threshold {value}": {"skip_threshold": value} for value in (0.01, 0.1)},
 }
 
@@ -69,7 +84,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first: Clips | None = None
     device = str(describe_machine(resolve_device(arguments.device))["device"])
     for backend, label, options in (
-        (name, *setting) for name in names for setting in SETTINGS.get(name, {"": {}}).items()
+        (name, *setting)
+        for name in names
+        for setting in SETTINGS.get(name, {"": {}}).items()
+        if name == FIRST or arguments.settings in setting[0]
     ):
         row: dict[str, Any] = {
             "device": device,
@@ -199,6 +217,7 @@ def main() -> None:
     parser.add_argument("--preset", default="draft")
     parser.add_argument("--num-prompts", type=int, default=16, help="of each kind")
     parser.add_argument("--only", nargs="+", choices=available_names(), help="these backends, beside the first")
+    parser.add_argument("--settings", default="", help="of each backend, those whose label contains this")
     parser.add_argument("--times", action="store_true", help="the CPU time of one clip of each, and nothing else")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")

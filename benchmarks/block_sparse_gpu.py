@@ -1,6 +1,7 @@
 """The block-sparse kernel against dense attention on one GPU: correctness first, then every variant in one run.
 
     python -m benchmarks.block_sparse_gpu --output benchmarks/results/block_sparse_gpu.json
+    python -m benchmarks.block_sparse_gpu --pooled-tail    # each plan as well with the rest pooled
 
 Random plans at 32768 tokens, 12 heads of 128, bfloat16: each query block lists a random tenth of the key blocks. The
 rate counts the work of the pairs that are kept. `kernel` is the kernel alone; `whole` packs and lists the blocks too.
@@ -9,6 +10,7 @@ rate counts the work of the pairs that are kept. `kernel` is the kernel alone; `
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--tune", action="store_true", help="time every tile shape, not the chosen one alone")
+    parser.add_argument("--pooled-tail", action="store_true", help="time the chosen shape with a pooled tail too")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -165,6 +168,9 @@ def main() -> None:
         chosen = tile_shape(inputs(128, 1)[0], plan)
         for shape in [chosen, *(one for one in shapes if one != chosen)]:
             rows.append(measure(name, plan, shape, q_sizes, kv_sizes, shape == chosen))
+        if arguments.pooled_tail:
+            pooled = dataclasses.replace(plan, pooled_tail=True)
+            rows.append(measure(f"{name}, pooled tail", pooled, chosen, q_sizes, kv_sizes, True))
         q = inputs(plan.num_grid_tokens, HEADS)[0]
         if flash4.refusal(q, plan) is None:
             rows.append(measure_flash4(name, plan, q_sizes, kv_sizes))
@@ -193,7 +199,8 @@ def measure(
     row: dict[str, Any] = {"blocks": name, "implementation": "triton", "tile": str(shape), "chosen": chosen}
     try:
         if chosen:
-            row["errors"] = check(small_plan(q_sizes, kv_sizes), shape)
+            small = dataclasses.replace(small_plan(q_sizes, kv_sizes), pooled_tail=plan.pooled_tail)
+            row["errors"] = check(small, shape)
         q, k, v = inputs(plan.num_grid_tokens, HEADS)
         scale = HEAD_DIM**-0.5
         prepared = prepare(q, k, v, plan, scale=scale, shape=shape)

@@ -87,6 +87,31 @@ CASES = (
     Case("V-MoBA in time, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=9, tiny=_TINY_CHUNKS),
     Case("V-MoBA in time and space, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=11, tiny=_TINY_CHUNKS),
     Case("V-MoBA by threshold, 480p", "vmoba_attn", (21, 30, 52), 12, {}, tiny=_TINY_CHUNKS),
+    # What the pooled tail costs, beside the rows without it above.
+    *(
+        Case(
+            f"VSA 0.9, tile {'x'.join(map(str, tile))}, pooled tail",
+            *("video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9, "tile_size": tile, "tail": "pooled"}, True),
+        )
+        for tile in ((4, 4, 4), (4, 4, 8), (4, 8, 8))
+    ),
+    Case(
+        *("STA 3x3x3, ragged tiles, pooled tail", "sliding_tile_attn", (21, 30, 52), 12),
+        {"window": (3, 3, 3), "tail": "pooled"},
+        tiny=_TINY_TILES,
+    ),
+    Case("V-MoBA, 480p, pooled tail", "vmoba_attn", (21, 30, 52), 12, {**_TOP, "tail": "pooled"}, tiny=_TINY_CHUNKS),
+    # 32,768 tokens in whole tiles, and 75,600: the shapes of comfy-kitchen's figures in attention_next.md.
+    *(
+        Case(f"Sol {label}, {name}", "sol_attn", grid, heads, options, tiny={"tile_size": (2, 2, 2)})
+        for name, grid, heads in (("32768 x 12", (32, 32, 32), 12), ("75600 x 24", (21, 45, 80), 24))
+        for label, options in (
+            ("tau 1.0", {"tau": 1.0}),
+            ("tau 1.5", {"tau": 1.5}),
+            ("top-k 0.1", {"top_k": 0.1}),
+            ("top-k 0.1 without tail", {"top_k": 0.1, "tail": "none"}),
+        )
+    ),
     *(
         Case(f"skip-softmax {threshold:g}, 480p", "skip_softmax", (21, 30, 52), 12, {"skip_threshold": threshold})
         for threshold in (1e-3, 1e-2, 1e-1)

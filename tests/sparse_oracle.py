@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout
+from diffusion_runtime.attention import LayerInfo, SparsePlan, StepInfo, TokenLayout
 from diffusion_runtime.core.block_geometry import BlockGeometry
 
 Options = dict[str, Any]
@@ -48,6 +48,35 @@ def masked_attention(
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     return (weights @ v_bhsd).transpose(1, 2), lse
+
+
+def pooled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """masked_attention of a plan with a pooled tail: every key of a block that a grid query does not see is the mean of
+    the block, key and value, so a block of n keys weighs as much as n of them."""
+    heads = plan.batch * plan.num_heads
+    mask, repeats = plan.to_dense_mask(), plan.num_heads // plan.num_kv_heads
+    q_bhsd = q.double().transpose(1, 2)
+    k_bhsd, v_bhsd = (x.double().transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v))
+    block = plan.kv.block_of_token()
+    if plan.kv.num_groups > 1:
+        block = block.repeat_interleave(repeats, dim=0)
+    # Rows of text belong to the block past the last one.
+    member = torch.nn.functional.one_hot(block.long(), plan.kv.num_blocks + 1)[..., :-1].double()
+    member = member.expand(heads, -1, -1).view(plan.batch, plan.num_heads, plan.num_tokens, -1)
+    sizes = member.sum(dim=2).clamp(min=1)[..., None]
+    k_mean, v_mean = (member @ (member.transpose(2, 3) @ x / sizes) for x in (k_bhsd, v_bhsd))
+    grid = plan.q.order[0, : plan.num_grid_tokens].long()
+    in_grid = torch.zeros(plan.num_tokens, dtype=torch.bool).index_fill_(0, grid, True)
+    pooled = ~mask & in_grid[:, None] & in_grid
+    scores = torch.where(pooled, q_bhsd @ k_mean.transpose(2, 3), q_bhsd @ k_bhsd.transpose(2, 3))
+    scores = (q.shape[3] ** -0.5 if scale is None else scale) * scores
+    scores = scores.masked_fill(~(mask | pooled), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    out = weights.masked_fill(~mask, 0) @ v_bhsd + weights.masked_fill(~pooled, 0) @ v_mean
+    return out.transpose(1, 2), lse
 
 
 def valid_tokens(layout: TokenLayout, sample: int) -> torch.Tensor:
@@ -144,6 +173,25 @@ CASES = {
         full=({"sparsity": 0.0},),
         wider=({"sparsity": 1.0}, {"sparsity": 0.7}, {"sparsity": 0.3}),
         schedule=({"dense_first_steps": 21}, {"dense_layers": "0-4"}),
+        is_static=True,
+    ),
+    # What they leave out is in test_pooled_tail.py.
+    "Sol": Case(
+        "sol_attn",
+        {"tau": 0.5, "tile_size": (4, 4, 4), "tail": "none"},
+        full=({"top_k": 1.0},),
+        wider=({"tau": 3.0}, {"tau": 0.5}, {"tau": -0.5}),
+        schedule=({"dense_first_steps": 21}, {"dense_layers": "0-4"}),
+        sees_itself=True,
+        is_static=True,
+    ),
+    "Sol top": Case(
+        "sol_attn",
+        {"top_k": 0.5, "tile_size": (4, 4, 4), "tail": "none"},
+        full=({"top_k": 1.0},),
+        wider=({"top_k": 0.1}, {"top_k": 0.5}, {"top_k": 0.8}),
+        schedule=({"dense_first_steps": 21}, {"dense_layers": "0-4"}),
+        sees_itself=True,
         is_static=True,
     ),
     "V-MoBA in time": _vmoba(0, "query_head"),

@@ -75,6 +75,7 @@ def test_operations_are_those_of_the_layers() -> None:
             "vmoba_attn",
             {"moba_select_mode": "topk", "first_full_step": 0, "temporal_topk": 2, "temporal_chunk_size": 1},
         ),
+        ("sol_attn", {"top_k": 0.5}),
         ("skip_softmax", {"skip_threshold": 0.1}),
     ],
 )
@@ -133,6 +134,8 @@ def test_what_is_said_is_what_runs_on_a_gpu() -> None:
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
         self_attention("skip_softmax", dense_first_steps=1),
+        self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 8], tail="pooled"),
+        self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1, tail="pooled"),
     ]
     check_what_is_said("cuda", [{}, {"default": {"backend": "torch_sdpa"}}, *sparse], height=128, width=128)
 
@@ -149,6 +152,7 @@ def test_what_is_said_is_what_runs() -> None:
         self_attention("vmoba_attn", first_full_step=1, first_full_layer=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
         self_attention("skip_softmax", dense_first_steps=1),
+        self_attention("sol_attn", top_k=0.5, dense_first_steps=1),
     ]
     check_what_is_said("cpu", choices)
 

@@ -28,7 +28,7 @@ from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention
 from diffusion_runtime.attention.opaque_plan import PLANNERS, opaque_plan, recorded_plan
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, Resolved, resolve_decision, select
-from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.options import build_options
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
@@ -261,20 +261,25 @@ def plan_attention(
     Raises ConfigError for a backend that has no plan, options it does not have and a layout that does not fit.
     """
     if torch.compiler.is_dynamo_compiling():
-        method, masks_rows = _method_of(backend)
+        method, masks_rows, tail = _method_of(backend)
+        pools = (options or {}).get("tail", tail) == "pooled"
         values = operator_values(layout, layer, step, state, backend, options, scale)
         made = opaque_plan(q.detach(), k.detach(), *values, masks_rows)
-        return recorded_plan(made, q, k, layout, method, masks_rows)
+        return recorded_plan(made, q, k, layout, method, masks_rows, pools)
     return _plan(q, k, backend, options, layout, layer, step, state, scale)
 
 
-def _method_of(backend: str) -> tuple[str, bool]:
-    """A sparse backend's own name, and SparseBackend.masks_rows; of any other, which the operator refuses, the name."""
+def _method_of(backend: str) -> tuple[str, bool, str]:
+    """A sparse backend's own name, SparseBackend.masks_rows and the default of its option `tail`; of any other, which
+    the operator refuses, the name."""
     try:
         found = find_backend(canonical_name(backend))
     except ConfigError:
         found = None
-    return (found.name, found.masks_rows) if isinstance(found, SparseBackend) else (backend, False)
+    if not isinstance(found, SparseBackend):
+        return backend, False, "none"
+    assert issubclass(found.options_type, SparseOptions), "as SparseBackend asks for"
+    return found.name, found.masks_rows, found.options_type.tail
 
 
 # The mark of torch.compiler.assume_constant_result, whose call imports the compiler: 1.5 s of every first command.

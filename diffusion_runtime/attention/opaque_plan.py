@@ -80,7 +80,13 @@ def _(
 
 
 def recorded_plan(
-    made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, method: str, masks_rows: bool
+    made: tuple[Any, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: TokenLayout,
+    method: str,
+    masks_rows: bool,
+    pooled_tail: bool,
 ) -> SparsePlan:
     """While torch.compile traces: the plan out of what the operator made."""
     order, offsets, kv_order, kv_offsets, group, count, index, lengths, mask, largest, kv_largest, kind = made
@@ -97,6 +103,7 @@ def recorded_plan(
         num_grid_tokens=layout.num_grid_tokens,
         text_lengths=lengths,
         row_mask=mask if masks_rows else None,
+        pooled_tail=pooled_tail,
         is_dense=kind >= 2,
     )
 

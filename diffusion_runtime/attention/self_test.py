@@ -25,6 +25,7 @@ from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.core.hardware import DTYPES, Hardware, detect_hardware
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.startup.importing import raised_line
 
@@ -134,7 +135,7 @@ def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
             call = inputs.call(backend, torch.device(device))
             result = run_backend(backend, call)
             implementation = result.implementation
-            error, problem = _judge(test, inputs, _visible_pairs(backend, call, test.case), call, result, bound)
+            error, problem = _judge(inputs, _definition(backend, call, inputs), call, result, bound)
     except Exception as raised:  # whatever a kernel or its package raises
         problem = raised_line(raised)
     seconds = time.perf_counter() - started
@@ -258,36 +259,42 @@ def _visible_keys(layout: TokenLayout) -> torch.Tensor:
     return visible
 
 
-def _visible_pairs(backend: Backend, call: AttentionCall, case: SelfTestCase) -> torch.Tensor:
-    """bool [batch, 1 or heads, seq_q, seq_k] on the CPU: a sparse backend's own plan, else all that is not padding."""
+def _definition(backend: Backend, call: AttentionCall, inputs: _Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact result and log-sum-exp, float64 on the CPU: of the pairs of a sparse backend's own plan, else of all
+    that is not padding."""
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.test.case.scale
     if isinstance(backend, SparseBackend):
         # A state of its own: the plan of a first call, as the run's was.
-        return backend.plan(call._replace(state=RequestCache())).to_dense_mask().cpu()
-    visible = _visible_keys(case.layout)[:, None, None, :].expand(-1, 1, call.q.shape[1], -1)
-    return visible.tril() if call.causal else visible
+        plan = backend.plan(call._replace(state=RequestCache())).to("cpu")
+        if plan.pooled_tail:
+            return block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=call.softmax_scale)
+        visible = plan.to_dense_mask()
+    else:
+        visible = _visible_keys(inputs.test.case.layout)[:, None, None, :].expand(-1, 1, q.shape[1], -1)
+        visible = visible.tril() if call.causal else visible
+    bias = None
+    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
+        visible = visible & inputs.mask
+    else:
+        bias = inputs.mask
+    return attention_by_definition(q, k, v, visible, scale, bias)
 
 
 def _judge(
-    test: SelfTest,
     inputs: _Inputs,
-    visible: torch.Tensor,
+    definition: tuple[torch.Tensor, torch.Tensor],
     call: AttentionCall,
     result: AttentionResult,
     bound: float,
 ) -> tuple[float | None, str]:
-    """(error, problem) of a result."""
+    """(error, problem) of a result. definition: the exact result and log-sum-exp."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if result.out.shape != q.shape or result.out.dtype != q.dtype:
         found = f"{list(result.out.shape)} {result.out.dtype}"
         return None, f"the result is {found}, expected {list(q.shape)} {q.dtype}"
     if any(not torch.equal(used.cpu(), given) for used, given in ((call.q, q), (call.k, k), (call.v, v))):
         return None, "it changes q, k or v, which belong to the caller"
-    bias = None
-    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
-        visible = visible & inputs.mask
-    else:
-        bias = inputs.mask
-    exact, exact_lse = attention_by_definition(q, k, v, visible, test.case.scale, bias)
+    exact, exact_lse = definition
     error = float((result.out.cpu().double() - exact).norm() / exact.norm())
     if not math.isfinite(error):
         return None, "the result holds numbers that are not finite"

@@ -14,7 +14,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means_reference
 
 # The tensors whose block means are computed, by their names.
-Averaged = Literal["none", "k", "qk", "qkv"]
+Averaged = Literal["none", "k", "kv", "qk", "qkv"]
 
 
 class TokenBlocks(NamedTuple):

@@ -210,6 +210,9 @@ def test_a_plan_of_a_graph_keeps_the_same_pairs() -> None:
         ("vsa", {"sparsity": 0.5, "dense_first_steps": 1}),
         ("vmoba", {"first_full_step": 0, "first_full_layer": 0}),
         ("vmoba", {"first_full_step": 1}),
+        ("vsa", {"sparsity": 0.5, "tail": "pooled"}),
+        ("sol", {"tau": 0.0}),
+        ("sol", {"tau": 0.0, "tail": "none"}),
         ("svg2", {}),
     ]
     for name, options in choices:
@@ -219,6 +222,7 @@ def test_a_plan_of_a_graph_keeps_the_same_pairs() -> None:
         found = compiled(functools.partial(plan_attention, **arguments), counting)(q, k)
         assert counting.operators() == [torch.ops.diffusion_runtime.plan_attention.default]
         assert (found.method, found.is_dense) == (expected.method, expected.is_dense), name
+        assert found.pooled_tail == expected.pooled_tail, name
         assert found.density == pytest.approx(expected.density), name
         assert torch.equal(found.block_mask, expected.block_mask), name
         assert (found.row_mask is not None) >= (expected.row_mask is not None), name

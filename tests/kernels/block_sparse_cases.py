@@ -71,12 +71,13 @@ def errors(
     device: str,
     gated: bool = True,
     plain: bool = True,
+    pooled_tail: bool = False,
 ) -> dict[str, float]:
     """Largest differences of out, lse and out with a branch, over the reference's own from float64; must be small.
 
-    gated: with a branch; plain: without one, in a launch of its own.
+    gated: with a branch; plain: without one, in a launch of its own. pooled_tail: of the plan.
     """
-    plan = plan_of(kind, layout).to(device)
+    plan = dataclasses.replace(plan_of(kind, layout), pooled_tail=pooled_tail).to(device)
     q, k, v = (
         x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     )
@@ -115,13 +116,19 @@ def errors(
 
 
 def check_skipping(
-    kind: str, layout: TokenLayout, dtype: torch.dtype, shape: TileShape | None, device: str, head_dim: int = 16
+    kind: str,
+    layout: TokenLayout,
+    dtype: torch.dtype,
+    shape: TileShape | None,
+    device: str,
+    head_dim: int = 16,
+    pooled_tail: bool = False,
 ) -> tuple[int, int]:
     """The kernel skips the pieces that the reference skips, and agrees with it on the rest; (skipped, visited).
 
     Keys of every second block point the way that all queries look, so scores of the others lie far below the threshold.
     """
-    plan = plan_of(kind, layout).to(device)
+    plan = dataclasses.replace(plan_of(kind, layout), pooled_tail=pooled_tail).to(device)
     q, k, v = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     blocks = plan.kv.block_of_token().cpu().view(-1, 1, layout.num_tokens, 1).transpose(1, 2)
     q, k = q + 3, k + torch.where(blocks % 2 == 0, 2.0, 0.0).expand(2, -1, 1, 1)
@@ -224,6 +231,17 @@ def main() -> None:
         skipped, visited = check_skipping(kind, LAYOUTS["suffix"], torch.float32, small[0], "cpu")
         print("skipping", kind, skipped, visited, flush=True)
         assert 0 < skipped < visited, kind
+    # Every kind with text, grouped queries, empty blocks and queries that see nothing; both shapes, a gate on one each,
+    # a head that is padded, a negative scale, and pieces that are skipped.
+    for place, kind in enumerate(kinds):
+        gated = place % 2 == 0
+        result = errors(
+            kind, LAYOUTS["suffix"], 24, torch.float32, small[place % 2], 0.25, "cpu", gated, not gated, True
+        )
+        print("pooled tail", kind, result, flush=True)
+    errors("clusters", LAYOUTS["grid"], 16, torch.float32, small[0], -0.3, "cpu", gated=False, pooled_tail=True)
+    skipped, visited = check_skipping("tiles", LAYOUTS["suffix"], torch.float32, small[0], "cpu", pooled_tail=True)
+    assert 0 < skipped < visited
     for shape in small:
         check_in_place(shape, torch.float32, 16, "cpu")
     for place, kind in enumerate(kinds):

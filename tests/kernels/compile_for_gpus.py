@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
@@ -141,8 +142,12 @@ def further_calls() -> Iterator[Callable[[], object]]:
     conv.SHAPES, silu.SHAPES = conv.SHAPES[1:2] * 2, silu.SHAPES[1:2]
     for case in (*conv.CASES.values(), silu.pairs):
         yield partial(collections.deque, case(torch.bfloat16, "cpu"))
-    for kind in ("small tiles", "row mask"):
-        yield partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
+    for kind, tail in (("small tiles", True), ("row mask", True), ("small tiles", False)):
+        call = partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
+        yield partial(call, pooled_tail=tail)
+    gathered = importlib.import_module("gathered_cases")
+    pooled = dataclasses.replace(gathered.gathered_plan(gathered.SMALL), pooled_tail=True)
+    yield partial(gathered.check, pooled, gathered.SMALL, head_dim=64, dtype=torch.bfloat16)
     names = ("block_means", "block_packing", "highest_blocks", "int8_attention.triton", "kmeans.triton")
     cache = importlib.import_module(f"{KERNELS}.fp8_cache")
     codes, scale = torch.zeros(2, 1, 16, 2, 64, dtype=torch.uint8), torch.ones(2, 1, 1, 2, 1, dtype=torch.bfloat16)

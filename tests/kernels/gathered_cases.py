@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,7 +19,7 @@ from sparse_oracle import random_qkv  # noqa: E402
 from sparse_plans import row_mask_plan  # noqa: E402
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout, attention, plan_attention  # noqa: E402
-from diffusion_runtime.kernels.block_sparse import gathered, gathered_lists, row_masks  # noqa: E402
+from diffusion_runtime.kernels.block_sparse import gathered, gathered_lists, pooled_tail, row_masks  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.gathered import block_sparse_gathered, units_of  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.gathered_lists import (  # noqa: E402
     gathered_lists_reference,
@@ -66,7 +67,7 @@ def check(
     rounding = torch.finfo(dtype).eps
     own = float((rounded.double() - exact).norm() / exact.norm())
     empty = exact_lse == float("-inf")
-    assert empty.any(), "the plan has rows that see nothing"
+    assert empty.any() != plan.pooled_tail, "the plan has rows that see nothing, and with a pooled tail none does"
     assert torch.equal(lse == float("-inf"), empty), "rows that see nothing"
     assert not out.transpose(1, 2)[empty].any(), "rows that see nothing are 0"
     assert float((out.double() - exact).norm() / exact.norm()) <= max(3 * own, 4 * rounding)
@@ -105,11 +106,16 @@ def main() -> None:
     again = check(plan, SMALL, shape=rows[0], budget=40 * row)
     # Queries lie elsewhere in a tile then, and numpy's products, which the interpreter takes, round by place.
     torch.testing.assert_close(again, whole, rtol=2e-6, atol=2e-6)
+    pooled = dataclasses.replace(plan, pooled_tail=True)
+    whole = check(pooled, SMALL, shape=rows[1])
+    again = check(pooled, SMALL, shape=rows[0], budget=40 * row)
+    torch.testing.assert_close(again, whole, rtol=5e-6, atol=5e-6)
     # Blocks of more queries than a tile of bits.
     one = gathered_plan(SMALL, (3, 3, 4), batch=1)
     assert one.q.max_block_size > row_masks.tile_of_bits(one.kv.num_blocks)[0]
     check(one, SMALL, shape=rows[1], scale=-0.3, head_dim=24)
     check(one, SMALL, shape=rows[0], scale=0.0, dtype=torch.float16)
+    check(dataclasses.replace(one, pooled_tail=True), SMALL, shape=rows[0], scale=-0.3, head_dim=24)
     check_poisoned_values(one, SMALL, rows[0], "cpu")
     counts = row_masks.count_rows_triton(plan.row_mask.flatten(0, 1), plan.q, plan.kv.num_blocks)  # type: ignore[union-attr]
     expected_counts = row_masks.count_rows_reference(plan.row_mask.flatten(0, 1), plan.q, plan.kv.num_blocks)  # type: ignore[union-attr]
@@ -142,19 +148,25 @@ def check_lists(device: str) -> None:
 
 def check_whole_call() -> None:
     """A call of V-MoBA packs its tokens once, and the keys' means come from that pass."""
-    from diffusion_runtime.attention.sparse import vmoba
-
     q, k, v = random_qkv(SMALL, num_heads=2, num_kv_heads=1, head_dim=16)
     options = {"temporal_chunk_size": 1, "moba_select_mode": "topk", "temporal_topk": 2, "first_full_step": 0}
-    arguments = {"backend": "vmoba", "options": options, "layout": SMALL}
+    for tail in ("none", "pooled"):
+        check_packed_once(q, k, v, {"backend": "vmoba", "options": {**options, "tail": tail}, "layout": SMALL})
+
+
+def check_packed_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Means of values are those of the same pass too."""
+    from diffusion_runtime.attention.sparse import vmoba
+
     with (
         mock.patch.object(vmoba, "pack_tokens", side_effect=vmoba.pack_tokens) as packed,
         mock.patch.object(gathered, "pack_tokens", side_effect=gathered.pack_tokens) as again,
         mock.patch.object(vmoba, "block_means", side_effect=vmoba.block_means) as averaged,
+        mock.patch.object(pooled_tail, "block_means", side_effect=AssertionError("averaged again")),
     ):
-        out = attention(q, k, v, **arguments)  # type: ignore[arg-type]
+        out = attention(q, k, v, **arguments)
     assert (packed.call_count, again.call_count, averaged.call_count) == (1, 0, 0)
-    plan = plan_attention(q, k, **arguments)  # type: ignore[arg-type]
+    plan = plan_attention(q, k, **arguments)
     expected, _ = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=16**-0.5)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 

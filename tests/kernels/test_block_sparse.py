@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from sparse_oracle import masked_attention, random_qkv
+from sparse_oracle import masked_attention, pooled_attention, random_qkv, valid_tokens
 from sparse_plans import cluster_plan, row_mask_plan, tile_plan
 from tables import table
 
@@ -50,6 +50,45 @@ def test_reference_is_masked_attention(place: str, kind: str) -> None:
     assert result.lse is not None
     torch.testing.assert_close(result.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@table(("place", "kind"), CASES)
+def test_reference_with_a_pooled_tail_is_attention_to_means(place: str, kind: str) -> None:
+    """Blocks of 0 tokens, queries that see nothing, padded text and clusters of every head's own among them."""
+    layout = LAYOUTS[place]
+    plan = dataclasses.replace(plans(layout)[kind], pooled_tail=True)
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2, dtype=torch.float64)
+    result = block_sparse_attention(q, k, v, plan, scale=0.3, return_lse=True)
+    out, lse = pooled_attention(q, k, v, plan, scale=0.3)
+    assert result.lse is not None
+    torch.testing.assert_close(result.out, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_of_equal_keys_and_values_lose_nothing_by_being_pooled() -> None:
+    layout = LAYOUTS["suffix"]
+    plan = dataclasses.replace(plans(layout)["tiles"], pooled_tail=True)
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    for x in (k, v):
+        for start, stop in itertools.pairwise(plan.kv.offsets[0].tolist()):
+            tokens = plan.kv.order[0, start:stop].long()
+            x[:, tokens] = x[:, tokens[:1]]
+    mask = torch.stack([valid_tokens(layout, sample) for sample in range(2)])[:, None, None]
+    out, _ = masked_attention(q, k, v, mask.expand(2, 4, layout.num_tokens, -1))
+    rows = plan.to_dense_mask().any(dim=3).transpose(1, 2)
+    pooled = block_sparse_attention(q, k, v, plan).out
+    torch.testing.assert_close(pooled[rows].double(), out[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_a_pooled_tail_has_gradients_in_the_reference() -> None:
+    layout = LAYOUTS["grid"]
+    plan = dataclasses.replace(plans(layout)["tiles"], pooled_tail=True)
+    inputs = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2, dtype=torch.float64)
+    for x in inputs:
+        x.requires_grad_()
+    got = torch.autograd.grad(block_sparse_attention(*inputs, plan).out.square().sum(), inputs)
+    expected = torch.autograd.grad(pooled_attention(*inputs, plan)[0].square().sum(), inputs)
+    torch.testing.assert_close(got, expected)
 
 
 @table("implementation", ["auto", "triton", "gathered", "flash4"])

@@ -40,6 +40,14 @@ def test_kernel_on_a_gpu(place: str, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tiles", "small tiles", "clusters", "row mask"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pooled_tail_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    for head_dim in (64, 128):
+        errors(kind, LAYOUTS["suffix"], head_dim, dtype, None, 0.2, "cuda", pooled_tail=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tokens_in_order_are_read_in_place_on_a_gpu(head_dim: int) -> None:
     check_in_place(None, torch.bfloat16, head_dim, "cuda")

@@ -35,6 +35,7 @@ KNOWN_NAMES = (
     "vmoba_attn",
     "sparse_video_gen_2_attn",
     "skip_softmax",
+    "sol_attn",
     "int8_attn",
 )
 
@@ -59,6 +60,7 @@ _OWN_MODULES = {
     "measured": "diffusion_runtime.attention.measured",
     "skip_softmax": "diffusion_runtime.attention.sparse.skip_softmax",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
+    "sol_attn": "diffusion_runtime.attention.sparse.sol",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
     "video_sparse_attn": "diffusion_runtime.attention.sparse.video_sparse",
     "vmoba_attn": "diffusion_runtime.attention.sparse.vmoba",

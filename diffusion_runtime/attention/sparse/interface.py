@@ -7,7 +7,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -28,7 +29,7 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
-from diffusion_runtime.attention.schedule import DenseRule
+from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
 from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.core.block_geometry import BlockGeometry
@@ -43,6 +44,7 @@ from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, t
 from diffusion_runtime.kernels.block_sparse.expected import PlanForm
 from diffusion_runtime.kernels.block_sparse.expected import expected_implementation as expected_kernel
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
 from diffusion_runtime.startup.importing import import_failure
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -75,11 +77,14 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
 class SparseOptions:
     """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states.
     skip_threshold: of the keys that the method keeps, pieces whose weights are all below this share of the largest are
-    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing.
+    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing. tail: `pooled` counts every
+    block of keys that a query does not see as one key, so that none leaves the softmax
+    (kernels/block_sparse/pooled_tail.py); with `none` they are left out.
     """
 
     min_tokens: int = field(default=0, kw_only=True)
     skip_threshold: float = field(default=0.0, kw_only=True)
+    tail: Literal["none", "pooled"] = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -96,6 +101,32 @@ class SparseOptions:
         size = (DenseRule(f"min_tokens {self.min_tokens}", min_tokens=self.min_tokens),) if self.min_tokens else ()
         rules = (*size, *self.dense_schedule(layer.num_layers, step.num_steps))
         return tuple(rule for rule in rules if rule.holds(layer, step, num_tokens))
+
+
+@dataclass(frozen=True)
+class ScheduledOptions(SparseOptions):
+    """Options of a method that leaves steps and layers dense. dense_first_steps: steps that leave nothing out.
+    dense_layers: layers that leave nothing out, as indexes or as ranges such as `0-1,-1`; none by default."""
+
+    dense_first_steps: int = field(default=0, kw_only=True)
+    dense_layers: int | str | tuple[int | str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_first_steps < 0:
+            raise ValueError(f"dense_first_steps must be 0 or more, got {self.dense_first_steps}")
+        _ = self._layer_rules
+
+    @cached_property
+    def _layer_rules(self) -> tuple[DenseRule, ...]:
+        # No layer: no ranges at all would mean every one.
+        if self.dense_layers == ():
+            return ()
+        return (DenseRule("dense_layers", Window(layers=IndexRanges.parse(self.dense_layers, "dense_layers"))),)
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        option = f"dense_first_steps {self.dense_first_steps}"
+        return (*dense_first_steps(self.dense_first_steps, option), *self._layer_rules)
 
 
 class SparseBackend(ImportingBackend):
@@ -154,7 +185,7 @@ class SparseBackend(ImportingBackend):
 
     def plan_form(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> PlanForm:  # noqa: ARG002
         """Return the form of a sparse call's plan: in equal tiles where `tile_of` names them and they fit the grid."""
-        tile, num_tokens, num_grid = self.tile_of(options), layout.num_tokens, layout.num_grid_tokens
+        tile, num_tokens, num_grid = self.tile_of(options, layout.grid), layout.num_tokens, layout.num_grid_tokens
         if tile == RASTER:
             return PlanForm(num_tokens, num_grid, 1)
         sizes = [min(extent, size) for extent, size in zip(layout.grid, tile, strict=True)]
@@ -170,8 +201,9 @@ class SparseBackend(ImportingBackend):
         if reason is not None:
             return self.expected_dense(form, reason)
         plan = self.plan_form(options, layout, form.layer)
+        plan = plan._replace(pooled_tail=options.tail == "pooled")
         kernel = expected_kernel(form.hardware, form.dtype, form.q_shape[3], plan, options.skip_threshold)
-        return _said_of_kernel(kernel, options.skip_threshold)
+        return _said_of_kernel(kernel, options.skip_threshold, plan.pooled_tail)
 
     def expected_dense(self, form: CallForm, reason: str) -> str | None:
         """`expected_implementation` of a dense call."""
@@ -181,15 +213,15 @@ class SparseBackend(ImportingBackend):
         implementation = expected_implementation(form.dense.backend, inner)
         return None if implementation is None else _said_of_dense(form.dense, implementation, reason)
 
-    def tile_of(self, options: Any) -> Extent:  # noqa: ARG002
-        """The tiles that are the blocks of every plan with these options; of other methods, raster order."""
+    def tile_of(self, options: Any, grid: Extent) -> Extent:  # noqa: ARG002
+        """The tiles that are the blocks of every plan of a grid with these options; of other methods, raster order."""
         return RASTER
 
     def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:
         is_small = layout.num_grid_tokens < options.min_tokens
         if is_small or self.keeps_everything(options, layout, layer) is not None:
             return None
-        return self.tile_of(options)
+        return self.tile_of(options, layout.grid)
 
     def expected_density(
         self, options: Any, layout: TokenLayout | None, layer: LayerInfo, step: StepInfo
@@ -209,17 +241,19 @@ class SparseBackend(ImportingBackend):
     def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:
         """Return the blocks of a sparse call whose tokens are in the order of the method's tiles; None for any
         other."""
-        tile, layout = self.tile_of(call.options), check_grid(self.name, call)
+        layout = check_grid(self.name, call)
+        tile = self.tile_of(call.options, layout.grid)
         if tile == RASTER or tile != layout.tile or self.dense_reason(call) is not None:
             return None
         geometry = tiles_of(call, tile)
-        if not geometry.is_identity or not takes_packed_rows(call.q, geometry, geometry, layout.num_grid_tokens):
+        pools = call.options.tail == "pooled"
+        if not geometry.is_identity or not takes_packed_rows(call.q, geometry, geometry, layout.num_grid_tokens, pools):
             return None
         return TokenBlocks(geometry, layout.num_grid_tokens, text_lengths_of(call), self.averaged(call))
 
-    def averaged(self, call: AttentionCall) -> Averaged:  # noqa: ARG002
-        """Return the tensors whose tile means the planner reads."""
-        return "none"
+    def averaged(self, call: AttentionCall) -> Averaged:
+        """Return the tensors whose tile means the planner or a pooled tail reads; `none`, `qk` or `qkv`."""
+        return "qkv" if call.options.tail == "pooled" else "none"
 
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
@@ -248,8 +282,10 @@ class SparseBackend(ImportingBackend):
         plan: SparsePlan,
         branch: PooledBranch | None = None,
         packed: PackedTokens | None = None,
+        means: BlockMeans | None = None,
     ) -> AttentionResult:
-        """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them."""
+        """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them.
+        means: of its key blocks, from planners that have them for a pooled tail."""
         given = call.packed
         if packed is None and given is not None and given.q_geometry is plan.q and given.kv_geometry is plan.kv:
             packed = given
@@ -263,9 +299,10 @@ class SparseBackend(ImportingBackend):
             return_lse=call.return_lse,
             branch=branch,
             packed=packed,
+            means=means,
             skip_threshold=threshold,
         )
-        implementation = _said_of_kernel(result.implementation, threshold)
+        implementation = _said_of_kernel(result.implementation, threshold, plan.pooled_tail)
         return AttentionResult(result.out, result.lse, implementation, result.skip_counts, plan)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
@@ -287,9 +324,10 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(out, lse, _said_of_dense(dense, result.implementation, reason))
 
 
-def _said_of_kernel(kernel: str, skip_threshold: float) -> str:
+def _said_of_kernel(kernel: str, skip_threshold: float, pooled_tail: bool) -> str:
     skipped = f", weights below {skip_threshold:g} skipped" if skip_threshold else ""
-    return f"block-sparse {kernel}{skipped}"
+    pooled = ", pooled tail" if pooled_tail else ""
+    return f"block-sparse {kernel}{skipped}{pooled}"
 
 
 def _said_of_dense(dense: DenseAttention, implementation: str, reason: str) -> str:
@@ -376,6 +414,7 @@ def plan_of_call(
         row_mask=row_mask,
         max_blocks_per_query=max_blocks_per_query,
         row_counts=row_counts,
+        pooled_tail=call.options.tail == "pooled",
         is_dense=is_dense,
     )
 

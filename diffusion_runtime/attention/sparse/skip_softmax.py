@@ -31,6 +31,8 @@ class SkipSoftmaxOptions(SparseOptions):
         super().__post_init__()
         if self.dense_first_steps < 0:
             raise ValueError(f"dense_first_steps: expected 0 or more, got {self.dense_first_steps}")
+        if self.tail != "none":
+            raise ValueError(f"tail: every key is listed, so there is no block to pool; leave it none, got {self.tail}")
 
     def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
         return dense_first_steps(self.dense_first_steps, f"dense_first_steps {self.dense_first_steps}")

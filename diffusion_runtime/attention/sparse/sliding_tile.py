@@ -50,7 +50,7 @@ class SlidingTileBackend(SparseBackend):
             return "sta_mode is none"
         return None
 
-    def tile_of(self, options: SlidingTileOptions) -> Extent:
+    def tile_of(self, options: SlidingTileOptions, grid: Extent) -> Extent:  # noqa: ARG002
         return options.tile_size
 
     def preferred_tile(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> Extent | None:

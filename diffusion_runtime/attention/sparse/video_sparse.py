@@ -11,32 +11,32 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, CallForm
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import (
+    ScheduledOptions,
     SparseBackend,
-    SparseOptions,
     check_grid,
-    plan_of_call,
     sparse_capability,
 )
 from diffusion_runtime.attention.sparse.text_tiles import TextTiles, text_tiles_of
-from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
-from diffusion_runtime.core.block_geometry import BlockGeometry
-from diffusion_runtime.core.packed_tokens import PackedTokens
+from diffusion_runtime.attention.sparse.tile_means import (
+    TileMeans,
+    num_kept_tiles,
+    plan_of_lists,
+    read_tiles,
+    tile_means,
+)
+from diffusion_runtime.attention.sparse.tiles import tile_counts, tiles_of
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import Extent, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_means import block_means
-from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens
-from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
+from diffusion_runtime.kernels.block_packing import Averaged
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.highest_blocks import highest
 
@@ -49,18 +49,14 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 
 @dataclass(frozen=True)
-class VideoSparseOptions(SparseOptions):
+class VideoSparseOptions(ScheduledOptions):
     """sparsity: the share of key tiles that a query tile drops, in [0, 1]; at least one is kept. VSA_sparsity: another
     spelling of it. tile_size: tokens of a tile (frames, height, width), one of TILE_SIZES.
-    dense_first_steps: steps that drop nothing. dense_layers: layers that drop nothing, as indexes or as ranges such as
-    `0-1,-1`; none by default.
     """
 
     sparsity: float = 0.0
     VSA_sparsity: float | None = None
     tile_size: Extent = (4, 4, 4)
-    dense_first_steps: int = 0
-    dense_layers: int | str | tuple[int | str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,20 +73,6 @@ class VideoSparseOptions(SparseOptions):
         if self.tile_size not in TILE_SIZES:
             allowed = ", ".join(str(list(size)) for size in TILE_SIZES)
             raise ValueError(f"tile_size must be one of {allowed}, got {list(self.tile_size)}")
-        if self.dense_first_steps < 0:
-            raise ValueError(f"dense_first_steps must be 0 or more, got {self.dense_first_steps}")
-        _ = self._layer_rules
-
-    @cached_property
-    def _layer_rules(self) -> tuple[DenseRule, ...]:
-        # No layer: no ranges at all would mean every one.
-        if self.dense_layers == ():
-            return ()
-        return (DenseRule("dense_layers", Window(layers=IndexRanges.parse(self.dense_layers, "dense_layers"))),)
-
-    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
-        option = f"dense_first_steps {self.dense_first_steps}"
-        return (*dense_first_steps(self.dense_first_steps, option), *self._layer_rules)
 
 
 @register_backend
@@ -117,7 +99,7 @@ class VideoSparseBackend(SparseBackend):
             return "the sparsity drops no tile"
         return None
 
-    def tile_of(self, options: VideoSparseOptions) -> Extent:
+    def tile_of(self, options: VideoSparseOptions, grid: Extent) -> Extent:  # noqa: ARG002
         return options.tile_size
 
     def sparse_density(self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo) -> float:  # noqa: ARG002
@@ -142,7 +124,7 @@ class VideoSparseBackend(SparseBackend):
         )
 
     def averaged(self, call: AttentionCall) -> Averaged:
-        return _averaged(call)
+        return "qk" if call.gate is None and call.options.tail == "none" else "qkv"
 
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         geometry = tiles_of(call, call.options.tile_size)
@@ -160,11 +142,13 @@ class VideoSparseBackend(SparseBackend):
             return result if call.gate is None else self._add_coarse(result, call, call.gate)
         if call.gate is None and call.state.is_first(f"{self.name}: no gate"):
             _logger.warning("%s", self._without_gate(call.options))
-        means, packed = _read_tokens(call)
+        means, packed = read_tiles(call, tiles_of(call, call.options.tile_size), self.averaged(call))
         text = _text_means(call)
-        plan, coarse = self.select_tiles(call, means, text)
+        # Without a gate nothing reads the coarse attention's values.
+        of_coarse = means if call.gate is not None else replace(means, v=None)
+        plan, coarse = self.select_tiles(call, of_coarse, text)
         branch = None if coarse.pooled is None or call.gate is None else PooledBranch(coarse.pooled, call.gate)
-        return _with_text(self.run_sparse(call, plan, branch, packed), call, text, coarse)
+        return _with_text(self.run_sparse(call, plan, branch, packed, means.of_keys), call, text, coarse)
 
     def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
@@ -174,7 +158,7 @@ class VideoSparseBackend(SparseBackend):
         coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None, text=text)
         assert coarse.pooled is not None
         every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
-        plan = _plan(self.name, call, every.expand(1, geometry.num_blocks, -1), is_dense=True)
+        plan = plan_of_lists(self.name, call, geometry, every.expand(1, geometry.num_blocks, -1), is_dense=True)
         out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
         gated = AttentionResult(out, result.lse, f"{result.implementation}{_GATED}")
         return _with_text(gated, call, text, coarse)
@@ -186,32 +170,8 @@ class VideoSparseBackend(SparseBackend):
         num_kept = num_kept_tiles(call.options.sparsity, means.q.shape[2])
         coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=num_kept, text=text)
         assert coarse.kept is not None
-        return _plan(self.name, call, coarse.kept.flatten(0, 1), is_dense=False), coarse
-
-
-def _averaged(call: AttentionCall) -> Averaged:
-    return "qk" if call.gate is None else "qkv"
-
-
-def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
-    """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
-    geometry = tiles_of(call, call.options.tile_size)
-    if call.packed is not None and call.packed.q_geometry is geometry:
-        return _means_of(call.packed), call.packed
-    num_grid_tokens = call.grid_layout.num_grid_tokens
-    if not reads_packed_rows(call.q, call.k, call.v, geometry, geometry, num_grid_tokens):
-        return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
-    packed = pack_tokens(
-        call.q,
-        call.k,
-        call.v,
-        geometry,
-        geometry,
-        num_grid_tokens=num_grid_tokens,
-        text_lengths=text_lengths_of(call),
-        averaged=_averaged(call),
-    )
-    return _means_of(packed), packed
+        geometry = tiles_of(call, call.options.tile_size)
+        return plan_of_lists(self.name, call, geometry, coarse.kept.flatten(0, 1), is_dense=False), coarse
 
 
 def _text_means(call: AttentionCall) -> TextMeans | None:
@@ -232,51 +192,8 @@ def _with_text(
     return result
 
 
-def _means_of(packed: PackedTokens) -> TileMeans:
-    assert packed.q_means is not None
-    assert packed.k_means is not None
-    return TileMeans(packed.q_means, packed.k_means, packed.v_means)
-
-
-def _plan(method: str, call: AttentionCall, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
-    """kept: int32 [1 or B * H, tiles, kept tiles]."""
-    geometry = tiles_of(call, call.options.tile_size)
-    num_rows, num_tiles, num_kept = kept.shape
-    group_of, kv_count = call.state.request.compute_once(
-        _lists_of_heads, call.batch, call.num_heads, num_rows, num_tiles, num_kept, kept.device
-    )
-    return plan_of_call(
-        method,
-        call,
-        q=geometry,
-        kv=geometry,
-        group_of=group_of,
-        kv_count=kv_count,
-        kv_index=kept,
-        is_dense=is_dense,
-    )
-
-
-def _lists_of_heads(
-    batch: int, num_heads: int, num_rows: int, num_tiles: int, num_kept: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """group_of and kv_count of a plan whose lists are all of one length."""
-    rows = torch.arange(batch * num_heads, dtype=torch.int32, device=device)
-    counts = torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=device)
-    return (rows % num_rows).view(batch, num_heads), counts
-
-
 # Scores of tiles that are held in float32 at a time.
 _CHUNK = 1 << 25
-
-
-@dataclass(frozen=True)
-class TileMeans:
-    """float32 [B, heads, N, head_dim]; v: None where the selection alone is wanted."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -299,18 +216,6 @@ class TextMeans:
 
     means: TileMeans
     tiles: TextTiles
-
-
-def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
-    """Return how many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
-    # (1 - 0.7) * 10 is a little more than 3 in floating point, and must not become 4.
-    return min(max(math.ceil((1.0 - sparsity) * num_tiles - 1e-6), 1), num_tiles)
-
-
-def tile_means(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, geometry: BlockGeometry) -> TileMeans:
-    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; geometry: the tiles, shared by all heads."""
-    v_means = None if v is None else block_means(v, geometry)
-    return TileMeans(block_means(q, geometry), block_means(k, geometry), v_means)
 
 
 def attend_tiles(

@@ -178,7 +178,7 @@ class VMobaBackend(SparseBackend):
             chunks.kv,
             num_grid_tokens=layout.num_grid_tokens,
             text_lengths=text_lengths_of(call),
-            averaged="k",
+            averaged="kv" if call.options.tail == "pooled" else "k",
         )
         assert packed.k_means is not None
         return self.run_sparse(call, self._select(call, packed.k_means), packed=packed)

@@ -12,6 +12,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing import row_width
 from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference, block_sparse_skipping_reference
 
 IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4", "flashinfer")
@@ -39,6 +40,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     implementation: str = "auto",
     skip_threshold: float = 0.0,
 ) -> BlockSparseResult:
@@ -48,6 +50,8 @@ def block_sparse_attention(
     sees no key gives 0 and a log-sum-exp of -inf; the log-sum-exp does not include `branch`.
     packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that
     read every token anyway: see reads_packed_rows. Other implementations read q, k and v.
+    means: of the plan's key blocks, for planners that have them and rows that are not packed with them; the kernels
+    read them for a pooled tail, and compute them where they are not given.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device,
     and never `flashinfer`, whose plans are made on the host.
     skip_threshold: pieces of keys whose weights are all below this share of the largest are skipped, as skipping.py
@@ -80,14 +84,14 @@ def block_sparse_attention(
         lse = lse.float()
     elif chosen == "triton" and skip_threshold:
         out, lse, skip_counts = triton.block_sparse_skipping_triton(
-            q, k, v, plan, scale=scale, threshold=skip_threshold, branch=branch, packed=packed
+            q, k, v, plan, scale=scale, threshold=skip_threshold, branch=branch, packed=packed, means=means
         )
         branch = None
     elif chosen == "triton":
-        out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed)
+        out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means)
         branch = None
     elif chosen == "gathered":
-        out, lse = gathered.block_sparse_gathered(q, k, v, plan, scale=scale, packed=packed)
+        out, lse = gathered.block_sparse_gathered(q, k, v, plan, scale=scale, packed=packed, means=means)
     elif chosen == "flashinfer":
         out, lse = flashinfer.block_sparse_flashinfer(q, k, v, plan, scale=scale), None
     else:
@@ -103,6 +107,8 @@ def refusal(
     """Return why an implementation cannot compute this plan on these tensors, or None."""
     if implementation == "reference":
         return None
+    if plan.pooled_tail and implementation in ("flash4", "flashinfer"):
+        return "pools no keys: plans with a pooled tail run on triton, gathered and reference"
     if skip_threshold and implementation in ("flash4", "flashinfer"):
         return "skips no keys: skip_threshold runs on triton and reference"
     if skip_threshold and implementation == "gathered":
@@ -121,17 +127,22 @@ def reads_packed_rows(
     q_geometry: BlockGeometry,
     kv_geometry: BlockGeometry,
     num_grid_tokens: int,
+    pooled_tail: bool = False,
 ) -> bool:
     """Return True if `auto` would pack q, k and v for a plan of these blocks without row masks."""
-    takes = takes_packed_rows(q, q_geometry, kv_geometry, num_grid_tokens)
+    takes = takes_packed_rows(q, q_geometry, kv_geometry, num_grid_tokens, pooled_tail)
     return takes and not triton.reads_in_place(q, k, v, q_geometry, kv_geometry)
 
 
 def takes_packed_rows(
-    q: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry, num_grid_tokens: int
+    q: torch.Tensor,
+    q_geometry: BlockGeometry,
+    kv_geometry: BlockGeometry,
+    num_grid_tokens: int,
+    pooled_tail: bool = False,
 ) -> bool:
     """Return True if `auto` computes a plan of these blocks without row masks on packed rows when it is given them."""
-    is_flash4 = flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is None
+    is_flash4 = not pooled_tail and flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is None
     return not is_flash4 and triton.refusal_of_size(q, q_geometry.num_tokens) is None
 
 

@@ -15,7 +15,8 @@ _GPU_PLATFORMS = ("cuda", "rocm")
 
 class PlanForm(NamedTuple):
     """num_tokens: text included; num_key_blocks: at most. block_size: of every block, None where blocks differ;
-    has_row_masks: with a bound on a query's blocks; is_shared: whether all heads have the same blocks."""
+    has_row_masks: with a bound on a query's blocks; is_shared: whether all heads have the same blocks;
+    pooled_tail: as of the plan."""
 
     num_tokens: int
     num_grid_tokens: int
@@ -23,6 +24,7 @@ class PlanForm(NamedTuple):
     block_size: int | None = None
     has_row_masks: bool = False
     is_shared: bool = True
+    pooled_tail: bool = False
 
 
 def expected_implementation(
@@ -37,7 +39,7 @@ def expected_implementation(
     if plan.has_row_masks:
         is_gathered = not has_text and plan.is_shared and plan.num_key_blocks <= MAXIMUM_BLOCKS
         return "gathered" if is_gathered else "triton"
-    if has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
+    if plan.pooled_tail or has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
         return "triton"
     if not flash4.serves(hardware) or dtype not in flash4.DTYPES or head_dim not in flash4.HEAD_SIZES:
         return "triton"

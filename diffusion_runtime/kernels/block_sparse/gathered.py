@@ -8,6 +8,7 @@ Dao et al., arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import torch
 
 from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.packed_tokens import PackedTokens
-from diffusion_runtime.kernels.block_packing import pack_tokens, row_width
+from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens, row_width
 from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.kernels.block_sparse.gathered_lists import gathered_lists
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans, TailRows, means_of, tail_rows
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS, count_rows, tile_of_bits
 from diffusion_runtime.kernels.block_sparse.triton import TileShape
 
@@ -58,15 +60,17 @@ def block_sparse_gathered(
     *,
     scale: float,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     shape: TileShape | None = None,
     budget: int = BUDGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; packed: as in block_sparse_triton.
+    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; packed, means: as in
+    block_sparse_triton.
 
     Returns out like q and lse [B, H, seq], natural log, float32. budget: bytes of results that wait to be merged; what
     needs more is computed in units, which is as exact.
     """
-    prepared = prepare(q, k, v, plan, scale=scale, packed=packed, shape=shape, budget=budget)
+    prepared = prepare(q, k, v, plan, scale=scale, packed=packed, means=means, shape=shape, budget=budget)
     for unit in prepared.units:
         _run(unit)
         # Or its memory would live until the next unit has allocated its own.
@@ -90,7 +94,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedUnit:
-    """steps: the parts of a unit, to be called in order: `list`, `attend`, `merge`. Each may be called again."""
+    """steps: the parts of a unit, to be called in order: `list`, `attend`, with a pooled tail `tail`, `merge`. Each may
+    be called again."""
 
     unit: Unit
     steps: dict[str, Callable[[], object]]
@@ -109,7 +114,7 @@ def units_of(plan: SparsePlan, row_bytes: int, budget: int) -> list[Unit]:
     """Whole heads where several fit the budget, else runs of query blocks; at least one block."""
     assert plan.max_blocks_per_query is not None, "refusal asks for it"
     heads, blocks = plan.batch * plan.num_heads, plan.q.num_blocks
-    num_rows = max(1, budget // (plan.max_blocks_per_query * row_bytes))
+    num_rows = max(1, budget // (_entries_per_query(plan) * row_bytes))
     if num_rows >= plan.num_grid_tokens:
         step = num_rows // plan.num_grid_tokens
         return [Unit(head, min(head + step, heads), 0, blocks) for head in range(0, heads, step)]
@@ -121,6 +126,12 @@ def units_of(plan: SparsePlan, row_bytes: int, budget: int) -> list[Unit]:
     ]
 
 
+def _entries_per_query(plan: SparsePlan) -> int:
+    """Return how many results a query has at most: one per block that it sees, and that of a pooled tail."""
+    assert plan.max_blocks_per_query is not None, "refusal asks for it"
+    return plan.max_blocks_per_query + int(plan.pooled_tail)
+
+
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,6 +140,7 @@ def prepare(
     *,
     scale: float,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     shape: TileShape | None = None,
     budget: int = BUDGET,
 ) -> Prepared:
@@ -136,14 +148,16 @@ def prepare(
     assert plan.row_mask is not None, "refusal asks for it"
     shape = triton.tile_shape(q, plan) if shape is None else shape
     if packed is None:
-        packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens)
+        averaged: Averaged = "kv" if plan.pooled_tail and means is None else "none"
+        packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, averaged=averaged)
     q_packed = packed.q
     if scale <= 0:
         # The running maximum is taken before the scale is applied, so the scale must keep the order.
         q_packed, scale = (-q_packed, -scale) if scale < 0 else (torch.zeros_like(q_packed), 1.0)
     row_mask = plan.row_mask.flatten(0, 1).contiguous()
     counts = plan.row_counts or count_rows(row_mask, plan.q, plan.kv.num_blocks)
-    num_entries = counts.of_rows.flatten().cumsum(0, dtype=torch.int64)
+    of_rows = counts.of_rows.flatten() + int(plan.pooled_tail)
+    num_entries = of_rows.cumsum(0, dtype=torch.int64)
     call = _Call(
         plan=plan,
         shape=shape,
@@ -155,7 +169,8 @@ def prepare(
         row_mask=row_mask,
         of_blocks=counts.of_blocks,
         of_rows=counts.of_rows,
-        row_starts=num_entries - counts.of_rows.flatten(),
+        row_starts=num_entries - of_rows,
+        tail=tail_rows(k, v, plan.kv, means or means_of(packed)) if plan.pooled_tail else None,
         out=q.new_empty(q.shape),
         lse=torch.empty(plan.batch, plan.num_heads, plan.num_tokens, dtype=torch.float32, device=q.device),
     )
@@ -177,6 +192,7 @@ class _Call:
     of_blocks: torch.Tensor
     of_rows: torch.Tensor
     row_starts: torch.Tensor
+    tail: TailRows | None
     out: torch.Tensor
     lse: torch.Tensor
 
@@ -188,7 +204,7 @@ class _Call:
         assert plan.max_blocks_per_query is not None, "refusal asks for it"
         num_heads, num_q_blocks = unit.stop_head - unit.first_head, unit.stop_block - unit.first_block
         num_rows = min(plan.num_grid_tokens, num_q_blocks * plan.q.max_block_size)
-        capacity = num_heads * num_rows * plan.max_blocks_per_query
+        capacity = num_heads * num_rows * _entries_per_query(plan)
         num_lists = num_heads * plan.kv.num_blocks
         width = row_width(self.head_dim)
         # Entries lie list by list, and in a list query block by query block.
@@ -251,6 +267,35 @@ class _Call:
                 num_stages=shape.num_stages,
             )
 
+        def attend_tail(tail: TailRows) -> None:
+            kernels.attend_tail[(-(-num_rows // shape.rows), num_heads)](
+                self.q,
+                *tail,
+                self.row_mask,
+                self.row_starts,
+                self.of_rows,
+                plan.q.offsets,
+                partial,
+                partial_lse,
+                self.scale,
+                unit.first_head,
+                unit.first_block,
+                unit.stop_block,
+                plan.num_grid_tokens,
+                plan.num_tokens,
+                plan.num_heads,
+                plan.num_heads // plan.num_kv_heads,
+                plan.kv.num_blocks,
+                self.row_mask.shape[2],
+                W=width,
+                ROWS=shape.rows,
+                PIECE=shape.piece,
+                EXACT=self.exact,
+                STAGES=shape.num_stages,
+                num_warps=shape.num_warps,
+                num_stages=shape.num_stages,
+            )
+
         def merge() -> None:
             rows = max(1, 2048 // width)
             kernels.merge_entries[(-(-num_rows // rows), num_heads)](
@@ -273,7 +318,11 @@ class _Call:
                 D=self.head_dim,
                 W=width,
                 ROWS=rows,
+                MORE=int(plan.pooled_tail),
                 num_warps=4,
             )
 
-        return PreparedUnit(unit, {"list": list_queries, "attend": attend, "merge": merge})
+        steps: dict[str, Callable[[], object]] = {"list": list_queries, "attend": attend}
+        if self.tail is not None:
+            steps["tail"] = functools.partial(attend_tail, self.tail)
+        return PreparedUnit(unit, {**steps, "merge": merge})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diffusion_runtime.kernels.block_sparse.triton_kernels import _add_piece, _load_listed, _load_rows
+from diffusion_runtime.kernels.block_sparse.triton_kernels import _add_piece, _add_pooled, _load_listed, _load_rows
 
 
 @triton.jit
@@ -180,6 +180,71 @@ def attend_lists(
 
 
 @triton.jit
+def attend_tail(
+    q_packed,
+    tail_k,
+    tail_v,
+    tail_log2_sizes,
+    row_mask,
+    row_starts,
+    row_counts,
+    q_offsets,
+    partial,
+    partial_lse,
+    qk_scale,
+    first_head,
+    first_block,
+    last_block,
+    num_grid,
+    num_rows,
+    num_heads,
+    repeats,
+    num_blocks,
+    words,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend ROWS queries of a unit to the blocks that each does not see, as one key each, into the last slot of each.
+
+    tail_k, tail_v: [B * kv_heads * C, W]. Grid: (tiles, heads).
+    """
+    head = tl.program_id(1) + first_head
+    start = tl.load(q_offsets + first_block) + tl.program_id(0) * ROWS
+    stop = tl.load(q_offsets + last_block)
+    if start < stop:
+        kv_head = head // num_heads * (num_heads // repeats) + head % num_heads // repeats
+        first = _first_slot(row_starts, q_offsets, head - tl.program_id(1), first_block, num_grid)
+        places = start + tl.arange(0, ROWS)
+        inside = places < stop
+        q = _load_listed(q_packed, head * num_rows + places, inside, 0, W, W)
+        acc = tl.zeros([ROWS, W], dtype=tl.float32)
+        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        at = head.to(tl.int64) * num_grid + places
+        for place in tl.range(0, num_blocks, PIECE, num_stages=STAGES):
+            blocks = place + tl.arange(0, PIECE)
+            exists = blocks < num_blocks
+            log2_sizes = tl.load(tail_log2_sizes + blocks, mask=exists, other=float("-inf"))
+            bits = tl.load(
+                row_mask + at[:, None] * words + (blocks // 32)[None, :],
+                mask=inside[:, None] & exists[None, :],
+                other=0,
+            )
+            k = _load_listed(tail_k, kv_head * num_blocks + blocks, exists, 0, W, W)
+            v = _load_listed(tail_v, kv_head * num_blocks + blocks, exists, 0, W, W)
+            left_out = (log2_sizes > float("-inf"))[None, :] & (((bits >> (blocks % 32)[None, :]) & 1) == 0)
+            acc, row_max, row_sum = _add_pooled(q, k, v, log2_sizes, left_out, acc, row_max, row_sum, qk_scale, EXACT)
+        acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+        slots = tl.load(row_starts + at, mask=inside, other=0) - first + tl.load(row_counts + at, mask=inside, other=0)
+        target = partial + slots[:, None] * W + tl.arange(0, W)[None, :]
+        tl.store(target, acc.to(partial.dtype.element_ty), mask=inside[:, None])
+        tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=inside)
+
+
+@triton.jit
 def merge_entries(
     partial,
     partial_lse,
@@ -200,8 +265,10 @@ def merge_entries(
     D: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
 ):
     """out and lse of a unit's queries: the results of a query's entries, weighted by their sums. Grid: (tiles, heads).
+    MORE: entries of a query after those of the blocks that it sees.
 
     Entries of a query are added in the order of their blocks, so every run gives the same bits.
     """
@@ -213,7 +280,7 @@ def merge_entries(
     inside = places < stop
     at = head.to(tl.int64) * num_grid + places
     slots = tl.load(row_starts + at, mask=inside, other=0) - first
-    counts = tl.load(row_counts + at, mask=inside, other=0)
+    counts = tl.load(row_counts + at, mask=inside, other=-MORE) + MORE
     most = tl.max(counts, 0)
     dims = tl.arange(0, W)
     acc = tl.zeros([ROWS, W], dtype=tl.float32)

@@ -40,6 +40,8 @@ class SparsePlan:
     max_blocks_per_query: how many key blocks a grid query sees at most, known without reading from the device. A
         planner that gives it sets no bit of row_mask for a block that is not listed.
     row_counts: what is counted of row_mask, from planners that counted it.
+    pooled_tail: every block of keys that a grid query does not see is one key of it all the same, as pooled_tail.py
+        defines it; density and masks count the others alone.
     is_dense: every valid query sees every valid key, so a dense kernel gives the same.
     """
 
@@ -57,6 +59,7 @@ class SparsePlan:
     row_mask: torch.Tensor | None = None
     max_blocks_per_query: int | None = None
     row_counts: RowCounts | None = None
+    pooled_tail: bool = False
     is_dense: bool = False
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_tail import PooledKeys, pooled_keys
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 
@@ -89,26 +90,29 @@ def _attend_heads(
     listed = plan.block_mask[int(plan.group_of[sample, head])]
     kv_sizes = plan.kv.sizes[kv_row].long()
     rows_see = plan.row_selection(sample, head) if plan.row_mask is not None else None
+    pooled = pooled_keys(k, v, kv_order[:grid], plan.kv.offsets[kv_row]) if plan.pooled_tail else None
     for block in range(plan.q.num_blocks):
         start, stop = q_offsets[block], q_offsets[block + 1]
         if start == stop:
             continue
         positions = listed[block].repeat_interleave(kv_sizes).nonzero()[:, 0]
+        seen = listed[block : block + 1] if rows_see is None else rows_see[start:stop]
+        tail = None if pooled is None else pooled.left_out(seen)
         if rule is not None and len(positions):
             merges = plan.kv.max_block_size > rule.piece
             whole, rest = rule.split(positions, torch.repeat_interleave(kv_sizes)[positions], merges)
             keys = torch.cat([kv_order[whole], kv_order[rest], kv_order[grid:valid]])
             for first, last in rule.tiles(start, stop):
                 queries = q_order[first:last]
-                counts += _attend_rows(q, k, v, queries, keys, None, scale, heads, out, lse, rule, len(whole))
+                counts += _attend_rows(q, k, v, queries, keys, None, scale, heads, out, lse, tail, rule, len(whole))
             continue
         keys = torch.cat([kv_order[positions], kv_order[grid:valid]])
         visible = None
         if rows_see is not None:
             block_of_position = torch.repeat_interleave(kv_sizes)
-            visible = rows_see[start:stop][:, block_of_position[positions]]
+            visible = seen[:, block_of_position[positions]]
             visible = torch.nn.functional.pad(visible, (0, valid - grid), value=True)
-        _attend_rows(q, k, v, q_order[start:stop], keys, visible, scale, heads, out, lse)
+        _attend_rows(q, k, v, q_order[start:stop], keys, visible, scale, heads, out, lse, tail)
     if valid > grid:
         _attend_rows(q, k, v, q_order[grid:valid], kv_order[:valid], None, scale, heads, out, lse)
 
@@ -124,16 +128,18 @@ def _attend_rows(
     heads: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    tail: PooledKeys | None = None,
     rule: SkipRule | None = None,
     num_whole: int = 0,
 ) -> torch.Tensor:
-    """Attention of some queries to some keys (token indexes). visible: bool [queries, keys], None for all.
+    """Attention of some queries to some keys (token indexes). visible: bool [queries, keys], None for all. tail: keys
+    that stand for blocks that are left out.
 
     num_whole: of the keys, how many at the front are whole pieces, of which `rule` may skip some. Returns int64 [2],
     the pieces that were skipped and those visited.
     """
     counts = torch.zeros(2, dtype=torch.int64, device=q.device)
-    if keys.numel() == 0:
+    if keys.numel() == 0 and tail is None:
         return counts
     scores = scale * q[:, queries] @ k[:, keys].transpose(1, 2)
     values = v[:, keys]
@@ -144,6 +150,10 @@ def _attend_rows(
         visible = torch.nn.functional.pad(visible, (0, len(keys) - num_whole), value=True)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
+    if tail is not None:
+        scores = torch.cat([scores, tail.scores(q[:, queries], scale)], dim=-1)
+        values = torch.cat([values, tail.v], dim=1)
+        visible = None if visible is None else torch.nn.functional.pad(visible, (0, tail.v.shape[1]), value=True)
     row_lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - row_lse.masked_fill(row_lse == float("-inf"), 0.0)[..., None])
     rows = weights @ values

@@ -17,9 +17,10 @@ import torch
 from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.core.packed_tokens import PackedTokens
-from diffusion_runtime.kernels.block_packing import pack_tokens, row_width, rows_contiguous
+from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens, row_width, rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans, listed_words, means_of, tail_rows
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 MINIMUM_CAPABILITY = (8, 0)
@@ -125,14 +126,16 @@ def block_sparse_triton(
     scale: float,
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     shape: TileShape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; branch is added in the same pass.
-    packed: q, k and v in the plan's geometries, when they have been packed before.
+    packed: q, k and v in the plan's geometries, when they have been packed before. means: of its key blocks, when they
+    have been computed; a pooled tail needs them.
 
     Returns out like q and lse [B, H, seq], natural log, float32. shape: None is the one that measured fastest.
     """
-    prepared = prepare(q, k, v, plan, scale=scale, branch=branch, packed=packed, shape=shape)
+    prepared = prepare(q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means, shape=shape)
     prepared.launch()
     return prepared.out, prepared.lse
 
@@ -147,11 +150,14 @@ def block_sparse_skipping_triton(
     threshold: float,
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     shape: TileShape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """block_sparse_triton without what skip_rule skips. The third result is int64 [2]: pairs of (tile of queries, whole
     piece of keys) that were skipped, and all of them."""
-    prepared = prepare(q, k, v, plan, scale=scale, branch=branch, packed=packed, shape=shape, skip_threshold=threshold)
+    prepared = prepare(
+        q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means, shape=shape, skip_threshold=threshold
+    )
     prepared.launch()
     assert prepared.skip_counts is not None
     return prepared.out, prepared.lse, prepared.skip_counts
@@ -186,6 +192,7 @@ def prepare(
     scale: float,
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
+    means: BlockMeans | None = None,
     shape: TileShape | None = None,
     skip_threshold: float = 0.0,
 ) -> Prepared:
@@ -205,7 +212,10 @@ def prepare(
         packed = None
     in_place = packed is None and plan.row_mask is None and reads_in_place(q, k, v, plan.q, plan.kv)
     if packed is None and not in_place:
-        packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text)
+        averaged: Averaged = "kv" if plan.pooled_tail and means is None else "none"
+        packed = pack_tokens(
+            q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text, averaged=averaged
+        )
     values = (q, k, v) if packed is None else (packed.q, packed.k, packed.v)
     k_rows, v_rows = (rows_of(x, shape.piece, shape) for x in values[1:])
     pieces = list_pieces(kernels, plan, shape.piece)
@@ -217,6 +227,8 @@ def prepare(
         lse.fill_(float("-inf"))
     broken = plan.group_of if plan.row_mask is None else _has_broken_values(values[2])
     skip_counts = torch.zeros(2, dtype=torch.int64, device=q.device) if skip_threshold else None
+    tail = tail_rows(k, v, plan.kv, means or means_of(packed)) if plan.pooled_tail else (out, out, out)
+    listed = listed_words(plan) if plan.pooled_tail else plan.group_of
     pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
 
     def attend(
@@ -244,6 +256,8 @@ def prepare(
             pooled,
             gate,
             plan.group_of if skip_counts is None else skip_counts,
+            *tail,
+            listed,
             scale * math.log2(math.e),
             math.log2(skip_threshold) if skip_threshold else 0.0,
             num_tiles,
@@ -252,6 +266,7 @@ def prepare(
             num_heads,
             num_heads // plan.num_kv_heads,
             plan.q.num_blocks,
+            plan.kv.num_blocks,
             pieces.codes.shape[2],
             1 if plan.row_mask is None else plan.row_mask.shape[3],
             *((0, 0, 0) if plan.q.num_groups == 1 else (plan.q.num_tokens, plan.q.num_blocks + 1, tiles.count)),
@@ -273,6 +288,7 @@ def prepare(
             LOOK_FOR_BROKEN=look,
             HAS_BRANCH=branch is not None,
             SKIPS=skip_counts is not None,
+            HAS_TAIL=plan.pooled_tail,
             BULK=shape.bulk,
             EXACT=q.dtype == torch.float32,
             STAGES=shape.num_stages,

@@ -150,6 +150,26 @@ def list_merged_pieces(
 
 
 @triton.jit
+def mark_listed(kv_count, kv_index, words, num_q_blocks, capacity, num_words, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    """words [R, q blocks, num_words], int32: bit b of word w says whether a q block lists the key block 32 w + b. Grid:
+    (q blocks, R)."""
+    target = tl.program_id(1).to(tl.int64) * num_q_blocks + tl.program_id(0)
+    count = tl.load(kv_count + target)
+    columns = tl.arange(0, WORDS)
+    found = tl.zeros([WORDS], tl.int32)
+    place = 0
+    # Not range(): its bounds are read on the device, which Triton 3.6's interpreter cannot do with NumPy 2.4.
+    while place < count:
+        places = place + tl.arange(0, BLOCK)
+        blocks = tl.load(kv_index + target * capacity + places, mask=places < count, other=-1)
+        bits = tl.full([BLOCK], 1, tl.int32) << (blocks & 31)
+        # A block is listed once, so the sum of its row's bits is their union.
+        found += tl.sum(tl.where((blocks >> 5)[:, None] == columns[None, :], bits[:, None], 0), 0)
+        place += BLOCK
+    tl.store(words + target * num_words + columns, found, mask=columns < num_words)
+
+
+@triton.jit
 def _load_rows(rows, first, column, stride, W: tl.constexpr, COUNT: tl.constexpr, BULK: tl.constexpr):
     """W values from `column` of COUNT rows from `first`: by one bulk copy from a descriptor, or through pointers."""
     if BULK:
@@ -218,6 +238,15 @@ def _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, EMPTY_ROWS: tl.
 
 
 @triton.jit
+def _add_pooled(q, k, v, log2_sizes, left_out, acc, row_max, row_sum, qk_scale, EXACT: tl.constexpr):
+    """Compute a step of the online softmax over keys that stand for blocks. left_out: bool [1 or ROWS, PIECE]."""
+    # As a score before the scale, so that the step is that of any other key.
+    scores = _scores(q, k, EXACT) + (log2_sizes / qk_scale)[None, :]
+    scores = tl.where(left_out, scores, float("-inf"))
+    return _add_scores(scores, tl.max(scores, 1) * qk_scale, v, acc, row_max, row_sum, qk_scale, True, EXACT)
+
+
+@triton.jit
 def attend(
     q_rows,
     k_rows,
@@ -242,6 +271,10 @@ def attend(
     pooled,
     gate,
     skip_counts,
+    tail_k,
+    tail_v,
+    tail_log2_sizes,
+    listed_words,
     qk_scale,
     skip_below,
     num_tiles,
@@ -250,6 +283,7 @@ def attend(
     num_heads,
     repeats,
     num_q_blocks,
+    num_kv_blocks,
     capacity,
     mask_words,
     order_stride,
@@ -282,6 +316,7 @@ def attend(
     LOOK_FOR_BROKEN: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
     SKIPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
     BULK: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -294,7 +329,8 @@ def attend(
     queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile per block. With row
     masks, a launch with LOOK_FOR_BROKEN handles values of which some are not finite, one without handles others.
     SKIPS: whole pieces whose highest scores lie below the running maximum of every row by more than -skip_below, a
-    log2, are skipped; skip_counts, int64 [2], counts them and those visited.
+    log2, are skipped; skip_counts, int64 [2], counts them and those visited. HAS_TAIL: blocks that a query of the grid
+    does not see are one key each, tail_k and tail_v [B * kv_heads * kv blocks, W]; listed_words: of mark_listed.
 
     q_rows, k_rows, v_rows: descriptors with BULK, else as q_values, k_values, v_values: packed, or with IN_PLACE rows
     of tokens that are q_n, k_n, v_n values apart, and their heads q_h, k_h, v_h.
@@ -425,6 +461,33 @@ def attend(
                 v = _load_listed(v_values, rows, visible, v_column, v_stride, W)
                 acc, row_max, row_sum = _add_piece(
                     q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, False, EXACT
+                )
+        if HAS_TAIL:
+            # Pieces of pooled keys: 64 of them stand for as many blocks, so this loop is short and the rows stay in L2.
+            num_pooled = tl.where(is_text, 0, num_kv_blocks)
+            kv_head = b * (num_heads // repeats) + h // repeats
+            sizes = tail_log2_sizes
+            if PIECES_PER_HEAD:
+                sizes += kv_head.to(tl.int64) * num_kv_blocks
+            my_words = tl.load(group_of + head).to(tl.int64) * num_q_blocks + block
+            my_words = listed_words + my_words * ((num_kv_blocks + 31) // 32)
+            for place in tl.range(0, num_pooled, PIECE, num_stages=STAGES):
+                kv_blocks = place + columns
+                inside = kv_blocks < num_kv_blocks
+                words = tl.load(my_words + kv_blocks // 32, mask=inside, other=0)
+                log2_sizes = tl.load(sizes + kv_blocks, mask=inside, other=float("-inf"))
+                k = _load_listed(tail_k, kv_head * num_kv_blocks + kv_blocks, inside, 0, W, W)
+                v = _load_listed(tail_v, kv_head * num_kv_blocks + kv_blocks, inside, 0, W, W)
+                exists = log2_sizes > float("-inf")
+                seen = (((words >> (kv_blocks % 32)) & 1) == 1)[None, :]
+                if HAS_ROW_MASK:
+                    rows = tl.minimum(start + tl.arange(0, ROWS), num_grid - 1)
+                    of_rows = row_mask + (head.to(tl.int64) * num_grid + rows)[:, None] * mask_words
+                    words = tl.load(of_rows + (kv_blocks // 32)[None, :], mask=inside[None, :], other=0)
+                    seen = seen & (((words >> (kv_blocks % 32)[None, :]) & 1) == 1)
+                left_out = exists[None, :] & ~seen
+                acc, row_max, row_sum = _add_pooled(
+                    q, k, v, log2_sizes, left_out, acc, row_max, row_sum, qk_scale, EXACT
                 )
         if HAS_TEXT:
             text_stop = num_grid + valid_text

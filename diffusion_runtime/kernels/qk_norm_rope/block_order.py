@@ -47,8 +47,8 @@ def norm_rope_into_blocks(
         raise ConfigError(
             f"norm into blocks: expected q, k and v with two weights, got {product.shape[2]} parts and {len(weights)}"
         )
-    if blocks.averaged == "k":
-        raise ConfigError("norm into blocks: expected means of none, qk or qkv, got k")
+    if blocks.averaged in ("k", "kv"):
+        raise ConfigError(f"norm into blocks: expected means of none, qk or qkv, got {blocks.averaged}")
     if not geometry.is_identity or geometry.num_tokens != product.shape[1]:
         raise ConfigError(
             f"norm into blocks: expected {product.shape[1]} tokens that stand in the order of the blocks, got a "

@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
         {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
         "steps 0 (svg2_first_times_fp 0.5)",
     ),
+    "sol_attn": ({"tile_size": [2, 2, 2], "dense_first_steps": 1}, "steps 0 (dense_first_steps 1)"),
     "skip_softmax": ({"dense_first_steps": 1}, "steps 0 (dense_first_steps 1)"),
 }
 

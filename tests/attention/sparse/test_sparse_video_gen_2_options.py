@@ -30,6 +30,7 @@ def test_options_are_those_of_sglang() -> None:
         "svg2_first_times_fp": 0.2,
         "min_tokens": 0,
         "skip_threshold": 0.0,
+        "tail": "none",
         "svg2_seed": 0,
     }
     assert NAME in [info.name for info in list_backends()]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from attention_calls import attention_call
-from sparse_oracle import masked_attention, random_qkv
+from sparse_oracle import masked_attention, pooled_attention, random_qkv
 from triton_interpreter import interpret, needs_triton
 
 from diffusion_runtime.attention import (
@@ -28,6 +29,7 @@ from diffusion_runtime.attention.sparse.video_sparse import (
     tile_means,
 )
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse import pooled_tail
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
 
 # Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
@@ -36,21 +38,33 @@ TEXT = TokenLayout((3, 5, 9), num_suffix_tokens=19, valid_lengths=(0, 18))
 
 
 def compare(
-    layout: TokenLayout, tile: tuple[int, int, int], dtype: torch.dtype, head_dim: int, device: str, *, gated: bool
+    layout: TokenLayout,
+    tile: tuple[int, int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    device: str,
+    *,
+    gated: bool,
+    tail: str = "none",
 ) -> None:
-    """A whole call against masked float64 attention on its own plan, plus the gated branch."""
+    """A whole call against float64 attention on its own plan, plus the gated branch. Means of tiles are computed once,
+    in the pass that packs."""
     drawn = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     q, k, v = (x.to(device) for x in drawn)
     gate = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype) if gated else None
-    options: dict[str, Any] = {"sparsity": 0.6, "tile_size": tile}
+    options: dict[str, Any] = {"sparsity": 0.6, "tile_size": tile, "tail": tail}
     plan = plan_attention(q, k, backend="vsa", options=options, layout=layout)
     state = RequestCache()
     call = attention_call(
         q, k, v, VideoSparseOptions(**options), layout=layout, state=state, return_lse=True, gate=gate
     )
-    result = VideoSparseBackend().run(call)
-    assert result.implementation == "block-sparse triton"
-    expected, lse = masked_attention(q, k, v, plan.to_dense_mask())
+    with mock.patch.object(pooled_tail, "block_means", side_effect=AssertionError("averaged again")):
+        result = VideoSparseBackend().run(call)
+    assert result.implementation == f"block-sparse triton{', pooled tail' if tail == 'pooled' else ''}"
+    if tail == "pooled":
+        expected, lse = (x.to(device) for x in pooled_attention(q.cpu(), k.cpu(), v.cpu(), plan.to("cpu")))
+    else:
+        expected, lse = masked_attention(q, k, v, plan.to_dense_mask())
     if gate is not None:
         means = tile_means(q, k, v, tile_geometry(layout, tile, device))
         coarse = attend_tiles(means, scale=head_dim**-0.5, num_kept=None)
@@ -79,6 +93,7 @@ def run_cases() -> None:
     refuse_gradients("cpu")
     compare(GRID, (4, 4, 8), torch.float16, 16, "cpu", gated=True)
     compare(TEXT, (4, 8, 8), torch.float32, 16, "cpu", gated=False)
+    compare(TEXT, (4, 4, 4), torch.float32, 16, "cpu", gated=True, tail="pooled")
     print("ok")
 
 
@@ -94,6 +109,7 @@ def test_a_call_under_the_interpreter() -> None:
 def test_a_call_on_a_gpu(layout: TokenLayout, tile: tuple[int, int, int], *, gated: bool) -> None:
     compare(layout, tile, torch.bfloat16, 128, "cuda", gated=gated)
     compare(layout, tile, torch.float16, 72, "cuda", gated=gated)
+    compare(layout, tile, torch.bfloat16, 128, "cuda", gated=gated, tail="pooled")
 
 
 @pytest.mark.gpu
