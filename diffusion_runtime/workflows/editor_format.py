@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from diffusion_runtime.errors import shown
@@ -30,18 +31,22 @@ def read_editor_format(document: Mapping[str, Any]) -> Graph:
     subgraphs = _listed(definitions.get("subgraphs") if isinstance(definitions, Mapping) else None, "subgraphs")
     known = {_text(each.get("id")): each for each in subgraphs}
     top = _Scope("", document, None)
-    scopes = [top]
+    scopes, count = [top], len(top.nodes)
     # Breadth first: each instance of a subgraph adds a scope.
     for scope in scopes:
         for node in scope.nodes.values():
             if node.kind not in known or node.mode == _NEVER:
                 continue
-            if scope.depth >= _MAX_DEPTH:
-                raise WorkflowError(f"node {node.id}: subgraphs within each other more than {_MAX_DEPTH} levels deep")
-            scope.inner[node.id] = _Scope(f"{scope.prefix}{node.id}:", known[node.kind], (scope, node))
-            scopes.append(scope.inner[node.id])
-            if sum(len(each.nodes) for each in scopes) > MAX_NODES:
+            if scope.depth >= _MAX_DEPTH or node.kind in scope.kinds:
+                raise WorkflowError(
+                    f"node {node.id}: a subgraph within itself, or more than {_MAX_DEPTH} levels of subgraphs"
+                )
+            inner = _Scope(f"{scope.prefix}{node.id}:", known[node.kind], (scope, node))
+            count += len(inner.nodes)
+            if count > MAX_NODES:
                 raise WorkflowError(f"expected at most {MAX_NODES} nodes, those of subgraphs included")
+            scope.inner[node.id] = inner
+            scopes.append(inner)
     overrides = {key: value for scope in scopes for key, value in scope.promoted()}
     nodes = {}
     for scope in scopes:
@@ -153,6 +158,11 @@ class _Scope:
     def depth(self) -> int:
         return self.prefix.count(":")
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The subgraphs that this scope is within."""
+        return frozenset() if self.parent is None else self.parent[0].kinds | {self.parent[1].kind}
+
     def is_left_out(self) -> bool:
         """Return whether the instance that this scope is of, or one around it, is muted or bypassed."""
         scope: _Scope = self
@@ -162,8 +172,9 @@ class _Scope:
                 return True
         return False
 
+    @cached_property
     def input_names(self) -> list[tuple[str, bool]]:
-        """Return name and whether it is a widget, of every input of the subgraph."""
+        """Name and whether it is a widget, of every input of the subgraph."""
         found = []
         for raw in _listed(self.content.get("inputs"), "inputs"):
             ends = raw.get("linkIds")
@@ -178,11 +189,11 @@ class _Scope:
         """Return values of the subgraph's inputs that its instance sets, by name."""
         assert self.parent is not None
         _, node = self.parent
-        if node.named:
-            return dict(node.named)
+        if node.named or isinstance(node.values, Mapping):
+            return dict(node.named or node.values)
         if node.promoted or not isinstance(node.values, list):
             return {}
-        names = [name for name, is_widget in self.input_names() if is_widget]
+        names = [name for name, is_widget in self.input_names if is_widget]
         return dict(zip(names, node.values, strict=False))
 
     def promoted(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -245,7 +256,7 @@ class _Scope:
         if self.parent is None:
             return None
         outer, node = self.parent
-        names = self.input_names()
+        names = self.input_names
         if slot >= len(names):
             return None
         name, is_widget = names[slot]
