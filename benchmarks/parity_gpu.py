@@ -64,7 +64,7 @@ PROMPT_REQUEST: Mapping[str, Mapping[str, Any]] = {
 MAX_FLOAT32_DISTANCE, MIN_BF16_DB, MIN_FP8_DB = 1e-5, 40.0, 30.0
 # Roundings at other places may add up to a little more than those of the eager formulas.
 OWN_ERROR_SLACK = 1.25
-PLAIN = {"compile": "off", "cuda_graphs": "off", "offload": "none"}
+PLAIN = {"cuda_graphs": "off", "offload": "none"}
 NEEDS_CUDA = "needs a CUDA GPU"
 
 
@@ -89,13 +89,11 @@ OWN_ERROR = "bf16 eager"
 ROWS = (
     Row("float32 fused", "float32", SDPA, needs_cuda=True),
     Row("float32 auto", "float32"),
-    Row("float32 compile", "float32", {"compile": "regional"}, needs_cuda=True),
     Row("float32 graphs", "float32", {"cuda_graphs": "on"}, same_as="float32 auto", needs_cuda=True),
     Row("float32 offload", "float32", {"offload": "layers"}, same_as="float32 auto", needs_cuda=True),
     Row(OWN_ERROR, "bfloat16", SDPA, is_fused=False),
     Row("bf16 fused", "bfloat16", SDPA, needs_cuda=True),
     Row("bf16 auto", "bfloat16"),
-    Row("bf16 compile", "bfloat16", {"compile": "regional"}, needs_cuda=True),
     Row("bf16 graphs", "bfloat16", {"cuda_graphs": "on"}, same_as="bf16 auto", needs_cuda=True),
     Row("bf16 offload", "bfloat16", {"offload": "layers"}, same_as="bf16 auto", needs_cuda=True),
     Row("fp8", "bfloat16", {"quantization": "fp8"}, beside="bf16 auto"),

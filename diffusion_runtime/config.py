@@ -448,7 +448,8 @@ class RuntimeConfig:
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `int8` holds
         the same layers as 8-bit integers, rotated in groups (ConvRot); `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
-    compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
+    compile: `regional` has torch.compile compile each kind of block of diffusers' transformers once, at the first step;
+        `off`.
     cuda_graphs: `auto` replays forward passes of the transformer from CUDA graphs on a GPU, where launching kernels
         takes the host about as long as computing them takes the device; `on` wherever they can be replayed; `off`.
     offload: which weights wait in the machine's memory while they are not used: `none`; `model`, whole parts (text
@@ -604,9 +605,8 @@ class RuntimeConfig:
         "off",
         OneOf(COMPILE_MODES, ("off",)),
         Flag(
-            "Compile each kind of block once (torch.compile): off, regional.",
+            "With --backend diffusers, compile each kind of block once: off, regional.",
             "MODE",
-            bench_help="Of ours: off, regional.",
         ),
     )
     cuda_graphs: str = option(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from headless_browser import browser_page, find_browser
+from warm_python import run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,13 +18,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason="pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("documentation")
     words = ("-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", folder / "doctrees")
-    done = subprocess.run(
-        [sys.executable, *words, ROOT / "docs", folder / "site"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    # It imports the whole package for the API reference.
+    done = run_python(*words, ROOT / "docs", folder / "site", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "site"
 

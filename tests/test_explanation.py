@@ -190,18 +190,15 @@ def test_a_first_chunk_costs_its_own_steps_and_guidance() -> None:
 def test_steps_of_a_first_chunk_are_drawn_beside_those_of_the_others() -> None:
     rules = {"schedule": [{"steps": "4-11", "role": "self", "backend": "reference"}]}
     config = RuntimeConfig("shapes-causal", device="cpu", attention=rules)
-    drawn = {}
-    for mode in ("off", "regional"):
-        prepared = prepare(dataclasses.replace(config, compile=mode))
-        found = explain(prepared, prepared.rules.resolve(GenerationRequest("a red circle", num_frames=29)))
-        assert (found.num_first_steps, found.num_steps, found.num_forwards) == (12, 4, 2 * 12 + 4 * 3 + 3)
-        drawn[mode] = {(row.role, row.layers): row for row in schedule_map(found.schedule).rows}
-        (row,) = [row for row in implementation_rows(found) if row.backend == "reference"]
-        assert (row.layers, row.steps) == ("0-5", "4-11 of the first chunk")
-    # Compiled blocks leave nothing out of a commit.
-    assert drawn["regional"]["self", "0-5"].letters == "AAAABBBBBBBBAAAA"
-    assert drawn["regional"]["self", "0-5"].commit == drawn["off"]["self", "0-4"].commit == "A"
-    assert drawn["off"]["self", "5"].commit == "C"
+    prepared = prepare(config)
+    found = explain(prepared, prepared.rules.resolve(GenerationRequest("a red circle", num_frames=29)))
+    assert (found.num_first_steps, found.num_steps, found.num_forwards) == (12, 4, 2 * 12 + 4 * 3 + 3)
+    (row,) = [row for row in implementation_rows(found) if row.backend == "reference"]
+    assert (row.layers, row.steps) == ("0-5", "4-11 of the first chunk")
+    drawn = {(row.role, row.layers): row for row in schedule_map(found.schedule).rows}
+    assert drawn["self", "0-4"].letters == drawn["self", "5"].letters == "AAAABBBBBBBBAAAA"
+    # The last layer of a commit computes q, k and v alone.
+    assert (drawn["self", "0-4"].commit, drawn["self", "5"].commit) == ("A", "C")
     assert found.passes_text == "39: 4 for a chunk, 12 for the first by dmd, and commits"
 
 

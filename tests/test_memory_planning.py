@@ -61,15 +61,6 @@ def test_the_smaller_of_the_limit_and_what_is_free_decides(machine: dict[str, in
         chosen()
 
 
-def test_compiled_blocks_are_not_streamed(machine: dict[str, int]) -> None:
-    assert chosen(compile="regional", memory_limit="40GB") == "model"
-    with pytest.raises(DeviceMemoryError, match="model: the plan takes"):
-        chosen(compile="regional", memory_limit="12GB")
-    with pytest.raises(ConfigError, match="compiled blocks keep their weights"):
-        memory_planning.check_offload(RuntimeConfig(offload="layers", compile="regional"), CUDA)
-    assert machine
-
-
 def test_where_nothing_can_be_planned_a_choice_that_needs_a_plan_is_refused() -> None:
     assert plan_memory(None, RuntimeConfig(), CUDA) is None
     for values in ({"offload": "model"}, {"memory_limit": "12GB"}):

@@ -149,13 +149,13 @@ class AttentionContext:
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
     step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
     sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
-    a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
-    torch.compile has compiled the blocks that it is given to. cache: the keys and values of earlier frames, for layers
-    that are built with cached_keys; None where there are none. prefix: the same, of tokens that every forward pass
-    attends to and none computes again, such as those of reference images. reference: the same, of a clip whose frames
-    are seen by the frames of the same index alone, for ReferenceFrameAttention. shapes_only: whether attention layers
-    make outputs and allocate what a backend needs, and compute nothing: for a pass on the meta device. handle: what
-    operators in compiled graphs have of it (attention/opaque.py), None for one that is made while torch.compile traces.
+    a transformer, or reuses what they made. plans: what backends prepare once per forward pass. cache: the keys and
+    values of earlier frames, for layers that are built with cached_keys; None where there are none. prefix: the same,
+    of tokens that every forward pass attends to and none computes again, such as those of reference images. reference:
+    the same, of a clip whose frames are seen by the frames of the same index alone, for ReferenceFrameAttention.
+    shapes_only: whether attention layers make outputs and allocate what a backend needs, and compute nothing: for a
+    pass on the meta device. handle: what operators in compiled graphs have of it (attention/opaque.py), None for one
+    that is made while torch.compile traces.
     """
 
     layout: TokenLayout | None = None
@@ -166,7 +166,6 @@ class AttentionContext:
     sharding: SequenceSharding = field(default_factory=lambda: _UNSHARDED)
     block_runner: BlockRunner = field(default_factory=lambda: BlockRunner())
     plans: ForwardPlans = field(default_factory=lambda: ForwardPlans())
-    is_compiled: bool = False
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
     reference: ReferenceFrames | None = None

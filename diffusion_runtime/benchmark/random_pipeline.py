@@ -21,7 +21,6 @@ from diffusion_runtime.core.model_folder import INDEX_FILE
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.parts import PipelineParts
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import InspectableModel, OnStage
 from diffusion_runtime.loading.preparation import prepare
@@ -86,17 +85,12 @@ def random_pipeline(
         if wanted_images(prepared.rules):
             on_stage(f"building the image encoder of {name}")
             conditioner = _random_conditioner(prepared, opened)
-    compiled = None
-    if config.compile == "regional":
-        compiled = CompiledBlocks()
-        compiled.compile(transformer)
     parts = PipelineParts(
         text_encoder=RandomConditions(opened, device, dtype),
         transformer=transformer,
         decoder=decoder,
         load_image_conditioner=lambda: _loaded(conditioner),
         products=prepared.quantization.counter,
-        compiled=compiled,
         graphs=make_graphs(prepared.description.config, device, is_offloaded=False),
         decoder_graphs=make_decoder_graphs(prepared.description.config, device),
     )

@@ -32,7 +32,6 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks, why_no_twin
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading.cuda_graphs import replay_refusals
 from diffusion_runtime.memory.device_memory import release_device_memory
@@ -49,16 +48,13 @@ class _Way:
     """Settings with which a mode computes the step."""
 
     quantization: str = "none"
-    is_compiled: bool = False
     is_replayed: bool = False
 
 
-# Modes of one quantization share a model: compiling changes it in place, so those that do come last.
+# Modes of one quantization share a model.
 _WAYS = {
     "eager": _Way(),
     "graphs": _Way(is_replayed=True),
-    "compile": _Way(is_compiled=True),
-    "compile+graphs": _Way(is_compiled=True, is_replayed=True),
     "fp8": _Way("fp8"),
     "fp8+graphs": _Way("fp8", is_replayed=True),
     "fp8-all": _Way("fp8-all"),
@@ -85,8 +81,8 @@ class StepEffort:
 @dataclass(frozen=True)
 class StepChoice:
     """Step to be timed. modes: those of MODES in which our model runs; None for all that run on the device, on a CPU
-    `eager`. with_diffusers: also diffusers' eager model, and its compiled one if ours is compiled. attention: backend
-    of our model, as --attention-backend takes it."""
+    `eager`. with_diffusers: also diffusers' eager model, and on a GPU its compiled one. attention: backend of our
+    model, as --attention-backend takes it."""
 
     modes: Sequence[str] | None = None
     with_diffusers: bool = True
@@ -183,7 +179,7 @@ class _Run:
         for quantization in dict.fromkeys(_WAYS[mode].quantization for mode in self._modes):
             yield from self._ours(quantization, [m for m in self._modes if _WAYS[m].quantization == quantization])
         if self._choice.with_diffusers:
-            yield from self._theirs(any(_WAYS[mode].is_compiled for mode in self._modes))
+            yield from self._theirs()
 
     def _ours(self, quantization: str, modes: Sequence[str]) -> Iterator[StepRow]:
         """Rows of one model of ours."""
@@ -203,18 +199,14 @@ class _Run:
             if self._inputs.with_prefix is not None:
                 forward()
             self.operations = count_operations(model, forward)
-        is_compiled = False
         for mode in modes:
             name, way = f"ours, {mode}", _WAYS[mode]
             if way.is_replayed and self._left_out:
                 yield StepRow(name, "left out", self._left_out)
                 continue
-            if way.is_compiled and not is_compiled:
-                CompiledBlocks().compile(model)
-                is_compiled = True
-            run: Callable[[], torch.Tensor] = _forward_of(model, self._inputs, is_compiled=is_compiled)
+            run: Callable[[], torch.Tensor] = _forward_of(model, self._inputs)
             if way.is_replayed:
-                run = _replayed(model, self._inputs, self._device, is_compiled=is_compiled)
+                run = _replayed(model, self._inputs, self._device)
             row = self._row(name, run, before)
             detail = ", ".join([*_backends_of(model), *products])
             yield replace(row, build_s=build_s, detail=detail)
@@ -223,7 +215,7 @@ class _Run:
         del model
         release_device_memory(self._device)
 
-    def _theirs(self, compiles: bool) -> Iterator[StepRow]:
+    def _theirs(self) -> Iterator[StepRow]:
         if reason := why_no_twin(self._opened.transformer_class):
             yield StepRow("diffusers, eager", "left out", reason)
             return
@@ -238,7 +230,8 @@ class _Run:
         build_s = time.perf_counter() - begin
         run = self._inputs.forward_of_theirs(model)
         yield replace(self._row("diffusers, eager", run, before), build_s=build_s)
-        if compiles:
+        if self._device.type != "cpu":
+            # On a CPU compiling takes longer than the step.
             try:
                 compile_blocks(model)
             except Exception as error:  # any exception: not every class names its blocks
@@ -312,7 +305,7 @@ def _backends_of(model: DiffusionTransformer) -> list[str]:
 
 
 def _forward_of(
-    model: DiffusionTransformer, inputs: StepInputs, *, is_compiled: bool = False, is_planned: bool = True
+    model: DiffusionTransformer, inputs: StepInputs, *, is_planned: bool = True
 ) -> Callable[[], torch.Tensor]:
     """Forwards of one request. is_planned: whether the first one also computes what belongs to all steps, as in a
     generation."""
@@ -321,15 +314,13 @@ def _forward_of(
     step = steps[_NUM_STEPS // 2]
 
     def run() -> torch.Tensor:
-        out: torch.Tensor = model(*inputs.ours, AttentionContext(step=step, state=state, is_compiled=is_compiled))
+        out: torch.Tensor = model(*inputs.ours, AttentionContext(step=step, state=state))
         return out
 
     return run
 
 
-def _replayed(
-    model: DiffusionTransformer, inputs: StepInputs, device: torch.device, *, is_compiled: bool
-) -> ReplayedStep:
+def _replayed(model: DiffusionTransformer, inputs: StepInputs, device: torch.device) -> ReplayedStep:
     """Return the same forwards, replayed from a CUDA graph."""
     latents, timestep, conditions = inputs.ours
     state, steps = RequestCache(), steps_around(timestep, _NUM_STEPS)
@@ -337,7 +328,7 @@ def _replayed(
     step = steps[_NUM_STEPS // 2]
 
     def make_pass(recorder: AttentionRecorder) -> ForwardPass:
-        context = AttentionContext(step=step, state=state, recorder=recorder, is_compiled=is_compiled)
+        context = AttentionContext(step=step, state=state, recorder=recorder)
         return ForwardPass(latents, timestep, conditions, context)
 
     return ReplayedStep(CudaCapture(device), model, make_pass)

@@ -25,7 +25,7 @@ diffusion-runtime bench generate /models/Wan2.1-T2V-1.3B --num-frames 33 --plot 
 
 diffusion-runtime bench generate z-image-turbo --json
 
-diffusion-runtime bench generate flux.1-dev --quantization fp8 --compile regional
+diffusion-runtime bench generate flux.1-dev --quantization fp8
 """
 _COLUMNS = ("seconds", "text", "denoise", "per step", "decode", "write", "together", "load")
 

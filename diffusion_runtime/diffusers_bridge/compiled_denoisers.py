@@ -6,11 +6,11 @@ from collections.abc import Mapping, Set
 
 from torch import nn
 
+from diffusion_runtime.diffusers_bridge.compiled_blocks import CompiledBlocks
 from diffusion_runtime.diffusers_bridge.denoisers import denoises, uncompiled
 from diffusion_runtime.diffusers_bridge.interception import is_recordable
 from diffusion_runtime.diffusers_bridge.modules import computer_of, find_attention_modules
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
 
 def check_compilable(models: Mapping[str, nn.Module]) -> None:

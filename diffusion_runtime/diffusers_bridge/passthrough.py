@@ -18,6 +18,7 @@ from diffusion_runtime.core.model_folder import ModelFolder, read_json
 from diffusion_runtime.core.progress import Cancellations, OnProgress
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import compile_denoisers
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
@@ -35,7 +36,7 @@ from diffusion_runtime.errors import ModelLoadError, RequestError, shown
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.one_generation import OneGeneration
-from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
+from diffusion_runtime.generation.participants import CompileTime
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
@@ -191,11 +192,13 @@ class DiffusersPipeline:
         observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
         settings = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
-        compile_cost, cost_recorder = CompileCost(self._compiled), AttentionRecorder()
+        costs, cost_recorder = (CompileTime(), CompileCost(self._compiled)), AttentionRecorder()
         with observer, self._attention(observer) as attention, CachedDenoisers(self.pipeline, settings) as cached:
             with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = run_pipeline(self.pipeline, arguments, interface)
-            timings = {**self._load_timings, **observer.finish(), **compile_cost.report(cost_recorder)}
+            timings = {**self._load_timings, **observer.finish()}
+            for stages in (costs[0].finish(cost_recorder), costs[1].report(cost_recorder)):
+                timings |= {name: timings.get(name, 0.0) + seconds for name, seconds in stages.items()}
             self._load_timings = {}
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)

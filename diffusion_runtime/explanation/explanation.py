@@ -277,9 +277,8 @@ class _PassCosts:
             request = dataclasses.replace(request, conditioning_scale=0.0)
         planned = dataclasses.replace(planned_batch(prepared.rules, [self._request]), size=each.size, request=request)
         cache = None if each.cache is None else FrameCache(each.cache, request.positions or "absolute")
-        is_compiled = prepared.description.config.compile != "off"
         model, transformer = prepared.model, prepared.transformer
-        run = forward_on_meta(model, transformer, prepared.dtype, planned, cache, is_compiled=is_compiled)
+        run = forward_on_meta(model, transformer, prepared.dtype, planned, cache)
         return count_forward([transformer], run), count_forward([transformer], run)
 
 

@@ -84,7 +84,6 @@ class BatchRun:
             dtype=self.dtype,
             model=self.rules.step_caches.identity(),
             recorder=self.recorder,
-            is_compiled=self.parts.compiled is not None,
             graphs=self.parts.graphs,
             published=self.rules.step_caches.teacache,
             upsampler=self.parts.upsampler,

@@ -52,11 +52,11 @@ class _StageRun:
 class LatentDenoiser:
     """From the conditions of a batch to its clean latents.
 
-    image_conditioner: called where the requests have an image, or the model control blocks. model: what a
-    calibration of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients
-    for the model. is_compiled: whether torch.compile has compiled the transformer's blocks. graphs: the CUDA graphs of
-    its forward passes; None runs all of them eagerly. upsampler: of a second stage. encodings: of images of earlier
-    requests. hooks: of instruments; the one that wraps predictions is of the first stage.
+    image_conditioner: called where the requests have an image, or the model control blocks. model: what a calibration
+    of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients for the model.
+    graphs: the CUDA graphs of its forward passes; None runs all of them eagerly. upsampler: of a second stage.
+    encodings: of images of earlier requests. hooks: of instruments; the one that wraps predictions is of the first
+    stage.
     """
 
     transformer: DiffusionTransformer
@@ -67,7 +67,6 @@ class LatentDenoiser:
     dtype: torch.dtype
     model: Mapping[str, str]
     recorder: AttentionRecorder
-    is_compiled: bool = False
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
     upsampler: LatentUpsampler | None = None
@@ -202,7 +201,6 @@ class LatentDenoiser:
             sharding=self.mesh.sharding,
             block_runner=runner if self.hooks.block_runner is None else self.hooks.block_runner,
             plans=ForwardPlans() if plans is None else plans,
-            is_compiled=self.is_compiled,
             cache=cache,
         )
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
-from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.device_memory import shortage_remark
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.startup.first_use import kernels_compiled
 
 Timings = Mapping[str, float]
 
@@ -99,17 +99,21 @@ class ShortageRemark(Participant):
 
 
 class CompileTime(Participant):
-    """Seconds spent on compiling blocks, and kernels at their first use."""
+    """Seconds spent on compiling kernels at their first use."""
 
-    def __init__(self, compiled: CompiledBlocks | None) -> None:
-        self._compiled = compiled
-        self._cost = CompileCost(compiled)
+    def __init__(self) -> None:
+        self._before = kernels_compiled()
 
     def begin(self, recorder: AttentionRecorder) -> None:
-        self._cost = CompileCost(self._compiled)
+        del recorder
+        self._before = kernels_compiled()
 
     def finish(self, recorder: AttentionRecorder) -> Timings:
-        return self._cost.report(recorder)
+        num_kernels, seconds = (now - before for now, before in zip(kernels_compiled(), self._before, strict=True))
+        if not num_kernels:
+            return {}
+        recorder.note(f"first use: {num_kernels} kernels compiled in {seconds:.1f} s of this generation")
+        return {"compile": seconds}
 
 
 class ReplayedDecoder(Participant):

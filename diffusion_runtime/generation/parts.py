@@ -24,7 +24,6 @@ from diffusion_runtime.generation.participants import (
     ReplayedDecoder,
     ShortageRemark,
 )
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
@@ -75,12 +74,11 @@ class PipelineParts:
     """The parts of a loaded model.
 
     load_image_conditioner: called when the first request has an image. upsampler: of a second stage, where there is
-    one. products: counts the products of quantised linear layers. compiled: the transformer's blocks, where
-    torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for none; decoder_graphs:
-    those of the decoder. offloading: the parts that wait in the machine's memory. loras: the LoRA files of the
-    transformer, None where its folder is not known; rules_with_loras: the rules of the model with other files. memory:
-    plans requests that are larger than what the model was loaded for. encodings: of texts and images of earlier
-    requests.
+    one. products: counts the products of quantised linear layers. graphs: the CUDA graphs of the transformer's forward
+    passes, None for none; decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's
+    memory. loras: the LoRA files of the transformer, None where its folder is not known; rules_with_loras: the rules of
+    the model with other files. memory: plans requests that are larger than what the model was loaded for. encodings: of
+    texts and images of earlier requests.
     """
 
     text_encoder: TextEncoder
@@ -89,7 +87,6 @@ class PipelineParts:
     load_image_conditioner: Callable[[], ImageConditioner]
     upsampler: LatentUpsampler | None = None
     products: ProductCounter = field(default_factory=ProductCounter)
-    compiled: CompiledBlocks | None = None
     graphs: ForwardGraphs | None = None
     decoder_graphs: DecoderGraphs | None = None
     offloading: Offloading | None = None
@@ -108,7 +105,7 @@ class PipelineParts:
         several: list[Participant] = [CountedProducts(self.products)]
         if self.offloading is not None:
             several.append(OffloadedParts(self.offloading))
-        several += [ShortageRemark(device), CompileTime(self.compiled)]
+        several += [ShortageRemark(device), CompileTime()]
         if self.decoder_graphs is not None:
             several.append(ReplayedDecoder(self.decoder_graphs))
         return Participants(several)

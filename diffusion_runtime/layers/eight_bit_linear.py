@@ -13,29 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.layers.linear import Linear, LinearInput, QuantizedTokens
-
-# The layers of compiled blocks, which the operator calls.
-PRODUCTS: HandleTable[EightBitLinear] = HandleTable()
-
-
-@torch.library.custom_op("diffusion_runtime::quantized_product", mutates_args=())
-def opaque_product(x: torch.Tensor, layer: torch.Tensor, out_features: int, gelu_from: int | None) -> torch.Tensor:
-    """Return EightBitLinear.compute. layer: its handle; out_features: of the layer, for the fake."""
-    del out_features
-    return PRODUCTS.find(layer).compute(x, gelu_from).contiguous()
-
-
-@opaque_product.register_fake
-def _(
-    x: torch.Tensor,
-    layer: torch.Tensor,  # noqa: ARG001
-    out_features: int,
-    gelu_from: int | None,  # noqa: ARG001
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
 
 
 class ProductCounter:
@@ -101,7 +80,6 @@ class EightBitLinear(Linear):
         self.group_size = group_size
         self._counter = counter
         self._storage_only = storage_only
-        self._handle: torch.Tensor | None = None
         self._refusals: dict[tuple[torch.device, torch.dtype, torch.dtype], str | None] = {}
 
     @abstractmethod
@@ -139,8 +117,6 @@ class EightBitLinear(Linear):
         """[..., in_features] to [..., out_features], in x's dtype."""
         if isinstance(x, QuantizedTokens):
             return self._multiply(x.rows, x)
-        if self._is_opaque():
-            return self._record_operator(x)
         refusal = self._refusal(x)
         if refusal is None:
             return self._multiply(self.quantize_input(x), x)
@@ -152,15 +128,13 @@ class EightBitLinear(Linear):
 
     def product_after_gelu(self, up: Linear, x: LinearInput) -> torch.Tensor:
         """Compute the GELU while its result is quantised, which saves a pass over the widest tensor of a block."""
-        if self._is_opaque():
-            return self._record_operator(up(x), 0)
         if self._refusal(x) is not None:
             return super().product_after_gelu(up, x)
         return self._multiply(self.quantize_input(up(x), gelu_from=0), x)
 
     def product_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """Quantise in the pass of the activation."""
-        if self._is_opaque() or self._refusal(gate) is not None:
+        if self._refusal(gate) is not None:
             return super().product_after_silu(gate, features)
         return self._multiply(self.quantize_input(gate, features=features), gate)
 
@@ -168,40 +142,16 @@ class EightBitLinear(Linear):
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Quantise in the pass of the activation, without a copy of either part."""
-        if self._is_opaque() or self._refusal(first) is not None:
+        if self._refusal(first) is not None:
             return super().product_joined(first, second, features)
         gelu_from = first.shape[-1] if features is None else None
         return self._multiply(self.quantize_input(second, gelu_from, features, first), first)
 
     def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Compute Linear.product_gelu_of_last without overwriting x."""
-        if self._is_opaque():
-            return self._record_operator(x, start)
         if self._refusal(x) is not None:
             return super().product_gelu_of_last(x, start)
         return self._multiply(self.quantize_input(x, gelu_from=start), x)
-
-    def make_opaque(self) -> None:
-        """Let torch.compile record one operator for a product instead of tracing it, so that it is counted."""
-        self._handle = PRODUCTS.handle_of(self)
-
-    def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:
-        """Return the product of x, whose features from `gelu_from` on pass the tanh GELU first, without changing x."""
-        if self._refusal(x) is None:
-            return self._multiply(self.quantize_input(x, gelu_from=gelu_from), x)
-        if gelu_from is not None:
-            x = torch.cat([x[..., :gelu_from], F.gelu(x[..., gelu_from:], approximate="tanh")], dim=-1)
-        return self.product(x)
-
-    def _is_opaque(self) -> bool:
-        # False outside of torch.compile, without a look at anything.
-        return torch.compiler.is_dynamo_compiling() and self._handle is not None
-
-    def _record_operator(self, x: torch.Tensor, gelu_from: int | None = None) -> torch.Tensor:
-        """Return the product as torch.compile records it."""
-        assert self._handle is not None
-        out: torch.Tensor = opaque_product(x, self._handle, self.out_features, gelu_from)
-        return out
 
     def _multiply(self, rows: QuantizedRows, x: LinearInput) -> torch.Tensor:
         """rows: made of tokens like x, which gives shape and dtype of the result."""

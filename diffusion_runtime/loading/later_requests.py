@@ -59,7 +59,7 @@ class LaterRequests:
         if demand is None:
             return
         try:
-            found = replan(demand, plan, self._config, self._device)
+            found = replan(demand, plan, self._device)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(
                 f"{error}. The model was loaded for {largest.num_samples} x {largest.size.height} x "

@@ -38,8 +38,6 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
 from diffusion_runtime.request.generation_request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.combinations import check_combinations
-from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.weights.checkpoint import WeightChange
 from diffusion_runtime.weights.quantization import Quantization
@@ -62,7 +60,6 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
             "wait; leave out --offload"
             + ("; --memory-limit reads blocks from their files where they do not fit" if device.type == "cpu" else "")
         )
-    check_combinations("native", ChosenRuntime(config))
 
 
 def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
@@ -197,7 +194,7 @@ def plan_memory(
             )
         return None
     limit, kind = config.memory_limit_bytes, _kind_of(device)
-    possible = _possible(config, device)
+    possible = _possible(device)
     choices = possible if config.offload == "auto" else [as_offload(config.offload)]
     if device.type in ("cpu", "mps"):
         # Without a limit nothing is refused: there is more than what is free now, such as mapped files.
@@ -230,14 +227,14 @@ def _beyond_the_machine(
     return f"{taken}; --memory-limit {limit} fits, and reads blocks from their files while they run"
 
 
-def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, device: torch.device) -> MemoryPlan:
+def replan(planned: PlannedDemand, before: MemoryPlan, device: torch.device) -> MemoryPlan:
     """The plan of another demand for a model that was loaded with the plan `before`. Raises DeviceMemoryError."""
     return make_plan(
         planned.demand,
         [before.offload],
         before.limit,
         remedies=planned.remedies,
-        possible=_possible(config, device),
+        possible=_possible(device),
         kind=_kind_of(device),
     )
 
@@ -246,14 +243,14 @@ def _kind_of(device: torch.device) -> DeviceKind:
     return MACHINE if device.type == "cpu" else ACCELERATOR
 
 
-def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
-    """Return what a config and its device leave of OFFLOADS, with --offload left open."""
+def _possible(device: torch.device) -> Sequence[Offload]:
+    """Return what a device leaves of OFFLOADS, with --offload left open."""
     if device.type == "mps":
         return ("none",)
     if device.type == "cpu":
         # A transformer waits in its files by blocks, or not at all.
-        return ("none", "layers") if config.compile == "off" else ("none",)
-    return OFFLOADS if config.compile == "off" else ("none", "model")
+        return ("none", "layers")
+    return OFFLOADS
 
 
 def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescription, device: torch.device) -> str:
@@ -264,7 +261,7 @@ def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescrip
     # Beside what other programs have now.
     limit = min(share, description.config.memory_limit_bytes or share)
     now = "none" if plan is None else plan.offload
-    possible = _possible(description.config, device)
+    possible = _possible(device)
     ways = [each for each in plans_of(planned.demand, limit, possible) if each.peak <= limit and each.offload != now]
     if not ways:
         return "No offloading fits this request. "

@@ -98,7 +98,7 @@ def _in_tiles(given: Alternative, model: Model[Any, Any]) -> Alternative | None:
 
 def _in_8_bits(given: Alternative, model: Model[Any, Any]) -> Alternative | None:
     del model
-    if given.config.quantization != "none" or given.config.compile != "off":
+    if given.config.quantization != "none":
         return None
     config = dataclasses.replace(given.config, quantization="fp8")
     # Of all phases: with `none` the transformer is there in each.

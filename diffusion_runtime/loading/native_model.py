@@ -26,9 +26,7 @@ from diffusion_runtime.decoders.tiny_decoder import TinyFile
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError, first_line
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.layers.stored_linear import StoredLinear
-from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.interface import OnStage
@@ -203,8 +201,7 @@ class PreparedModel:
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
-        if opened.weights.check(opened.modules(checked.transformer), changes=self.loras):
-            refuse_compiling_quantised(config)
+        opened.weights.check(opened.modules(checked.transformer), changes=self.loras)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             with ReadProgress(say, "text encoder"):
@@ -224,11 +221,6 @@ class PreparedModel:
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
-        compiled = None
-        if config.compile == "regional":
-            keep_artefacts(self.device, description.model_folder.digest)
-            compiled = CompiledBlocks() if world is None else CompiledBlocks(compiling=world.compiling)
-            compiled.compile(transformer)
         parts = PipelineParts(
             text_encoder=text_encoder,
             transformer=transformer,
@@ -237,7 +229,6 @@ class PreparedModel:
             load_image_conditioner=self._load_image_conditioner,
             encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
             products=self.quantization.counter,
-            compiled=compiled,
             graphs=graphs,
             # The others only take part in what the first process decodes; where weights are offloaded memory is short.
             decoder_graphs=make_decoder_graphs(config, self.device) if world is None and offloading is None else None,

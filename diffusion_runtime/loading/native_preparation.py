@@ -21,7 +21,6 @@ from diffusion_runtime.core.planned_device import PlannedDevice
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder, open_upsampler
 from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.memory_planning import check_offload
@@ -36,6 +35,8 @@ from diffusion_runtime.models.registry import family_for_folder, lora_names_of_f
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.rules.combinations import check_combinations
+from diffusion_runtime.rules.features import ChosenRuntime
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, EncoderAttention, choose_encoder_attention
 from diffusion_runtime.weights.lora.binding import Lora, bind_files
@@ -204,7 +205,7 @@ def _devices_of(
     hardware = None if planned_on is None else planned_on.hardware
     device = resolve_device(_device_name(config, world)) if hardware is None else torch.device(hardware.platform)
     dtype = resolve_dtype(config.dtype, device)
-    check_compilation(config, device, hardware)
+    check_combinations("native", ChosenRuntime(config))
     check_offload(config, device)
     # Before the processes meet, so that what cannot be shared is said at once.
     model.shared_by(planned_mesh(1, 1, 1, degrees.tensor).tensor)
@@ -252,8 +253,7 @@ def _weights_of(
     transformer = built.transformer
     # Explicit paths exist locally, so the dry run can check them too.
     named = [file.component for file in model.weights.files]
-    if model.weights.check(model.modules(transformer), named):
-        refuse_compiling_quantised(config)
+    model.weights.check(model.modules(transformer), named)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in built.layers)
     _warn_of_lossy_commits(layers)

@@ -15,11 +15,11 @@ from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.diffusers_bridge.compilation import check_compilation, keep_artefacts
+from diffusion_runtime.diffusers_bridge.compiled_blocks import CompiledBlocks
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.loading.compilation import check_compilation, keep_artefacts
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
@@ -84,7 +84,7 @@ class PreparedPassthrough:
         compiled = None
         if config.compile == "regional":
             keep_artefacts(self.device, self.description.model_folder.digest)
-            compiled = CompiledBlocks(copies_views=True)
+            compiled = CompiledBlocks()
         folder = with_parts(self.description.model_folder, (), config.variant, ())
         pipeline = load_passthrough(folder, plan, self.device, self.dtype, recipe, compiled)
         pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})

@@ -199,14 +199,11 @@ def forward_on_meta(
     dtype: torch.dtype,
     planned: PlannedRequest,
     cache: FrameCache | None = None,
-    *,
-    is_compiled: bool = False,
 ) -> Callable[[], None]:
     """Return a function that runs one forward pass of one guidance branch, or of both where they are batched, on the
     meta device; attention layers make outputs and compute nothing. The first call computes what depends on the text
-    alone, too. cache: of a pass over some frames of a video that is made chunk by chunk, in the phase of its plan.
-    is_compiled: compiled blocks leave nothing out of a commit."""
-    is_commit = cache is not None and cache.plan.phase == "commit" and not is_compiled
+    alone, too. cache: of a pass over some frames of a video that is made chunk by chunk, in the phase of its plan."""
+    is_commit = cache is not None and cache.plan.phase == "commit"
     step = dataclasses.replace(_LAST_STEP, phase="commit") if is_commit else _LAST_STEP
     shapes, state = model.family.text.shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)

@@ -71,8 +71,7 @@ class SequenceSharding:
             shape = list(x.shape)
             shape[dim] = missing
             return torch.cat([mine, x.new_zeros(shape)], dim=dim).contiguous()
-        # Of its own: a view would keep the other slices in memory, and compiled blocks know where a tensor begins in
-        # its memory, so that the last slice, padded or not, would have two graphs.
+        # A copy: a view would keep the other slices in memory.
         return mine.clone(memory_format=torch.contiguous_format)
 
     def local(self, tokens: slice, num_tokens: int) -> slice:

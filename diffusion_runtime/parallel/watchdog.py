@@ -9,7 +9,6 @@ fault. While a model is loaded, work of other threads and disk and network traff
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -31,9 +30,6 @@ BEAT_SECONDS = 0.5
 _LONGEST_GAP_SECONDS = 3.0
 # Until a config sets another one.
 LOADING_TIMEOUT_SECONDS = 40.0
-# How long torch.compile may take for one graph; its compilers are processes of their own, which the sampler of the main
-# thread does not see. The longest seen on two busy cores is 26 s.
-LONGEST_COMPILE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,6 @@ class Watchdog:
         self._timeout = LOADING_TIMEOUT_SECONDS
         self._is_loading = True
         self._is_idle = False
-        self._compiling_since: float | None = None
         self._stopped = threading.Event()
         self._store_loss_reported = threading.Lock()
         self._reporting = threading.Lock()
@@ -105,16 +100,6 @@ class Watchdog:
             yield
         finally:
             self._is_idle = False
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Context manager: this process waits for compilers, which counts as its own work; it is not hanging for up to
-        LONGEST_COMPILE_SECONDS."""
-        self._compiling_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._compiling_since = None
 
     def stop(self) -> None:
         """Leave the run in order: the missing heartbeat is not reported afterwards."""
@@ -177,9 +162,6 @@ class Watchdog:
             # What comes after is a wait of its own.
             self._observer.forget_waiting()
         seen = self._observer.look()
-        since = self._compiling_since
-        if since is not None and time.monotonic() - since < LONGEST_COMPILE_SECONDS:
-            seen = dataclasses.replace(seen, idle_seconds=0.0, process_idle_seconds=0.0, waits=False)
         beat = _Heartbeat(
             count=self._count,
             process=os.getpid(),

@@ -150,10 +150,6 @@ class World:
         """Context manager: this process waits for work, however long; it is not a hang."""
         return self._watchdog.idle()
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """Context manager: this process compiles; it is not a hang while others wait for it."""
-        return self._watchdog.compiling()
-
     def from_first(self, make: Callable[[], str]) -> str:
         """Return on all ranks what `make` returns on rank 0; it is called on rank 0 alone.
 

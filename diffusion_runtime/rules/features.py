@@ -99,7 +99,8 @@ class ChosenRuntime:
             "offloaded layers": lambda: config.offload == "layers",
             "CUDA graphs": lambda: config.cuda_graphs == "on",
             "several processes": lambda: config.parallel.num_processes > 1,
-            # Asked for it alone.
+            # Asked for these alone.
+            "native blocks": lambda: True,
             "tune": lambda: True,
         }
 

@@ -153,18 +153,15 @@ class TransformerWeights:
 
     def check(
         self, modules: Modules, components: Collection[str] | None = None, changes: Sequence[WeightChange] = ()
-    ) -> bool:
-        """Return whether weights are quantised in their files. components: those to check, None for all. changes: such
-        as LoRA files. Reads the heads of files; raises ModelLoadError for those that cannot be read or do not fit."""
-        found = False
+    ) -> None:
+        """Read the heads of the files, and raise ModelLoadError for those that cannot be read or do not fit.
+        components: those to check, None for all. changes: such as LoRA files."""
         for component, module in modules.items():
             if components is not None and component not in components:
                 continue
             with self._checkpoint(component, changes) as checkpoint:
                 self._make_room(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
-                found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
-        return found
 
     @property
     def in_files(self) -> tuple[str, ...]:

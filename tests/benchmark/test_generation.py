@@ -6,17 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from tables import table
 from tiny_flux1 import write_tiny_flux1
 
-from diffusion_runtime.benchmark import generation, random_pipeline
+from diffusion_runtime.benchmark import generation
 from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
 from diffusion_runtime.benchmark.generation_result import GenerationBenchmark, GenerationRow
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.generation.interface import GenerationPipeline
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.models.flux1 import editing
 
 # A transformer of two blocks and a decoder of 32 channels.
@@ -47,23 +45,6 @@ def test_a_published_model_without_weights() -> None:
     assert [sorted(run) for run in row.runs] == [["decode", "denoise", "write"]] * 2
     assert "pictures are noise" in result.remarks[0]
     assert result.model == "z-image-turbo, 1 frame of 64 x 64, 2 steps"
-
-
-def test_random_weights_are_compiled_where_they_are_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    class Noting(CompiledBlocks):
-        """Compiles nothing: torch's compiler takes seconds to import."""
-
-        def compile(self, model: torch.nn.Module) -> None:
-            compiled.append(type(model).__name__)
-
-    monkeypatch.setattr(random_pipeline, "CompiledBlocks", Noting)
-    for mode, expected in (("off", []), ("regional", ["ZImageTransformer"])):
-        choice = choice_of("z-image-turbo", changes=NARROW)
-        choice = dataclasses.replace(choice, num_warm=0, config=dataclasses.replace(choice.config, compile=mode))
-        result = benchmark_generation(choice)
-        assert (result.rows[0].state, result.settings["compile"], compiled) == ("measured", mode, expected)
 
 
 def test_what_diffusers_cannot_load_is_left_out_and_what_breaks_is_a_failed_row(

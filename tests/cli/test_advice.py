@@ -48,7 +48,7 @@ def test_advice_is_found() -> None:
         (("generate", "a star", "--save-output"), "write -o FILE.mp4"),
         (
             ("generate", "a star", "--compile"),
-            "(torch.compile): off, regional",
+            "once: off, regional",
         ),
         (("generate", "a star", "--size", "large"), "such as 832*480"),
         (("generate", "a star", "--quantization", "q4"), "write --transformer-path FILE.gguf"),

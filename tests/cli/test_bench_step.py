@@ -71,7 +71,7 @@ def test_one_object_and_files(command: Command, tmp_path: Path) -> None:
 REFUSALS = {
     "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
     "a size between": (("--height", "65"), "height: expected a multiple of 16, got 65"),
-    "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,graphs,compile"),
+    "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,graphs,fp8"),
     "graphs without a GPU": (
         ("--mode", "graphs"),
         "replayed from a CUDA graph here: needs a CUDA or ROCm GPU, got cpu",

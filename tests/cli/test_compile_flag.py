@@ -10,8 +10,9 @@ from cli_support import Command
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.core.hardware import Hardware
+from diffusion_runtime.diffusers_bridge import compilation
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.loading import compilation, inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline
 
 
 def test_the_flag_and_what_it_cannot_be_combined_with(
@@ -21,7 +22,11 @@ def test_the_flag_and_what_it_cannot_be_combined_with(
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    generate = ("generate", "a star", "--model-path", str(tiny_wan_folder), "--dry-run", "--device", "cpu")
+    native = ("generate", "a star", "--model-path", str(tiny_wan_folder), "--dry-run", "--device", "cpu")
+    refused = " ".join(command(*native, "--compile", "regional").said.split())
+    assert "compile: regional: this model's blocks have fused kernels" in refused
+    assert "leave out --compile" in refused
+    generate = (*native, "--backend", "diffusers")
     assert command(*generate, "--json").json["runtime"]["compile"] == "off"
     assert command(*generate, "--compile", "regional", "--json").json["runtime"]["compile"] == "regional"
     for written, read in (("regional", "regional"), ("off", "off"), ('"off"', "off")):
@@ -31,17 +36,13 @@ def test_the_flag_and_what_it_cannot_be_combined_with(
     shown = command(*generate, "--compile", "regional")
     assert "compile" in shown.said
     assert "regional" in shown.said
-    shared = command(*generate, "--compile", "regional", "--num-gpus", "2", "--json").json["runtime"]
-    assert shared["compile"] == "regional"
-    diffusers = command(*generate, "--compile", "regional", "--backend", "diffusers", "--json").json["runtime"]
-    assert (diffusers["compile"], diffusers["backend"]) == ("regional", "diffusers")
     result = command(*generate, "--compile", "whole")
     assert result.code != 0
     assert "compile: unknown value 'whole'" in " ".join(result.said.split()), result.said
 
 
-def test_machines_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RuntimeConfig("shapes", device="cpu", compile="regional")
+def test_machines_that_cannot_compile(tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RuntimeConfig(str(tiny_wan_folder), device="cpu", backend="diffusers", compile="regional")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(
@@ -51,7 +52,6 @@ def test_machines_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="CXX names 'no-such-compiler', which cannot be started"):
         inspect_pipeline(config)
-    inspect_pipeline(RuntimeConfig("shapes", device="cpu"))
     for hardware, said in (
         (Hardware("mps"), "needs a CPU or a CUDA or ROCm GPU, got mps"),
         (Hardware("cuda", capability=(9, 0)), "needs Triton, which is not installed"),

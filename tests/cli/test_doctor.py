@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from broken_packages import install_broken_sage, install_crashing_xformers, publish_backends
-from cli_support import REPOSITORY, Command, Result, command_process
+from cli_support import REPOSITORY, Command, Result, process_environment
+from warm_python import run_python
 
 from diffusion_runtime.diagnosis import examination
 
@@ -26,9 +28,19 @@ def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "check_packages", lambda *_: [])
 
 
-def doctor(folder: Path, *arguments: str) -> Result:
-    path = os.pathsep.join([str(REPOSITORY), str(folder)])
-    return command_process("doctor", "--device", "cpu", *arguments, cwd=folder, PYTHONPATH=path)
+# Each package is imported in a process of its own: diffusers and transformers take 6 s of CPU time.
+FEW_PACKAGES = """
+from diffusion_runtime.diagnosis import packages
+packages.PACKAGES = ("safetensors", *packages.ATTENTION_PACKAGES)
+from diffusion_runtime.__main__ import main
+main()
+"""
+
+
+def doctor(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "diffusion_runtime")) -> Result:
+    environment = process_environment(PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(folder)]))
+    done = run_python(*program, "doctor", "--device", "cpu", *arguments, cwd=folder, env=environment)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def problems_of(result: Result) -> dict[str, dict[str, object]]:
@@ -59,7 +71,7 @@ def test_what_was_asked_for_and_does_not_work(tmp_path: Path) -> None:
     install_broken_sage(tmp_path)
     install_crashing_xformers(tmp_path)
     asked = "torch_sdpa,on_sage,sage_attn_3,on_xformers,wrong_scale"
-    result = doctor(tmp_path, "--attention-backend", asked, "--json", "--quiet")
+    result = doctor(tmp_path, "--attention-backend", asked, "--json", "--quiet", program=("-c", FEW_PACKAGES))
     assert (result.code, result.err) == (1, "")
     assert result.json["schema"] == "diffusion_runtime.doctor/1"
     assert result.json["exit_code"] == 1

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig, load_pipeline
+from diffusion_runtime.diffusers_bridge import compilation
+from diffusion_runtime.diffusers_bridge.compiled_blocks import CompiledBlocks
 from diffusion_runtime.diffusers_bridge.compiled_denoisers import check_compilable
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.loading import compilation, passthrough
+from diffusion_runtime.loading import passthrough
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*requires torchvision")
 VIDEO = GenerationRequest("a red circle", seed=3, num_frames=9, height=16, width=16, num_inference_steps=2)

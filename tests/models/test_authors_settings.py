@@ -21,11 +21,13 @@ from PIL import Image
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
-from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
+from diffusion_runtime.loading.model_rules import request_rules_of
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, find_configs
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.published_folders import published_folders
+from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 
@@ -258,7 +260,11 @@ MODELS = {model.name: model for model in published_models() if model.model_path 
 
 @functools.cache
 def rules_of(model_path: str) -> RequestRules:
-    return inspect_pipeline(RuntimeConfig(model_path, device="cpu", offline=True)).rules
+    """The rules of requests, without a transformer: test_published_folders.py builds each."""
+    config = RuntimeConfig(model_path, device="cpu", offline=True)
+    found = find_configs(model_path, offline=True)
+    folder = ModelFolder(found.path, found.downloads_gb, is_packaged=found.is_packaged)
+    return request_rules_of(family_for_folder(folder).open(folder), config)
 
 
 def resolved(rules: RequestRules, folder: Path, preset: str | None = None) -> GenerationRequest:

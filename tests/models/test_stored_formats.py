@@ -223,8 +223,6 @@ def test_plans_and_info_know_the_file(folder_of: Callable[[str], Path], tmp_path
     assert plan is not None
     (transformer,) = plan.demand.transformers
     assert transformer.total == num_bytes_of(pipeline.transformer)
-    with pytest.raises(ConfigError, match=r"quantised in their files.*leave out --compile"):
-        load(folder, path, compile="regional")
 
 
 def test_int8_by_flag_is_what_a_file_has(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,12 +169,6 @@ def of_other_settings(folder: Path, place: Path) -> RuntimeConfig:
     return RuntimeConfig(str(folder), device="cpu", transformer_path=str(other))
 
 
-def compiled(folder: Path, place: Path) -> RuntimeConfig:
-    file = fp8_files.comfy_scaled(weights_of(folder))
-    save_file(file.stored, place / "fp8.safetensors")
-    return RuntimeConfig(str(folder), device="cpu", transformer_path=str(place / "fp8.safetensors"), compile="regional")
-
-
 @table(
     ("make", "error", "said"),
     [
@@ -221,7 +215,6 @@ def compiled(folder: Path, place: Path) -> RuntimeConfig:
             ModelLoadError,
             r"config.json: 1 settings differ .*: axes_dims_rope is .* --transformer-path",
         ),
-        (compiled, ConfigError, r"quantised in their files.* leave out --compile"),
     ],
 )
 def test_files_that_cannot_be_used_say_why(

@@ -218,7 +218,7 @@ class GraphedForward:
             (given.latents.shape, given.latents.dtype, given.latents.device),
             form_of(given.timestep),
             self._forms_of_inputs[id(given.inputs)][1],
-            (step.branch, step.expert, step.skipped_blocks, context.is_compiled, context.layout),
+            (step.branch, step.expert, step.skipped_blocks, context.layout),
             plan_key(context, takes_next=bool(getattr(self._model, "rows_take_next", False))),
             _cache_key(context.cache, step),
             self._step_key(step),

@@ -167,7 +167,7 @@ def _modulated(
 
 def _is_commit(context: AttentionContext) -> bool:
     """Return whether a pass is made only for the keys and values that it leaves in the cache."""
-    return context.cache is not None and context.step.phase == "commit" and not context.is_compiled
+    return context.cache is not None and context.step.phase == "commit"
 
 
 @dataclass(frozen=True)

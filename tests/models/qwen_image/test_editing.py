@@ -23,7 +23,6 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import ModelLoadError, RequestError
-from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
@@ -229,10 +228,6 @@ def test_a_forward_pass_equals_diffusers(folder_of: FolderOf, kind: str) -> None
         ).sample[:, : packed[0].shape[1]]
     expected = QwenImageEditPlusPipeline._unpack_latents(velocity, 8, 12, vae_scale_factor=1)
     assert relative(found, expected) < 1e-5
-    blocks = CompiledBlocks("eager")
-    blocks.compile(ours)
-    context = AttentionContext(is_compiled=True)
-    assert relative(ours(parts[0], timestep, inputs, context), found) < 1e-5
 
 
 def test_pictures_become_the_patches_of_transformers(folder_of: FolderOf) -> None:

@@ -1,4 +1,4 @@
-"""Regional compilation: torch.compile for the blocks of a transformer, each class of them compiled once.
+"""Regional compilation: torch.compile for the blocks of diffusers' transformers, each class of them compiled once.
 
 A model of 40 equal blocks compiles in the time of one, where compiling it whole takes seven times as long (9.6 and
 67.4 s for FLUX.1 on an H100, by diffusers' measurement). Sizes are symbols: a graph serves every length of a text and
@@ -7,61 +7,40 @@ every size of a clip.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import ConfigError, first_line
-from diffusion_runtime.layers.eight_bit_linear import EightBitLinear
 from diffusion_runtime.report.attention_report import AttentionRecorder
-from diffusion_runtime.startup.first_use import kernels_compiled
 
 T = TypeVar("T")
 
 
 class CompiledBlocks:
-    """The compiled blocks of one model, and what compiling cost. backend: torch.compile's, by name. compiling: a block
-    of code in which a graph is compiled; several processes tell each other so. copies_views: whether blocks
-    may be given parts of a tensor in some layers and a tensor of their own in others, as diffusers' are: a graph knows
-    which, so parts are copied.
+    """The compiled blocks of a diffusers pipeline, and what compiling cost. backend: torch.compile's, by name.
+
+    Blocks may be given parts of a tensor in some layers and a tensor of their own in others; a graph knows which, so
+    parts are copied.
 
     num_blocks: how many are compiled; num_graphs: how many graphs were made so far, one for every kind of block.
     seconds: of the calls that made one, with what they ran.
     """
 
-    def __init__(
-        self,
-        backend: str = "inductor",
-        compiling: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        *,
-        copies_views: bool = False,
-    ) -> None:
+    def __init__(self, backend: str = "inductor") -> None:
         self.num_blocks = 0
         self.num_graphs = 0
         self.seconds = 0.0
         self._backend = backend
-        self._compiling = compiling
-        self.copies_views = copies_views
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._blocks: list[weakref.ref[nn.Module]] = []
-
-    def compile(self, root: nn.Module) -> None:
-        """Have every block of `root` compiled at its first call: the modules with attention in its ModuleLists."""
-        for blocks in list(root.modules()):
-            if isinstance(blocks, nn.ModuleList):
-                self.compile_blocks(
-                    block for block in blocks if any(isinstance(module, AttentionLayer) for module in block.modules())
-                )
 
     def compile_blocks(self, blocks: Iterable[nn.Module]) -> None:
         """Have each of these modules compiled at its first call."""
@@ -85,9 +64,6 @@ class CompiledBlocks:
         return result
 
     def _compile_block(self, block: nn.Module) -> None:
-        for module in block.modules():
-            if isinstance(module, EightBitLinear):
-                module.make_opaque()
         self.num_blocks += 1
         self._blocks.append(weakref.ref(block))
         # An attribute of the module hides its class's method; hooks of the module stay outside of the graph.
@@ -107,29 +83,23 @@ class CompiledBlocks:
 
         def compile_and_count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             self.num_graphs += 1
-            with self._compiling():
-                made: Callable[..., Any] = compile_graph(graph, inputs)
+            made: Callable[..., Any] = compile_graph(graph, inputs)
             return made
 
         return compile_and_count
 
 
 class CompileCost:
-    """Cost of compilation in one generation: blocks, and kernels at their first use. compiled: the blocks, None if they
-    are not compiled."""
+    """Cost of compiling blocks in one generation. compiled: the blocks, None if they are not compiled."""
 
     def __init__(self, compiled: CompiledBlocks | None) -> None:
         self._compiled = compiled
-        self._kernels = kernels_compiled()
         self._before = (0, 0.0) if compiled is None else (compiled.num_graphs, compiled.seconds)
 
     def report(self, recorder: AttentionRecorder) -> dict[str, float]:
         """Note what was compiled since, and return its seconds as a stage of its own, which is a part of the others."""
-        num_kernels, in_kernels = (now - before for now, before in zip(kernels_compiled(), self._kernels, strict=True))
-        if num_kernels:
-            recorder.note(f"first use: {num_kernels} kernels compiled in {in_kernels:.1f} s of this generation")
         if self._compiled is None:
-            return {"compile": in_kernels} if num_kernels else {}
+            return {}
         num_graphs, seconds = self._compiled.num_graphs - self._before[0], self._compiled.seconds - self._before[1]
         made = f"{num_graphs} graph{'s' * (num_graphs != 1)} compiled in {seconds:.1f} s of the denoising"
         recorder.note(f"compile: {self._compiled.num_blocks} blocks, {made if num_graphs else 'nothing compiled anew'}")
@@ -150,9 +120,8 @@ class _CompiledForward:
         raise ConfigError("a transformer with compiled blocks cannot be copied; load the copy without compile")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self._owner.copies_views:
-            arguments = tuple(map(_of_its_own, arguments))
-            named = {name: _of_its_own(value) for name, value in named.items()}
+        arguments = tuple(map(_of_its_own, arguments))
+        named = {name: _of_its_own(value) for name, value in named.items()}
         given = (*arguments, *named.values())
         batch_size = next(value.shape[0] for value in given if isinstance(value, torch.Tensor))
         if batch_size not in self._batch_sizes:

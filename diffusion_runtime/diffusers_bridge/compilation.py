@@ -1,4 +1,4 @@
-"""Compilation (`--compile`): what it cannot be combined with, and the folder that keeps what was compiled."""
+"""Compilation (`--compile`): what it needs of a machine, and the folder that keeps what was compiled."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.cache_folder import cache_root
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.rules.combinations import refusal
-from diffusion_runtime.rules.features import ChosenRuntime
 
 # torch.compile's own variable: where it keeps kernels and graphs.
 ARTEFACTS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -25,20 +23,13 @@ _COMPILERS = ("c++", "g++", "clang++")
 _logger = logging.getLogger("diffusion_runtime")
 
 
-def check_compilation(config: RuntimeConfig, device: torch.device, planned_on: Hardware | None = None) -> None:
-    """Raises ConfigError with what to type when the blocks cannot be compiled with such a config on such a device.
-    planned_on: what is behind the device where it is not here."""
+def check_compilation(config: RuntimeConfig, device: torch.device) -> None:
+    """Raises ConfigError with what to type when the blocks cannot be compiled on such a device."""
     if config.compile == "off":
         return
-    reason = _refusal(detect_hardware(str(device)) if planned_on is None else planned_on)
+    reason = _refusal(detect_hardware(str(device)))
     if reason is not None:
         raise ConfigError(f"compile: {config.compile}: {reason}, or leave out --compile")
-
-
-def refuse_compiling_quantised(config: RuntimeConfig) -> None:
-    """For a transformer whose weights are quantised in their files. Raises ConfigError where it is to be compiled."""
-    if config.compile != "off":
-        raise refusal("`compile`", "weights that are quantised in their files", ChosenRuntime(config))
 
 
 def _refusal(hardware: Hardware) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import shutil
 import weakref
@@ -15,8 +16,8 @@ from torch import nn
 from diffusion_runtime.attention import AttentionContext, LocalAttention, StepInfo
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
+from diffusion_runtime.diffusers_bridge.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 
 
 class Block(nn.Module):
@@ -47,13 +48,9 @@ class Model(nn.Module):
         return x
 
 
-def run(
-    model: Model, num_tokens: int, seed: int, *, batch: int = 1, step: int = 0, compiled: bool = True
-) -> torch.Tensor:
+def run(model: Model, num_tokens: int, seed: int, *, batch: int = 1, step: int = 0) -> torch.Tensor:
     x = torch.randn(batch, num_tokens, 32, generator=torch.Generator().manual_seed(seed))
-    context = AttentionContext(
-        TokenLayout.text(num_tokens), StepInfo(step, 4, timestep=1000.0 - step), is_compiled=compiled
-    )
+    context = AttentionContext(TokenLayout.text(num_tokens), StepInfo(step, 4, timestep=1000.0 - step))
     with torch.inference_mode():
         return model(x, context)
 
@@ -63,8 +60,8 @@ def compiled_model(backend: str = "aot_eager") -> tuple[Model, CompiledBlocks, C
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
     blocks = CompiledBlocks(backend)
-    blocks.compile(model)
-    return model, blocks, lambda *arguments, **named: run(plain, *arguments, compiled=False, **named)
+    blocks.compile_blocks(model.blocks)
+    return model, blocks, functools.partial(run, plain)
 
 
 def test_one_graph_serves_layers_steps_seeds_and_lengths() -> None:
@@ -85,7 +82,7 @@ def test_one_graph_serves_layers_steps_seeds_and_lengths() -> None:
 def test_every_call_is_counted_with_its_layer_and_step() -> None:
     model, blocks, _ = compiled_model("eager")
     cost = CompileCost(blocks)
-    context = AttentionContext(step=StepInfo(1, 4), is_compiled=True)
+    context = AttentionContext(step=StepInfo(1, 4))
     with torch.inference_mode():
         model(torch.randn(1, 6, 32), context)
     (row,) = context.recorder.report().rows
@@ -128,6 +125,6 @@ def test_inductor_computes_the_same(tmp_path: object, monkeypatch: pytest.Monkey
 
 def test_compiled_blocks_refuse_a_copy_that_would_run_the_originals_weights() -> None:
     model = Model().requires_grad_(False)
-    CompiledBlocks("eager").compile(model)
+    CompiledBlocks("eager").compile_blocks(model.blocks)
     with pytest.raises(ConfigError, match="cannot be copied; load the copy without compile"):
         copy.deepcopy(model)
