@@ -428,7 +428,8 @@ class RuntimeConfig:
         models that make sound. connectors_path, image_encoder_path: of LTX-2's connectors behind the text encoder, and
         of the encoder of first images.
     workflow: mode of a folder that holds several transformers, such as `ref2va` of MiniMax-H3, which makes clips from
-        references; None for the first one, or that of the model's name.
+        references; None for the first one, or that of the model's name. The flag also takes a workflow file of ComfyUI,
+        which is translated to other options and a request before there is a config.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made
@@ -527,7 +528,7 @@ class RuntimeConfig:
         OUTPUT,
         None,
         Text("the name of a workflow, such as ref2va", is_optional=True, none_word=True),
-        Flag("Mode of a folder with several transformers: ref2va of MiniMax-H3.", "NAME", PARTS),
+        Flag("Mode of a folder with several transformers: ref2va of MiniMax-H3; or a FILE of ComfyUI.", "NAME", PARTS),
         Refusal(
             "{name}: {value}: diffusers' own pipeline chooses its components by itself; leave out {flag}, or --backend "
             "diffusers"

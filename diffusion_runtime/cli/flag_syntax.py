@@ -22,6 +22,8 @@ from diffusion_runtime.session.failures import Interrupted
 
 # Names of files of weights: as a word beside prompts, the model; for `info`, what is no media file.
 WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf")
+# Names of files that may hold a workflow of ComfyUI, as a value of --workflow.
+_WORKFLOW_SUFFIXES = (".json", ".png", ".webp", ".mp4", ".mov", ".m4v", ".webm", ".mkv", ".flac")
 # Flags of a time and what comes with it.
 _TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
 # First part of the name -> the flag that takes PATH=VALUE, and whether the first part stays in the path.
@@ -31,6 +33,11 @@ _TARGETS = {
     "attention-config": ("--dotted-attention", False),
     "diffusion-attention-config": ("--dotted-attention", False),
 }
+
+
+def is_workflow_path(text: str) -> bool:
+    """Return whether a value of `--workflow` is a file, and not a mode of a model: it ends as one, or is a path."""
+    return text.lower().endswith(_WORKFLOW_SUFFIXES) or "/" in text
 
 
 def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
-from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
+from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES, is_workflow_path
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import ConfigError, RequestError, shown
@@ -44,6 +44,8 @@ diffusion-runtime generate --from outputs/star.mp4 --seed 8 --format gif
 diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 
 diffusion-runtime generate "a cat" ComfyUI/models/diffusion_models/FILE.safetensors
+
+diffusion-runtime generate --workflow FILE.json --models-dir ComfyUI/models
 """
 
 
@@ -69,6 +71,9 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
             several = ", ".join(shown(each) for each in (*files, runtime["model_path"]) if each is not None)
             raise ConfigError(f"model_path: expected one model, got {several}")
         runtime["model_path"] = files[0]
+    workflow_file = None
+    if runtime["workflow"] is not None and is_workflow_path(runtime["workflow"]):
+        workflow_file, runtime["workflow"] = runtime["workflow"], None
     loras = pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ())
     return Flags(
         prompts=collect_prompts(prompts, prompt, what.prompt_file, attention.attention_entry or ()),
@@ -90,6 +95,7 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
         repeat=source.from_file,
         preset=source.preset,
         allow_url=source.allow_url or (),
+        workflow_file=workflow_file,
     )
 
 

@@ -32,7 +32,7 @@ class Flags:
     """The flags of `generate` about what to make and where, as they were typed; None or empty means not given.
 
     request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given. allow_url: hosts
-    that images may be fetched from.
+    that images may be fetched from. workflow_file: of ComfyUI, below the config file.
     """
 
     prompts: Sequence[str | PromptRow] = ()
@@ -47,6 +47,7 @@ class Flags:
     repeat: str | None = None
     preset: str | None = None
     allow_url: Sequence[str] = ()
+    workflow_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,11 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
 
     Raises ConfigError, RequestError, OutputError (a --from file without a recipe).
     """
-    config = read_config(flags.config, flags.settings)
+    of_nodes, settings = _node_values(flags)
+    config = read_config(flags.config, settings)
+    workflow_notes: tuple[str, ...] = ()
+    if flags.workflow_file is not None:
+        config, workflow_notes = _with_workflow(config, flags, of_nodes)
     recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
     runtime = _build_runtime(flags, config, recipe)
     if runtime.model_path.endswith(WEIGHT_SUFFIXES):
@@ -117,8 +122,40 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
         preset=flags.preset,
         file_presets=tuple(config.presets),
         repeated=recipe,
-        notes=tuple(notes),
+        notes=(*workflow_notes, *notes),
     )
+
+
+def _node_values(flags: Flags) -> tuple[list[str], list[str]]:
+    """Return the texts of `--set` that are of a workflow's nodes, and the others."""
+    if flags.workflow_file is None:
+        return [], list(flags.settings)
+    from diffusion_runtime.workflows.settings import is_node_value
+
+    of_nodes = [each for each in flags.settings if is_node_value(each)]
+    return of_nodes, [each for each in flags.settings if each not in of_nodes]
+
+
+def _with_workflow(config: FileConfig, flags: Flags, of_nodes: Sequence[str]) -> tuple[FileConfig, tuple[str, ...]]:
+    """Return a config file's values above those of a workflow, and remarks."""
+    from diffusion_runtime.workflows.settings import workflow_settings
+
+    assert flags.workflow_file is not None
+    runtime = {**config.runtime, **_without_none(flags.runtime)}
+    prompt = next(iter(flags.prompts), None)
+    found = workflow_settings(
+        flags.workflow_file,
+        of_nodes,
+        runtime.get("models_dir") or (),
+        runtime.get("model_path"),
+        prompt.prompt if isinstance(prompt, PromptRow) else prompt,
+    )
+    merged = dataclasses.replace(
+        config,
+        runtime={**found.runtime, **config.runtime},
+        request=layered(found.request, config.request),
+    )
+    return merged, tuple(f"workflow: {note}" for note in found.notes)
 
 
 def _build_requests(

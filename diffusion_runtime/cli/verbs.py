@@ -45,6 +45,7 @@ VERBS = {
     "bench": Verb(
         "bench", "Measure how fast this machine is.", (("step", "bench_step"), ("generate", "bench_generate"))
     ),
+    "workflow": Verb("workflow", "About workflow files of ComfyUI; generate --workflow FILE runs one."),
     "config": Verb("config_command", "About the YAML files of --config."),
     "models": Verb(
         "models",

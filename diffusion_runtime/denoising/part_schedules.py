@@ -4,6 +4,10 @@ Both are noised from 1 to 0 in the same steps, with flow shifts of their own (Es
 sampler integrates one tensor along the pictures' levels. Its Euler steps, x + (sigma' - sigma) * v, are those of the
 sound's own schedule where the sound's velocity is multiplied by (tau' - tau) / (sigma' - sigma), tau and tau' being its
 levels.
+
+Other samplers take the sound as it is carried along the pictures' levels: multiplied by sigma / tau, noise and data
+mixed at tau are noise and the data times a constant mixed at sigma, as ComfyUI has it. Their last step ends at the data
+times that constant, the pictures' flow shift over the sound's.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas, shifted
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request.samplers import SAMPLERS
 
 _TRAINED_TIMESTEPS = 1000.0
-_SAMPLER = "flow_match_euler"
+_EULER = "flow_match_euler"
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,12 @@ class ScheduleOfParts(LinearSigmas):
     """Schedule of a model whose sound has another flow shift than its pictures."""
 
     def check_sampler(self, name: str) -> None:
-        if name != _SAMPLER:
+        """Refuse samplers that are not told the noise levels, and that of flow maps. Raises RequestError."""
+        known = [each for each, declared in SAMPLERS.items() if declared.takes_levels and each != "flow_map_euler"]
+        if name not in known:
             raise RequestError(
-                f"sampler: expected {_SAMPLER}, got {name}: pictures and sound of this model have noise levels of "
-                "their own, which Euler steps alone take"
+                f"sampler: expected {', '.join(known)}, got {name}: pictures and sound of this model have noise levels "
+                "of their own"
             )
 
 
@@ -48,3 +55,33 @@ def with_schedule_of_sound(predict: Predict, geometry: LatentGeometry, size: Cli
         return geometry.join(parts.video, parts.audio * (width / (step.sigma - after)))
 
     return of_parts
+
+
+def with_carried_sound(predict: Predict, geometry: LatentGeometry, size: ClipSize, shift: float) -> Predict:
+    """Return a prediction of latents whose sound is carried along the pictures' noise levels, for any sampler. predict,
+    shift: as above."""
+
+    def of_carried(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        assert step.sigma is not None
+        level, of_sound = step.sigma, shifted(step.sigma, shift)
+        carried = geometry.parts(latents, size)
+        assert carried.audio is not None
+        own = carried.audio * (of_sound / level)
+        velocity = geometry.parts(predict(geometry.join(carried.video, own), step), size)
+        assert velocity.audio is not None
+        data = own - of_sound * velocity.audio
+        return geometry.join(velocity.video, (carried.audio - data / shift) / level)
+
+    return of_carried
+
+
+def carries_sound(sampler: str | None) -> bool:
+    """Return whether a sampler's latents hold the sound as it is carried."""
+    return sampler not in (None, _EULER)
+
+
+def with_own_sound(latents: torch.Tensor, geometry: LatentGeometry, size: ClipSize, shift: float) -> torch.Tensor:
+    """Return clean latents of a sampler whose sound was carried, with the sound as it is."""
+    parts = geometry.parts(latents, size)
+    assert parts.audio is not None
+    return geometry.join(parts.video, parts.audio * shift)

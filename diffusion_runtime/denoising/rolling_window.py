@@ -21,7 +21,8 @@ import torch
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk
 from diffusion_runtime.denoising.chunks import Chunk
-from diffusion_runtime.denoising.dmd import DmdSampler, precision_on, renoised
+from diffusion_runtime.denoising.dmd import DmdSampler, renoised
+from diffusion_runtime.denoising.level_sampler import precision_on
 
 
 @dataclass

@@ -230,10 +230,11 @@ class LatentDenoiser:
 
     def _with_expert(self, predict: Predict, state: RequestCache) -> Predict:
         """`predict` with the expert of each step in its StepInfo. What the one before kept in `state` is dropped."""
+        expert_at = self.settings.expert_at(self.transformer.expert_at)
 
         def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
-            expert = self.transformer.expert_at(step.timestep)
+            expert = expert_at(step.timestep)
             state.keep_expert(expert)
             return predict(latents, dataclasses.replace(step, expert=expert))
 

@@ -96,6 +96,7 @@ class Model(Generic[C, G]):
         facts = {
             "true_cfg_scale": sampling.embeds_guidance,
             "guidance_scale_2": len(self.weights.components) > 1,
+            "boundary_ratio": len(self.weights.components) > 1 and not sampling.is_causal,
             "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,

@@ -150,6 +150,12 @@ class GenerationRequest:
         Number(),
         refusal="this model has one expert, and guidance_scale is its scale; leave it out",
     )
+    # The noise level, 0 to 1, from which up the expert for high noise predicts; None is as the folder says.
+    boundary_ratio: float | None = request_field(
+        "Noise level, 0 to 1, from which up the expert for high noise predicts, in models with two.",
+        Number(minimum=0.001, maximum=0.999),
+        refusal="this model has one expert; leave it out",
+    )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
     guidance_rescale: float | None = _rescale_field(
         "Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",

@@ -65,5 +65,25 @@ _REGISTERED = {
     ),
     "dmd": RegisteredSampler("diffusion_runtime.denoising.dmd:DmdSampler", takes_levels=True, adds_noise=True),
     "rcm": RegisteredSampler("diffusion_runtime.denoising.dmd:RcmSampler", takes_levels=True, adds_noise=True),
+    # k-diffusion's, as ComfyUI computes them for flow matching.
+    "euler_ancestral": RegisteredSampler(
+        "diffusion_runtime.denoising.sigma_samplers:EulerAncestralSampler", takes_levels=True, adds_noise=True
+    ),
+    "dpmpp_2m_sigma": RegisteredSampler(
+        "diffusion_runtime.denoising.sigma_samplers:DpmPlusPlus2MSampler", takes_levels=True
+    ),
+    "res_multistep": RegisteredSampler(
+        "diffusion_runtime.denoising.sigma_samplers:ResMultistepSampler", takes_levels=True
+    ),
+    "unipc_sigma": RegisteredSampler("diffusion_runtime.denoising.sigma_samplers:UniPCSigmaSampler", takes_levels=True),
+    "er_sde": RegisteredSampler(
+        "diffusion_runtime.denoising.sigma_samplers:ErSdeSampler", takes_levels=True, adds_noise=True
+    ),
+    "dpmpp_sde": RegisteredSampler(
+        "diffusion_runtime.denoising.sigma_samplers:DpmPlusPlusSdeSampler",
+        takes_levels=True,
+        adds_noise=True,
+        num_predictions_per_step=2,
+    ),
 }
 SAMPLERS: Mapping[str, RegisteredSampler] = MappingProxyType(_REGISTERED)

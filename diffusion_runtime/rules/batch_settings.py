@@ -4,7 +4,7 @@ of the steps, guidance, the chunks of a causal model."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -54,6 +54,11 @@ class BatchSettings:
     @cached_property
     def guidance(self) -> Guidance:
         return Guidance(self.shared, self.sampling)
+
+    def expert_at(self, own: Callable[[float], int]) -> Callable[[float], int]:
+        """Return which expert predicts at a timestep in [0, 1000]. own: of the transformer."""
+        ratio = self.shared.boundary_ratio
+        return own if ratio is None else lambda timestep: 0 if timestep >= 1000 * ratio else 1
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -20,7 +20,7 @@ ROWS = [
     {"pipeline"},
     {"diffusers_bridge", "session", "streaming"},
     {"generation"},
-    {"diagnosis", "rules"},
+    {"diagnosis", "rules", "workflows"},
     {"models", "quality"},
     {"decoders"},
     {"denoising", "text_encoders", "weights"},

@@ -50,6 +50,9 @@ def test_straight_flow_ends_at_the_data(name: str, num_steps: int) -> None:
     first = sampler.steps(noise.device)[0].sigma
     assert first is not None
     left = target + (1 - first) * (noise - target)
+    if name == "unipc_sigma":
+        # It ends at a noise level of 0.001, and brings the signal to 1.
+        left = (0.999 * target + 0.001 * noise) / 0.999
     torch.testing.assert_close(latents, left, atol=2e-5, rtol=0)
     assert first > 0.999
 

@@ -82,8 +82,15 @@ def kinds() -> dict[str, Callable[..., Kind]]:
     from fuzz.configs import Configs
     from fuzz.files import Files
     from fuzz.model_folders import ModelFolders
+    from fuzz.workflows import Workflows
 
-    return {"command-lines": CommandLines, "configs": Configs, "model-folders": ModelFolders, "files": Files}
+    return {
+        "command-lines": CommandLines,
+        "configs": Configs,
+        "model-folders": ModelFolders,
+        "files": Files,
+        "workflows": Workflows,
+    }
 
 
 def run_cases(

@@ -11,7 +11,7 @@ from fuzz.command_lines import CommandLines
 from fuzz.runner import run_cases
 
 # As many as take a few seconds of one slow core each, files for all cases included.
-NUM_CASES = {"command-lines": 90, "configs": 90, "model-folders": 40, "files": 75}
+NUM_CASES = {"command-lines": 90, "configs": 90, "model-folders": 40, "files": 75, "workflows": 90}
 # CPU time, of a machine that may be slow; by hand it is 5.
 MAX_SECONDS = 30.0
 

@@ -33,7 +33,12 @@ from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.guidance import RequestGuidance
 from diffusion_runtime.denoising.interface import Predict
-from diffusion_runtime.denoising.part_schedules import with_schedule_of_sound
+from diffusion_runtime.denoising.part_schedules import (
+    carries_sound,
+    with_carried_sound,
+    with_own_sound,
+    with_schedule_of_sound,
+)
 from diffusion_runtime.kernels.modulated_norm.api import Branch, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear, LinearInput
@@ -301,7 +306,14 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def guided(self, predict: Predict, guidance: RequestGuidance, inputs: DenoiserInputs) -> Predict:
         """Return the prediction with the sound's velocity along the video's schedule."""
         guided = super().guided(predict, guidance, inputs)
-        return with_schedule_of_sound(guided, self.geometry, inputs.size, self._shift_of_sound(inputs))
+        along = with_carried_sound if carries_sound(inputs.request.sampler) else with_schedule_of_sound
+        return along(guided, self.geometry, inputs.size, self._shift_of_sound(inputs))
+
+    def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """Return the clean latents, with the sound as it is where the sampler carried it along the video's schedule."""
+        if not carries_sound(inputs.request.sampler):
+            return latents
+        return with_own_sound(latents, self.geometry, inputs.size, self._shift_of_sound(inputs))
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         read, asked = super().read_inputs(inputs), inputs.request

@@ -25,7 +25,7 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.part_schedules import with_schedule_of_sound
+from diffusion_runtime.denoising.part_schedules import with_carried_sound, with_own_sound, with_schedule_of_sound
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
@@ -253,6 +253,12 @@ def test_both_schedules_equal_euler_steps_in_float64(tiny_minimax_h3_folder: Pat
     ended = geometry.parts(found, size)
     assert ended.audio is not None
     assert relative(ended.video, video) < 1e-5
+    # Carried along the video's levels, the sound takes the same steps.
+    begin = geometry.join(start.video, start.audio * (levels[0][0] / levels[1][0]))
+    carried = sampler.sample(begin, with_carried_sound(predict, geometry, size, 3 / shift))
+    own = geometry.parts(with_own_sound(carried, geometry, size, 3 / shift), size)
+    assert own.audio is not None
+    assert relative(own.audio, audio) < 1e-5
     assert relative(ended.audio, audio) < 1e-5
     assert relative(start.audio, audio) > 0.1
 

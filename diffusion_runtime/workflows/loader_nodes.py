@@ -1,0 +1,179 @@
+"""Nodes that name files of weights, and those that change a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diffusion_runtime.denoising.named_schedules import NoiseTable
+from diffusion_runtime.workflows.evaluation import Call, NodeClass
+from diffusion_runtime.workflows.values import (
+    ClipValue,
+    Lora,
+    ModelValue,
+    Unknown,
+    UpsamplerValue,
+    VaeValue,
+    VisionValue,
+    Weights,
+)
+
+# Computed in the file's own numbers here, whatever the node casts them to.
+_CASTS = ("fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
+
+
+def _weights(call: Call, name: str, folder: str) -> Weights:
+    file = call.text(name)
+    if not file:
+        call.refuse(f"{name}: expected the name of a file, got an empty text")
+    return Weights(call.node, file, folder)
+
+
+def _transformer(name: str) -> Callable[[Call], tuple[Any, ...]]:
+    def run(call: Call) -> tuple[Any, ...]:
+        cast = call.text("weight_dtype", "default")
+        if cast in _CASTS:
+            call.replaced(
+                "the file's own numbers: 8-bit files run in 8 bits as they are, a file of 16 bits is not cast to "
+                f"{cast}, which would round each weight by up to 6 %"
+            )
+        elif cast != "default":
+            call.refuse(f"weight_dtype: expected default or {', '.join(_CASTS)}, got {cast}")
+        return (ModelValue(_weights(call, name, "diffusion_models")),)
+
+    return run
+
+
+def _checkpoint(call: Call) -> tuple[Any, ...]:
+    weights = _weights(call, "ckpt_name", "checkpoints")
+    return ModelValue(weights), ClipValue((weights,)), VaeValue(weights)
+
+
+def _clip(*names: str) -> Callable[[Call], tuple[Any, ...]]:
+    def run(call: Call) -> tuple[Any, ...]:
+        return (ClipValue(tuple(_weights(call, name, "text_encoders") for name in names), call.text("type")),)
+
+    return run
+
+
+def _vae(call: Call) -> tuple[Any, ...]:
+    return (VaeValue(_weights(call, "vae_name", "vae")),)
+
+
+def _sound_vae(call: Call) -> tuple[Any, ...]:
+    return (VaeValue(_weights(call, "ckpt_name", "checkpoints")),)
+
+
+def _vision(call: Call) -> tuple[Any, ...]:
+    return (VisionValue(_weights(call, "clip_name", "clip_vision")),)
+
+
+def _upsampler(call: Call) -> tuple[Any, ...]:
+    return (UpsamplerValue(_weights(call, "model_name", "latent_upscale_models")),)
+
+
+def _lora(call: Call) -> tuple[Any, ...]:
+    model, clip = call.maybe("model", ModelValue), call.maybe("clip", ClipValue)
+    file, scale = call.text("lora_name"), float(call.number("strength_model", 1.0))
+    of_clip = float(call.number("strength_clip", scale)) if clip is not None else scale
+    lora = Lora(call.node, file, scale)
+    if model is not None and scale == 0 and (clip is None or of_clip == 0):
+        call.without_effect("its strength is 0")
+        return (model, clip)
+    changed_clip = (
+        None if clip is None else dataclasses.replace(clip, loras=(*clip.loras, Lora(call.node, file, of_clip)))
+    )
+    return (None if model is None else dataclasses.replace(model, loras=(*model.loras, lora)), changed_clip)
+
+
+def _shifted(call: Call) -> tuple[Any, ...]:
+    model = call.of("model", ModelValue)
+    shift = float(call.number("shift", 3.0))
+    if not 0 < shift <= 100:
+        call.refuse(f"shift: expected a number above 0, up to 100, got {shift:g}")
+    return (dataclasses.replace(model, table=NoiseTable(shift, 1000), shift_of=call.node),)
+
+
+def _shifted_by_size(call: Call) -> tuple[Any, ...]:
+    model, width, height = call.of("model", ModelValue), call.size("width", 1024), call.size("height", 1024)
+    if isinstance(width, Unknown) or isinstance(height, Unknown):
+        call.refuse("width, height: the noise schedule depends on the size of a picture that is not here")
+    high, low = call.number("max_shift", 1.15), call.number("base_shift", 0.5)
+    slope = (high - low) / (4096 - 256)
+    mu = width * height / 256 * slope + low - slope * 256
+    if not -10 < mu < 10:
+        call.refuse(f"max_shift, base_shift: lead to a shift of e^{mu:.3g}")
+    return (dataclasses.replace(model, table=NoiseTable(math.exp(mu), 10_000), shift_of=call.node),)
+
+
+def _shifted_with_sound(call: Call) -> tuple[Any, ...]:
+    model = call.of("model", ModelValue)
+    shift = float(call.number("shift_video", 12.0))
+    if not 0 < shift <= 100:
+        call.refuse(f"shift_video: expected a number above 0, up to 100, got {shift:g}")
+    audio = float(call.number("shift_audio", 3.0))
+    return (dataclasses.replace(model, table=NoiseTable(shift, 1000), shift_of=call.node, audio_shift=audio),)
+
+
+def _passed(remark: str) -> Callable[[Call], tuple[Any, ...]]:
+    """Return a node that gives its model on, and changes speed or memory alone."""
+
+    def run(call: Call) -> tuple[Any, ...]:
+        call.without_effect(remark)
+        return (call.of("model", ModelValue),)
+
+    return run
+
+
+def _norm(call: Call) -> tuple[Any, ...]:
+    """CFGNorm: the guided prediction gets the norm of the conditional one, as Qwen-Image's own guidance has it."""
+    model = call.of("model", ModelValue)
+    if call.number("strength", 1.0) != 1.0 or call.flag("pre_cfg"):
+        call.refuse("strength, pre_cfg: expected 1 and false: the norm of the guided prediction is that of the first")
+    return (dataclasses.replace(model, norm_of=call.node),)
+
+
+def _attention(call: Call) -> tuple[Any, ...]:
+    call.replaced(f"the attention that --attention-backend chooses, in place of {call.text('attention', 'default')}")
+    return (call.of("model", ModelValue),)
+
+
+def _block_sparse(call: Call) -> tuple[Any, ...]:
+    model = call.of("model", ModelValue)
+    return (dataclasses.replace(model, sparse=call.node),)
+
+
+def _easy_cache(call: Call) -> tuple[Any, ...]:
+    call.refuse("ComfyUI's EasyCache counts its threshold otherwise than --step-cache easycache; bypass the node, and "
+                "give that flag")  # fmt: skip
+
+
+TABLE: Mapping[str, NodeClass] = {
+    "UNETLoader": NodeClass(_transformer("unet_name")),
+    "UnetLoaderGGUF": NodeClass(_transformer("unet_name")),
+    "CheckpointLoaderSimple": NodeClass(_checkpoint),
+    "CLIPLoader": NodeClass(_clip("clip_name")),
+    "CLIPLoaderGGUF": NodeClass(_clip("clip_name")),
+    "DualCLIPLoader": NodeClass(_clip("clip_name1", "clip_name2")),
+    "DualCLIPLoaderGGUF": NodeClass(_clip("clip_name1", "clip_name2")),
+    "LTXAVTextEncoderLoader": NodeClass(_clip("text_encoder", "ckpt_name")),
+    "VAELoader": NodeClass(_vae),
+    "LTXVAudioVAELoader": NodeClass(_sound_vae),
+    "CLIPVisionLoader": NodeClass(_vision),
+    "LatentUpscaleModelLoader": NodeClass(_upsampler),
+    "LoraLoader": NodeClass(_lora),
+    "LoraLoaderModelOnly": NodeClass(_lora),
+    "ModelSamplingSD3": NodeClass(_shifted),
+    "ModelSamplingAuraFlow": NodeClass(_shifted),
+    "ModelSamplingFlux": NodeClass(_shifted_by_size),
+    "MiniMaxH3SigmaShift": NodeClass(_shifted_with_sound),
+    "QwenImage21Cache": NodeClass(_passed("keeps keys of the references; the same numbers, and kept here too")),
+    "WanAnimate2Cache": NodeClass(_passed("keeps keys of the reference; the same numbers, and kept here too")),
+    "FluxKVCache": NodeClass(_passed("keeps keys of the references")),
+    "CFGNorm": NodeClass(_norm),
+    "ModelAttentionBackend": NodeClass(_attention),
+    "BlockSparseAttention": NodeClass(_block_sparse),
+    "EasyCache": NodeClass(_easy_cache),
+}

@@ -1,0 +1,103 @@
+"""Names of ComfyUI's widgets in the order in which the editor saves their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What the editor adds behind a seed: fixed, randomize, increment or decrement.
+CONTROL = "control_after_generate"
+# Nodes that only the editor has, or that compute nothing.
+EDITOR_KINDS = frozenset({"MarkdownNote", "Note", "Reroute", "PrimitiveNode", "SetNode", "GetNode", "Label (rgthree)"})
+
+_PART = "start_at_step end_at_step return_with_leftover_noise"
+_ORDER = f"""
+BasicScheduler: scheduler steps denoise
+BetaSamplingScheduler: steps alpha beta
+CFGGuider: cfg
+CFGNorm: strength pre_cfg
+CLIPLoader: clip_name type device
+CLIPLoaderGGUF: clip_name type
+CLIPTextEncode: text
+CLIPTextEncodeFlux: clip_l t5xxl guidance
+CLIPVisionEncode: crop
+CLIPVisionLoader: clip_name
+CheckpointLoaderSimple: ckpt_name
+ComfyMathExpression: expression
+ComfySwitchNode: switch
+ControlNetLoader: control_net_name
+CreateVideo: fps bit_depth color_space
+DualCLIPLoader: clip_name1 clip_name2 type device
+DualCLIPLoaderGGUF: clip_name1 clip_name2 type
+EasyCache: reuse_threshold start_percent end_percent verbose
+EmptyFlux2LatentImage: width height batch_size
+EmptyHunyuanLatentVideo: width height length batch_size
+EmptyHunyuanVideo15Latent: width height length batch_size
+EmptyLTXVLatentVideo: width height length batch_size
+EmptyLatentImage: width height batch_size
+EmptySD3LatentImage: width height batch_size
+Flux2Scheduler: steps width height
+FluxGuidance: guidance
+FluxKontextMultiReferenceLatentMethod: reference_latents_method
+ImageFromBatch: batch_index length
+ImageScale: upscale_method width height crop
+ImageScaleBy: upscale_method scale_by
+ImageScaleToMaxDimension: upscale_method largest_size
+ImageScaleToTotalPixels: upscale_method megapixels resolution_steps
+KSampler: seed {CONTROL} steps cfg sampler_name scheduler denoise
+KSamplerAdvanced: add_noise noise_seed {CONTROL} steps cfg sampler_name scheduler {_PART}
+KSamplerSelect: sampler_name
+LTXAVTextEncoderLoader: text_encoder ckpt_name device
+LTXVAddGuide: frame_idx strength
+LTXVAudioVAELoader: ckpt_name
+LTXVConditioning: frame_rate
+LTXVDualCFGGuider: video_cfg audio_cfg
+LTXVEmptyLatentAudio: frames_number frame_rate batch_size
+LTXVImgToVideo: width height length batch_size strength
+LTXVImgToVideoInplace: strength bypass
+LTXVPreprocess: img_compression
+LTXVScheduler: steps max_shift base_shift stretch terminal
+LatentUpscaleModelLoader: model_name
+LoadAudio: audio upload
+LoadImage: image upload
+LoadImageMask: image channel upload
+LoadVideo: file upload
+LoraLoader: lora_name strength_model strength_clip
+LoraLoaderModelOnly: lora_name strength_model
+ManualSigmas: sigmas
+ModelSamplingAuraFlow: shift sampling
+ModelSamplingFlux: max_shift base_shift width height
+ModelSamplingSD3: shift
+PrimitiveBoolean: value
+PrimitiveFloat: value
+PrimitiveInt: value {CONTROL}
+PrimitiveString: value
+PrimitiveStringMultiline: value
+RandomNoise: noise_seed {CONTROL}
+ResolutionSelector: aspect_ratio megapixels multiple
+SamplerCustom: add_noise noise_seed {CONTROL} cfg
+SamplerEulerAncestral: eta s_noise
+SamplerLCM: s_noise s_noise_end noise_clip_std
+SaveAnimatedWEBP: filename_prefix fps lossless quality method
+SaveImage: filename_prefix
+SaveVideo: filename_prefix format codec
+SaveWEBM: filename_prefix codec fps crf
+SetFirstSigma: sigma
+SplitSigmas: step
+StringConcatenate: string_a string_b delimiter
+StringReplace: string find replace
+TextEncodeQwenImage21: prompt negative_prompt resolution
+TextEncodeQwenImageEdit: prompt
+TextEncodeQwenImageEditPlus: prompt
+TripleCLIPLoader: clip_name1 clip_name2 clip_name3
+UNETLoader: unet_name weight_dtype
+UnetLoaderGGUF: unet_name
+VAEDecodeTiled: tile_size overlap temporal_size temporal_overlap
+VAELoader: vae_name
+Wan22ImageToVideoLatent: width height length batch_size
+WanFirstLastFrameToVideo: width height length batch_size
+WanImageToVideo: width height length batch_size
+WanVaceToVideo: width height length batch_size strength
+"""
+WIDGETS: Mapping[str, tuple[str, ...]] = {
+    kind: tuple(names.split()) for kind, _, names in (line.partition(": ") for line in _ORDER.strip().splitlines())
+}

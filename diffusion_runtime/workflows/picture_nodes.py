@@ -1,0 +1,291 @@
+"""Nodes of pictures, videos and sound: files, sizes, latents of them, and what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diffusion_runtime.workflows.evaluation import Call, NodeClass
+from diffusion_runtime.workflows.input_files import found_input, size_of
+from diffusion_runtime.workflows.values import (
+    LatentValue,
+    MaskValue,
+    MovieValue,
+    PictureValue,
+    SoundValue,
+    Unknown,
+    UpsamplerValue,
+    VaeValue,
+)
+
+_MEGAPIXEL = 1024 * 1024
+Size = tuple[int, int]
+
+
+def _load_image(call: Call) -> tuple[Any, ...]:
+    file = call.text("image")
+    path = found_input(file, call.places)
+    return PictureValue(call.node, file, size=None if path is None else size_of(path)), MaskValue(call.node, file)
+
+
+def _load_video(call: Call) -> tuple[Any, ...]:
+    return (PictureValue(call.node, call.text("file"), is_film=True),)
+
+
+def _components(call: Call) -> tuple[Any, ...]:
+    film = call.of("video", PictureValue)
+    return film, SoundValue(call.node, film.file), Unknown("the rate of a video that is read"), 8, "sRGB"
+
+
+def _load_audio(call: Call) -> tuple[Any, ...]:
+    return (SoundValue(call.node, call.text("audio")),)
+
+
+def _same(call: Call) -> tuple[Any, ...]:
+    return (call.of("audio", SoundValue),)
+
+
+def _batch(call: Call) -> tuple[Any, ...]:
+    pictures = call.named_like("image", PictureValue)
+    if not pictures:
+        return (None,)
+    parts = tuple(part for each in pictures for part in (each.parts or (each,)))
+    return (dataclasses.replace(pictures[0], parts=parts) if len(parts) > 1 else parts[0],)
+
+
+def _scaled(call: Call, picture: PictureValue, size: Size | None) -> tuple[Any, ...]:
+    if size is not None:
+        size = (max(size[0], 1), max(size[1], 1))
+    return (dataclasses.replace(picture, size=size, changed_by=(*picture.changed_by, call.node)),)
+
+
+def _to_pixels(call: Call) -> tuple[Any, ...]:
+    picture = call.of("image", PictureValue)
+    total, steps = call.number("megapixels", 1.0) * _MEGAPIXEL, max(call.whole("resolution_steps", 1), 1)
+    return _scaled(call, picture, _of_pixels(picture.size, total, steps))
+
+
+def _of_pixels(size: Size | None, total: float, steps: int = 1) -> Size | None:
+    if size is None:
+        return None
+    factor = math.sqrt(total / (size[0] * size[1]))
+    return round(size[0] * factor / steps) * steps, round(size[1] * factor / steps) * steps
+
+
+def _to_size(call: Call) -> tuple[Any, ...]:
+    picture, width, height = call.of("image", PictureValue), call.size("width", 0), call.size("height", 0)
+    if isinstance(width, Unknown) or isinstance(height, Unknown):
+        return _scaled(call, picture, None)
+    return _scaled(call, picture, _with_sides(picture.size, width, height))
+
+
+def _with_sides(size: Size | None, width: int, height: int) -> Size | None:
+    """Return a size with given sides; 0 keeps the proportions."""
+    if width and height:
+        return width, height
+    if size is None or not (width or height):
+        return size
+    factor = width / size[0] if width else height / size[1]
+    return round(size[0] * factor), round(size[1] * factor)
+
+
+def _by_factor(call: Call) -> tuple[Any, ...]:
+    picture, factor = call.of("image", PictureValue), call.number("scale_by", 1.0)
+    return _scaled(call, picture, _multiplied(picture.size, factor))
+
+
+def _multiplied(size: Size | None, factor: float) -> Size | None:
+    return None if size is None else (round(size[0] * factor), round(size[1] * factor))
+
+
+def _to_longer(call: Call) -> tuple[Any, ...]:
+    picture = call.of("image", PictureValue)
+    return _scaled(call, picture, _longer(picture.size, call.whole("largest_size", 512)))
+
+
+def _longer(size: Size | None, side: int) -> Size | None:
+    return None if size is None else _multiplied(size, side / max(size))
+
+
+def _resized(call: Call) -> tuple[Any, ...]:
+    """ResizeImageMaskNode: one of several ways, by name."""
+    picture, way = call.of("input", PictureValue), call.text("resize_type", "scale dimensions")
+    size = picture.size
+
+    def option(name: str, default: float) -> float | None:
+        value = call.raw(f"resize_type.{name}", default)
+        return None if isinstance(value, Unknown) else call.number(f"resize_type.{name}", default)
+
+    if way == "scale dimensions":
+        width, height = option("width", 0), option("height", 0)
+        known = width is not None and height is not None
+        return _scaled(call, picture, _with_sides(size, int(width or 0), int(height or 0)) if known else None)
+    ways: Mapping[str, Callable[[], Size | None]] = {
+        "scale by multiplier": lambda: _multiplied(size, option("multiplier", 1.0) or 1.0),
+        "scale longer dimension": lambda: _longer(size, int(option("longer_size", 1024) or 1024)),
+        "scale shorter dimension": lambda: (
+            None if size is None else _multiplied(size, (option("shorter_size", 1024) or 1024) / min(size))
+        ),
+        "scale width": lambda: _with_sides(size, int(option("width", 1024) or 0), 0),
+        "scale height": lambda: _with_sides(size, 0, int(option("height", 1024) or 0)),
+        "scale total pixels": lambda: _of_pixels(size, (option("megapixels", 1.0) or 1.0) * _MEGAPIXEL),
+    }
+    if way not in ways:
+        call.refuse(f"resize_type: expected scale dimensions or {', '.join(ways)}, got {way}")
+    return _scaled(call, picture, ways[way]())
+
+
+def _kontext(call: Call) -> tuple[Any, ...]:
+    return _scaled(call, call.of("image", PictureValue), None)
+
+
+def _compressed(call: Call) -> tuple[Any, ...]:
+    """LTXVPreprocess: one frame of H.264 at a constant rate factor."""
+    picture = call.of("image", PictureValue)
+    return (dataclasses.replace(picture, changed_by=(*picture.changed_by, call.node)),)
+
+
+def _encode(call: Call) -> tuple[Any, ...]:
+    picture = call.of("pixels", PictureValue)
+    call.maybe("vae", VaeValue)
+    unknown = Unknown("the size is that of a picture that is not here")
+    width, height = picture.size or (unknown, unknown)
+    return (LatentValue(call.node, width, height, start=picture),)
+
+
+def _empty(frames: str | None = None) -> Callable[[Call], tuple[Any, ...]]:
+    def run(call: Call) -> tuple[Any, ...]:
+        return (
+            LatentValue(
+                call.node,
+                call.size("width", 1024),
+                call.size("height", 1024),
+                1 if frames is None else call.size(frames, 25),
+                call.whole("batch_size", 1),
+            ),
+        )
+
+    return run
+
+
+def _empty_sound(call: Call) -> tuple[Any, ...]:
+    return (LatentValue(call.node, 0, 0, call.size("frames_number", 97), is_sound=True),)
+
+
+def _encoded_sound(call: Call) -> tuple[Any, ...]:
+    sound = call.of("audio", SoundValue)
+    return (LatentValue(call.node, 0, 0, is_sound=True, given={"audio_path": sound}),)
+
+
+def _with_sound(call: Call) -> tuple[Any, ...]:
+    video, sound = call.of("video_latent", LatentValue), call.of("audio_latent", LatentValue)
+    return (dataclasses.replace(video, sound=sound),)
+
+
+def _apart(call: Call) -> tuple[Any, ...]:
+    both = call.of("av_latent", LatentValue)
+    return both, dataclasses.replace(both, is_sound=True)
+
+
+def _upsampled(call: Call) -> tuple[Any, ...]:
+    latent, upsampler = call.of("samples", LatentValue), call.of("upscale_model", UpsamplerValue)
+    double = [side if isinstance(side, Unknown) else 2 * side for side in (latent.width, latent.height)]
+    given = {key: value for key, value in latent.given.items() if key != "frames"}
+    return (
+        dataclasses.replace(
+            latent, width=double[0], height=double[1], given=given, stage=None, upscaled=(latent, upsampler.weights)
+        ),
+    )
+
+
+def _decode(call: Call) -> tuple[Any, ...]:
+    latent, vae = call.of("samples", LatentValue), call.of("vae", VaeValue)
+    if call.node.kind == "VAEDecodeTiled":
+        call.replaced("tiles of the size that --vae-tiling chooses, with the model's own overlap")
+    known = isinstance(latent.width, int) and isinstance(latent.height, int)
+    size = (latent.width, latent.height) if known else None
+    latent = dataclasses.replace(latent, given={**latent.given, "vae": vae})
+    return (PictureValue(call.node, decoded=latent, size=size),)  # type: ignore[arg-type]
+
+
+def _decode_sound(call: Call) -> tuple[Any, ...]:
+    latent = call.of("samples", LatentValue)
+    vae = call.maybe("audio_vae", VaeValue) or call.maybe("vae", VaeValue)
+    latent = dataclasses.replace(latent, given={**latent.given, "audio_vae": vae})
+    return (SoundValue(call.node, decoded=latent),)
+
+
+def _movie(call: Call) -> tuple[Any, ...]:
+    pictures, rate = call.of("images", PictureValue), call.raw("fps", 24)
+    fps = 0.0 if isinstance(rate, Unknown) else float(call.number("fps", 24))
+    return (MovieValue(call.node, pictures, fps, call.maybe("audio", SoundValue)),)
+
+
+def _save(name: str) -> Callable[[Call], tuple[Any, ...]]:
+    def run(call: Call) -> tuple[Any, ...]:
+        value = call.raw(name)
+        if not isinstance(value, PictureValue | MovieValue):
+            call.refuse(f"{name}: nothing is linked; expected pictures or a video")
+        call.replaced("the file that --output-path names")
+        return (value,)
+
+    return run
+
+
+def _save_frames(call: Call) -> tuple[Any, ...]:
+    call.replaced("the file that --output-path names")
+    return (MovieValue(call.node, call.of("images", PictureValue), float(call.number("fps", 16))),)
+
+
+def _first_of(call: Call) -> tuple[Any, ...]:
+    picture = call.of("image", PictureValue)
+    if call.whole("batch_index", 0) != 0 or picture.decoded is not None or picture.is_film:
+        call.refuse("frames are cut out of a video, which no request says")
+    return (picture,)
+
+
+TABLE: Mapping[str, NodeClass] = {
+    "LoadImage": NodeClass(_load_image),
+    "LoadImageOutput": NodeClass(_load_image),
+    "LoadVideo": NodeClass(_load_video),
+    "GetVideoComponents": NodeClass(_components),
+    "LoadAudio": NodeClass(_load_audio),
+    "BatchImagesNode": NodeClass(_batch),
+    "ImageBatch": NodeClass(_batch),
+    "ImageFromBatch": NodeClass(_first_of),
+    "ImageScale": NodeClass(_to_size),
+    "ImageScaleBy": NodeClass(_by_factor),
+    "ImageScaleToTotalPixels": NodeClass(_to_pixels),
+    "ImageScaleToMaxDimension": NodeClass(_to_longer),
+    "ResizeImageMaskNode": NodeClass(_resized),
+    "FluxKontextImageScale": NodeClass(_kontext),
+    "LTXVPreprocess": NodeClass(_compressed),
+    "VAEEncode": NodeClass(_encode),
+    "EmptyLatentImage": NodeClass(_empty()),
+    "EmptySD3LatentImage": NodeClass(_empty()),
+    "EmptyFlux2LatentImage": NodeClass(_empty()),
+    "EmptyHunyuanLatentVideo": NodeClass(_empty("length")),
+    "EmptyHunyuanVideo15Latent": NodeClass(_empty("length")),
+    "EmptyLTXVLatentVideo": NodeClass(_empty("length")),
+    "LTXVEmptyLatentAudio": NodeClass(_empty_sound),
+    "LTXVAudioVAEEncode": NodeClass(_encoded_sound),
+    "LTXVConcatAVLatent": NodeClass(_with_sound),
+    "LTXVSeparateAVLatent": NodeClass(_apart),
+    "LTXVLatentUpsampler": NodeClass(_upsampled),
+    "VAEDecode": NodeClass(_decode),
+    "VAEDecodeTiled": NodeClass(_decode),
+    "VAEDecodeAudio": NodeClass(_decode_sound),
+    "LTXVAudioVAEDecode": NodeClass(_decode_sound),
+    "CreateVideo": NodeClass(_movie),
+    "SaveVideo": NodeClass(_save("video")),
+    "SaveImage": NodeClass(_save("images")),
+    "SaveImageAdvanced": NodeClass(_save("images")),
+    "PreviewImage": NodeClass(_save("images")),
+    "SaveAnimatedWEBP": NodeClass(_save_frames),
+    "SaveWEBM": NodeClass(_save_frames),
+}
+# The classes whose input is what a workflow makes; the others are asked only where there is none of these.
+OUTPUTS = ("SaveVideo", "SaveImage", "SaveImageAdvanced", "SaveAnimatedWEBP", "SaveWEBM")
+PREVIEWS = ("PreviewImage",)

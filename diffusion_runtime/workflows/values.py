@@ -1,0 +1,195 @@
+"""Values that travel along a workflow's links, as far as a request can say them: what they are of, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusion_runtime.denoising.named_schedules import NoiseTable
+from diffusion_runtime.workflows.graph import Node
+
+
+class Missing:
+    """The output of a node that is not supported: whatever takes it is not looked at."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A number that a file decides that is not here. reason: for messages."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A file of weights by the name that a node has. folder: of ComfyUI's; node: that names it."""
+
+    node: Node
+    file: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Lora:
+    node: Node
+    file: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class ModelValue:
+    """A transformer. table: of noise levels that a node sets; shift_of: that
+    node; sparse: one of sparse attention; norm_of: one that gives guided predictions the norm of conditional ones."""
+
+    weights: Weights
+    loras: tuple[Lora, ...] = ()
+    table: NoiseTable | None = None
+    shift_of: Node | None = None
+    sparse: Node | None = None
+    audio_shift: float | None = None
+    norm_of: Node | None = None
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """Text encoders. kind: of CLIPLoader, such as `wan`."""
+
+    weights: tuple[Weights, ...]
+    kind: str = ""
+    loras: tuple[Lora, ...] = ()
+
+
+@dataclass(frozen=True)
+class VaeValue:
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class VisionValue:
+    """A CLIP vision encoder, and the picture that it has encoded."""
+
+    weights: Weights
+    picture: PictureValue | None = None
+
+
+@dataclass(frozen=True)
+class PictureValue:
+    """A picture or the frames of a video. file: as LoadImage and LoadVideo name it; decoded: of a latent instead; size:
+    (width, height) where it is known; parts: pictures of a batch."""
+
+    node: Node
+    file: str | None = None
+    decoded: LatentValue | None = None
+    size: tuple[int, int] | None = None
+    is_film: bool = False
+    parts: tuple[PictureValue, ...] = ()
+    changed_by: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class MaskValue:
+    node: Node
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class SoundValue:
+    node: Node
+    file: str | None = None
+    decoded: LatentValue | None = None
+
+
+@dataclass(frozen=True)
+class ConditioningValue:
+    """An encoded prompt. given: request fields that a node behind it set; references: pictures that the model sees."""
+
+    node: Node
+    text: str
+    clip: ClipValue
+    zeroed: Node | None = None
+    guidance: float | None = None
+    references: tuple[PictureValue, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class LatentValue:
+    """Latents. width, height: in pixels; frames: of the video, 1 for an image; given: request fields that a node set;
+    stage: that sampled them; upscaled: by a latent upsampler; start: the picture that they are of."""
+
+    node: Node
+    width: int | Unknown
+    height: int | Unknown
+    frames: int | Unknown = 1
+    batch: int = 1
+    given: Mapping[str, Any] = field(default_factory=dict)
+    stage: StageValue | None = None
+    upscaled: tuple[LatentValue, Weights] | None = None
+    start: PictureValue | None = None
+    sound: LatentValue | None = None
+    is_sound: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerValue:
+    node: Node
+    name: str
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SigmasValue:
+    """Noise levels, the last one 0 or where another stage goes on. own: a number of steps of the model's own schedule
+    in their place."""
+
+    node: Node
+    levels: tuple[float, ...] = ()
+    own: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class NoiseValue:
+    """seed: None for no noise."""
+
+    node: Node
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class GuiderValue:
+    node: Node
+    model: ModelValue
+    positive: ConditioningValue
+    negative: ConditioningValue | None
+    scale: float
+    audio_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class StageValue:
+    """One run of a sampler. latent: that it starts from."""
+
+    node: Node
+    guider: GuiderValue
+    sampler: SamplerValue
+    sigmas: SigmasValue
+    noise: NoiseValue
+    latent: LatentValue
+
+
+@dataclass(frozen=True)
+class MovieValue:
+    """Frames with their rate and sound."""
+
+    node: Node
+    pictures: PictureValue
+    fps: float
+    sound: SoundValue | None = None
+
+
+@dataclass(frozen=True)
+class UpsamplerValue:
+    weights: Weights
