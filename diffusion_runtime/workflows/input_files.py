@@ -1,10 +1,12 @@
-"""Files that LoadImage, LoadVideo and LoadAudio name: in ComfyUI's `input`, beside the workflow, or by their path."""
+"""Files that LoadImage, LoadVideo and LoadAudio name: in ComfyUI's `input`, beside the workflow, or by
+`--set`, whose values alone may be paths."""
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
 
+from diffusion_runtime.errors import shown
 from diffusion_runtime.untrusted.files import open_file, user_path
 from diffusion_runtime.workflows.graph import WorkflowError
 
@@ -13,14 +15,18 @@ _HEAD_BYTES = 64 * 1024
 
 def found_input(name: str, places: tuple[Path, ...]) -> Path | None:
     """Return the path of a file by the name that a node has; None where there is none. places: folders in which it is
-    looked for. Raises WorkflowError for a name that leads out of them."""
+    looked for, and files that the user named. Raises WorkflowError for any other name that leads out of the folders."""
     # As the editor marks folders other than `input`.
     bare = name.removesuffix(" [input]").removesuffix(" [output]").replace("\\", "/")
     path = user_path(bare, "image", WorkflowError)
-    if ".." in path.parts:
-        raise WorkflowError(f"{name}: expected the name of a file in ComfyUI's `input`, got one outside of it")
-    candidates = (path,) if path.is_absolute() else (*(place / path for place in places), path)
-    return next((each for each in candidates if each.is_file()), None)
+    if path in places:
+        return path
+    if path.is_absolute() or ".." in path.parts:
+        raise WorkflowError(
+            f"{shown(name)}: expected the name of a file in ComfyUI's `input`, got one outside of it; name it "
+            "yourself: --set NODE.image=FILE"
+        )
+    return next((place / path for place in places if (place / path).is_file()), None)
 
 
 def size_of(path: Path) -> tuple[int, int] | None:

@@ -155,13 +155,18 @@ def _encode(call: Call) -> tuple[Any, ...]:
     return (LatentValue(call.node, width, height, start=picture),)
 
 
-def _empty(frames: str | None = None) -> Callable[[Call], tuple[Any, ...]]:
+def _empty(pixels: int, frames: str | None = None) -> Callable[[Call], tuple[Any, ...]]:
+    """pixels: width and height of one latent, of which ComfyUI takes as many as fit into a size."""
+
+    def whole(side: int | Unknown) -> int | Unknown:
+        return side if isinstance(side, Unknown) else max(side // pixels, 1) * pixels
+
     def run(call: Call) -> tuple[Any, ...]:
         return (
             LatentValue(
                 call.node,
-                call.size("width", 1024),
-                call.size("height", 1024),
+                whole(call.size("width", 1024)),
+                whole(call.size("height", 1024)),
                 1 if frames is None else call.size(frames, 25),
                 call.whole("batch_size", 1),
             ),
@@ -263,12 +268,12 @@ TABLE: Mapping[str, NodeClass] = {
     "FluxKontextImageScale": NodeClass(_kontext),
     "LTXVPreprocess": NodeClass(_compressed),
     "VAEEncode": NodeClass(_encode),
-    "EmptyLatentImage": NodeClass(_empty()),
-    "EmptySD3LatentImage": NodeClass(_empty()),
-    "EmptyFlux2LatentImage": NodeClass(_empty()),
-    "EmptyHunyuanLatentVideo": NodeClass(_empty("length")),
-    "EmptyHunyuanVideo15Latent": NodeClass(_empty("length")),
-    "EmptyLTXVLatentVideo": NodeClass(_empty("length")),
+    "EmptyLatentImage": NodeClass(_empty(8)),
+    "EmptySD3LatentImage": NodeClass(_empty(8)),
+    "EmptyFlux2LatentImage": NodeClass(_empty(16)),
+    "EmptyHunyuanLatentVideo": NodeClass(_empty(8, "length")),
+    "EmptyHunyuanVideo15Latent": NodeClass(_empty(16, "length")),
+    "EmptyLTXVLatentVideo": NodeClass(_empty(32, "length")),
     "LTXVEmptyLatentAudio": NodeClass(_empty_sound),
     "LTXVAudioVAEEncode": NodeClass(_encoded_sound),
     "LTXVConcatAVLatent": NodeClass(_with_sound),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
-from diffusion_runtime.models.comfyui_folders import VARIABLE, model_roots, named_file
+from diffusion_runtime.models.comfyui_folders import LORAS, VARIABLE, model_roots, named_file
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.untrusted.json_text import parse_json
+from diffusion_runtime.weights.weight_files import SUFFIXES
 from diffusion_runtime.workflows.evaluation import Finding, Verdict
 from diffusion_runtime.workflows.graph import Graph, Link, Node, WorkflowError
 from diffusion_runtime.workflows.input_files import found_input
@@ -95,12 +97,15 @@ def _with_mode(nodes: Mapping[str, Node], identity: str, mode: object) -> dict[s
     return {key: changed(node) for key, node in nodes.items() if key != identity}
 
 
-def input_places(path: str, models_dir: Sequence[str]) -> tuple[Path, ...]:
-    """Return the folders in which files of LoadImage are looked for: beside the workflow, and ComfyUI's `input`."""
+def input_places(path: str, models_dir: Sequence[str], settings: Sequence[str] = ()) -> tuple[Path, ...]:
+    """Return the folders in which files of LoadImage are looked for, beside the workflow and ComfyUI's `input`, and the
+    files that values of `--set` name."""
     own = folder_of(path)
     beside = [user_path(text, "models_dir") for text in models_dir]
     inputs = [place / "input" for folder in beside for place in (folder, folder.absolute().parent)]
-    return tuple(dict.fromkeys((own, *inputs)))
+    values = [found[3] for text in settings if (found := _NODE_VALUE.fullmatch(text))]
+    given = [user_path(value, "--set", WorkflowError) for value in values if os.path.isfile(value)]
+    return tuple(dict.fromkeys((own, *inputs, *given)))
 
 
 def read_translation(
@@ -109,7 +114,7 @@ def read_translation(
     """Return what a workflow's file asks for, with values of `--set`. Raises WorkflowError that names the file."""
     try:
         graph = with_node_values(read_workflow(path), settings)
-        return translate(graph, input_places(path, models_dir), prompt)
+        return translate(graph, input_places(path, models_dir, settings), prompt)
     except WorkflowError as error:
         text = str(error)
         raise WorkflowError(text if text.startswith("--workflow") else f"--workflow: {path}: {text}") from error
@@ -129,7 +134,7 @@ def workflow_settings(
     translation = read_translation(path, settings, models_dir, prompt)
     if isinstance(translation, Refusal):
         raise WorkflowError(f"--workflow: {path}: {translation.message()}")
-    places = input_places(path, models_dir)
+    places = input_places(path, models_dir, settings)
     missing = [(node, name) for node, name in translation.inputs if found_input(name, places) is None]
     if missing:
         lines = [f"  {node}: {shown(name)}" for node, name in missing]
@@ -169,8 +174,15 @@ def settings_of(
         runtime["models_dir"] = list(models_dir)
         notes = []
     if translation.loras:
+        roots = model_roots(None, models_dir)
+        if not roots:
+            names = ", ".join(dict.fromkeys(lora.file for lora, _ in translation.loras))
+            raise ConfigError(
+                f"models_dir: --workflow: {path}: names LoRA files below ComfyUI's folders of models ({names}); give "
+                f"--models-dir ComfyUI/models, or set {VARIABLE}"
+            )
         runtime["lora"] = [
-            {"path": lora.file.replace("\\", "/"), "scale": lora.scale, "component": component}
+            {"path": _found(lora.file, "lora.path", roots, LORAS), "scale": lora.scale, "component": component}
             for lora, component in translation.loras
         ]
     lists = ("prompt", "negative_prompt", "seed")
@@ -188,7 +200,15 @@ def settings_of(
 
 
 def _found(file: str, key: str, roots: Sequence[Path], folder: str) -> str:
+    """Return the path of a file of weights by the name that a node has. A workflow may be a stranger's: its names are
+    files below these folders or of the current one, and never a path elsewhere or a name of the hub's. Raises
+    WorkflowError, and what `named_file` raises."""
     name, folders = file.replace("\\", "/"), _ALIKE.get(folder, (folder,))
+    if not name.endswith(SUFFIXES) or name.startswith(("/", "~", ".")) or ":" in name or ".." in Path(name).parts:
+        raise WorkflowError(
+            f"{key}: {shown(file)}: expected the name of a file below ComfyUI's {folder}, such as a.safetensors; put "
+            "the file there, and name it: --set NODE.input=NAME"
+        )
     for place in folders:
         found = named_file(name, key, roots, place, is_sure=place == folders[-1])
         if found is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tables import table
-from workflows.comfy_graphs import api_format, node, z_image
+from workflows.comfy_graphs import api_format, z_image
 
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.workflows.evaluation import Verdict
 from diffusion_runtime.workflows.graph import Graph, Link, WorkflowError
 from diffusion_runtime.workflows.reading import graph_of_document
-from diffusion_runtime.workflows.settings import with_node_values
+from diffusion_runtime.workflows.settings import read_translation, settings_of, with_node_values
 from diffusion_runtime.workflows.translation import Refusal, Translation, translate
 
 Nodes = dict[str, tuple[str, dict[str, Any]]]
@@ -230,6 +233,13 @@ def test_guidance_is_written_as_the_model_takes_it() -> None:
     assert kinds["1"] is kinds["12"] is Verdict.REPLACED
 
 
+def test_a_size_holds_whole_latents() -> None:
+    document = api_format(z_image())
+    document["6"] = {"class_type": "EmptyFlux2LatentImage", "inputs": {"width": 1322, "height": 793, "batch_size": 1}}
+    request = translated(graph_of_document(document)).request
+    assert (request["width"], request["height"]) == (1312, 784)
+
+
 def test_workflows_that_generate_nothing() -> None:
     loaded = {"1": ("LoadImage", {"image": "a.png"})}
     with pytest.raises(WorkflowError, match="no node that writes a picture"):
@@ -245,9 +255,28 @@ def test_a_chain_of_ten_thousand_nodes_ends() -> None:
     assert "expected pictures or a video" in refused(graph_of(nodes)).message()
 
 
-def test_a_file_outside_of_the_input_folder_is_refused() -> None:
-    document = {
-        "nodes": [node(1, "LoadImage", ["../../secret.png", "image"]), node(2, "SaveImage", ["a"], {"images": 1})],
-        "links": [[1, 1, 0, 2, 0, "IMAGE"]],
-    }
-    assert "outside of it" in refused(graph_of_document(document)).message()
+def test_a_name_in_a_workflow_is_a_file_below_its_folders(tmp_path: Path) -> None:
+    """A workflow may be a stranger's: it reads no other file, and no LoRA of the hub. What the user names may lie
+    anywhere."""
+    nodes, secret = experts(), tmp_path / "secret.png"
+    secret.touch()
+    (tmp_path / "models" / "loras").mkdir(parents=True)
+    for identity, key, model in (("1", "unet_name", None), ("3", "lora_name", "wan2.2-i2v-a14b")):
+        kind, inputs = nodes[identity]
+        for place in ("/etc/", "../", "hf://org/"):
+            name = f"{place}wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors"
+            found = translated(graph_of({**nodes, identity: (kind, {**inputs, key: name})}))
+            with pytest.raises(WorkflowError, match="expected the name of a file below ComfyUI's"):
+                settings_of(found, [str(tmp_path / "models")], model)
+    hub = translated(
+        graph_of({**nodes, "3": ("LoraLoaderModelOnly", {"model": ("1", 0), "lora_name": "a/b/c.safetensors"})})
+    )
+    with pytest.raises(ModelLoadError, match=r"there is no .a/b/c\.safetensors. here"):
+        settings_of(hub, [str(tmp_path / "models")], "wan2.2-i2v-a14b")
+    for name in (str(secret), "../secret.png"):
+        assert "outside of it" in refused(graph_of({**nodes, "7": ("LoadImage", {"image": name})})).message()
+    file = tmp_path / "workflow.json"
+    file.write_text(json.dumps({key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}))
+    given = read_translation(str(file), [f"7.image={secret}"])
+    assert isinstance(given, Translation)
+    assert given.request["image_path"] == str(secret)
