@@ -102,7 +102,7 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
     recipe_request = _without_none(recipe.get("request") or {})
     if runtime.upsampler_path is None:
         # Those of a second stage that `--upsampler-path none` leaves out.
-        for name in ("second_stage_sigmas", "adain_factor", "tone_map_compression_ratio"):
+        for name in ("second_stage_sigmas", "second_stage_sampler", "adain_factor", "tone_map_compression_ratio"):
             recipe_request.pop(name, None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)

@@ -16,10 +16,8 @@ from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import StageSampler, stage_samplers
 from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.rules.batch_settings import BatchSettings
-
-# Whatever sampler the first stage has: the levels of the second are its authors', for Euler steps.
-_SECOND_STAGE_SAMPLER = "flow_match_euler"
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,13 @@ class RefiningStage(DenoisingStage):
         clean = geometry.join(larger.to(latents.device), parts.audio)
         return level * noise.draw_of(geometry.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
 
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
+        shape = self.settings.sampling.geometry.sample_shape(self.size)
         return self.sampler.sample(
-            latents, predict, lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at)
+            latents,
+            predict,
+            lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at),
+            lambda: noise.draw_of(shape),
         )
 
 
@@ -117,11 +119,12 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None)
     stages: list[DenoisingStage] = [PlainStage(first, sampler)]
     if levels:
         size, num_before = settings.size, settings.num_inference_steps
+        name = settings.shared.second_stage_sampler or SECOND_STAGE_SAMPLERS[0]
         note = (
-            f"second stage: {len(levels)} steps at {size.height} x {size.width} after {num_before} at "
+            f"second stage: {len(levels)} steps of {name} at {size.height} x {size.width} after {num_before} at "
             f"{first.height} x {first.width} (height x width)"
         )
-        refining = build_sampler(_SECOND_STAGE_SAMPLER, len(levels), 1.0, {}, levels)
+        refining = build_sampler(name, len(levels), 1.0, {}, levels)
         stages.append(RefiningStage(size, settings, upsampler, refining, note=note, first=num_before, refines=True))
     return stages
 

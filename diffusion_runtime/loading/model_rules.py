@@ -15,6 +15,7 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
+from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.layers import layered
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -41,7 +42,12 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
     stage = model.family.requests.second_stage
     if config.upsampler_path is not None and stage is not None:
         levels = stage.sigmas if distilled is None else stage.distilled_sigmas
-        second = {"second_stage_sigmas": levels, "adain_factor": 0.0, "tone_map_compression_ratio": 0.0}
+        second = {
+            "second_stage_sigmas": levels,
+            "second_stage_sampler": SECOND_STAGE_SAMPLERS[0],
+            "adain_factor": 0.0,
+            "tone_map_compression_ratio": 0.0,
+        }
     return RequestRules(
         defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
         presets={

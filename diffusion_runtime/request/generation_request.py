@@ -64,6 +64,7 @@ POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
+SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
@@ -218,6 +219,12 @@ class GenerationRequest:
     # is what they are noised to.
     second_stage_sigmas: tuple[float, ...] | None = _second_stage_field(
         "Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.", Levels()
+    )
+    # Whatever sampler the first stage has: the levels of a second one are its authors', for Euler steps.
+    second_stage_sampler: str | None = _second_stage_field(
+        f"Sampler of a second stage: {' or '.join(SECOND_STAGE_SAMPLERS)}.",
+        SamplerName(SECOND_STAGE_SAMPLERS),
+        off=None,
     )
     # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
     # (AdaIN), and large values made smaller.

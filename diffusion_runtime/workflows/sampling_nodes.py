@@ -149,6 +149,14 @@ def _named(name: str, *options: tuple[str, float]) -> Callable[[Call], tuple[Any
     return run
 
 
+def _euler_ancestral(call: Call) -> tuple[Any, ...]:
+    options = {name: float(call.number(name, 1.0)) for name in ("eta", "s_noise")}
+    if options["eta"] == 0:
+        # No step goes below the next level, and no noise is added.
+        return (SamplerValue(call.node, "euler", {}),)
+    return (SamplerValue(call.node, "euler_ancestral", options),)
+
+
 def _er_sde(call: Call) -> tuple[Any, ...]:
     if call.text("solver_type", "ER-SDE") != "ER-SDE":
         call.refuse(f"solver_type: expected ER-SDE, got {call.text('solver_type')}")
@@ -275,7 +283,7 @@ TABLE: Mapping[str, NodeClass] = {
     "SplitSigmas": NodeClass(_split),
     "SetFirstSigma": NodeClass(_first_level),
     "KSamplerSelect": NodeClass(_chosen),
-    "SamplerEulerAncestral": NodeClass(_named("euler_ancestral", ("eta", 1.0), ("s_noise", 1.0))),
+    "SamplerEulerAncestral": NodeClass(_euler_ancestral),
     "SamplerLCM": NodeClass(_named("lcm", ("s_noise", 1.0), ("s_noise_end", 1.0), ("noise_clip_std", 0.0))),
     "SamplerER_SDE": NodeClass(_er_sde),
     "RandomNoise": NodeClass(_noise),

@@ -12,6 +12,7 @@ from typing import Any
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import NoiseTable
 from diffusion_runtime.models.published import PublishedModel, published_models
+from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.workflows.evaluation import Evaluation, Finding, NotSupportedError, Verdict
 from diffusion_runtime.workflows.graph import Graph, Link, Node, WorkflowError
@@ -523,20 +524,30 @@ def _frames(parts: _Parts, stage: StageValue, frames: Sequence[tuple[int, Pictur
         for at, picture, _ in frames:
             parts.request[places[at]] = parts.one_file(picture)
         return
-    parts.request["frame_conditions"] = [
-        f"{at}:{parts.one_file(picture)}@{strength:g}" for at, picture, strength in frames
-    ]
+    # A length is rounded down to whole latents, and a picture for the last frame goes with it.
+    end = parts.request.get("num_frames")
+    conditions = []
+    for at, picture, strength in frames:
+        place = at if end is None else min(at, end - 1)
+        if place != at:
+            parts.replaced(picture.node, f"frame {place}, the last one, for frame {at}: the video has {end} frames")
+        conditions.append(f"{place}:{parts.one_file(picture)}@{strength:g}")
+    parts.request["frame_conditions"] = conditions
 
 
 def _second_stage(parts: _Parts, first: StageValue, second: StageValue, upsampler: Weights) -> None:
     """Add a second stage on upsampled latents."""
     if second.noise.seed is None:
         raise NotSupportedError("no noise is drawn for the second stage", second.noise.node)
-    if second.sampler.name != "euler":
-        raise NotSupportedError(f"sampler {second.sampler.name} of a second stage: expected euler", second.sampler.node)
+    sampler = _SAMPLERS.get(second.sampler.name)
+    if sampler not in SECOND_STAGE_SAMPLERS:
+        raise NotSupportedError(
+            f"sampler {second.sampler.name} of a second stage: expected euler or euler_ancestral", second.sampler.node
+        )
     parts.files["upsampler_path"] = upsampler
     parts.request["sigmas"] = _levels(first)
     parts.request["second_stage_sigmas"] = _levels(second)
+    parts.request["second_stage_sampler"] = sampler
     if second.guider.scale != first.guider.scale:
         raise NotSupportedError(
             f"a scale of guidance of {second.guider.scale:g} in the second stage, where the first has "

@@ -3,7 +3,10 @@ weights in float32 on the CPU."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +136,25 @@ def test_two_stages_equal_diffusers(tiny_folder: Path, upsampler: Path, monkeypa
         assert item.audio is not None
         assert numpy.abs(item.audio.samples - wave).max() <= 1e-4
     remarks = " ".join(media[0].attention_report.notes)
-    assert "second stage: 3 steps at 128 x 192 after 2 at 64 x 96" in remarks
+    assert "second stage: 3 steps of flow_match_euler at 128 x 192 after 2 at 64 x 96" in remarks
+
+
+def test_a_second_stage_of_ancestral_steps_draws_noise_of_its_own_size(tiny_folder: Path, upsampler: Path) -> None:
+    prepared = prepare(RuntimeConfig(str(tiny_folder), device="cpu", upsampler_path=str(upsampler)))
+    resolved = prepared.rules.resolve(dataclasses.replace(request(), second_stage_sampler="euler_ancestral"))
+    settings = BatchSettings.of([resolved], prepared.rules.sampling)
+    stage, shape = stages_of(settings)[1], settings.sampling.geometry.sample_shape(SIZE)
+    drawn, start = SampleNoise(shape, [4]), SampleNoise(shape, [3]).draw()
+    found = stage.sample(start.clone(), lambda x, _: x / 2, lambda *_: None, SampleNoise(shape, [4]))
+    latents = start.double()
+    for level, following in pairwise((*LEVELS, 0.0)):
+        data = latents - level * latents / 2
+        down = following**2 / level
+        latents = down / level * latents + (1 - down / level) * data
+        if following:
+            signal = (1 - following) / (1 - down)
+            latents = signal * latents + math.sqrt(following**2 - (down * signal) ** 2) * drawn.draw().double()
+    assert (found - latents).norm() <= 1e-6 * latents.norm()
 
 
 def test_attention_and_costs_are_those_of_both_stages(
