@@ -27,6 +27,7 @@ from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import FolderFiles, published_folders, write_folder
 from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.rules.predicted_length import LengthBounds
 from diffusion_runtime.weights.quantization import Quantization
 
 _TRANSFORMER = "transformer/config.json"
@@ -235,6 +236,10 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
     return {key: max(1, round(count * num_layers / most)) for key, count in counts.items()}
 
 
+# The length of the clips that most models make by default.
+_SECONDS = 5.0
+
+
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
     """Return the size of a request that gives none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
@@ -246,6 +251,10 @@ def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> C
     if model.sampling.restoration is not None:
         # Of a file that comes with each request.
         values = {"height": 720, "width": 1280, "num_frames": values.get("segment_frames"), **values}
+    if values.get("max_seconds") is not None and values.get("num_frames") is None:
+        # A length that each prompt decides.
+        bounds = LengthBounds(values["min_seconds"], values["max_seconds"], values["fps"], model.geometry.frame_rule)
+        values["num_frames"] = bounds.num_frames(_SECONDS)
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:
         raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")

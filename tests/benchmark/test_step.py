@@ -154,7 +154,13 @@ def test_a_part_of_every_published_model_has_inputs_and_a_twin(monkeypatch: pyte
             with meta:
                 theirs = opened.build_theirs(meta, torch.bfloat16)
             own = opened.model.build_transformer(AttentionPolicy())
-            counts = [sum(each.numel() for each in module.parameters()) for module in (own, theirs)]
+            # diffusers has no gates of FastH3.
+            counts = [
+                sum(
+                    each.numel() for key, each in module.named_parameters() if not key.endswith("attention.gate.weight")
+                )
+                for module in (own, theirs)
+            ]
             assert counts[0] == pytest.approx(counts[1], rel=1e-3), published.name
     assert left_out == WITHOUT_TWIN
 

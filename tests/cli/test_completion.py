@@ -26,7 +26,7 @@ LINES = {
     "generate --attention-backend v": ["video_sparse_attn", "vmoba_attn"],
     "generate --attention-config.per_role.wan.control_s": ["--attention-config.per_role.wan.control_self.backend"],
     "generate --attention-config.per_role.cross.backend x": ["xformers"],
-    "generate --sampler uni": ["unipc"],
+    "generate --sampler uni": ["unipc", "unipc_sigma"],
     "generate --log-format j": ["json"],
     "generate --config a_f": ["a_file.yaml"],
     "generate --seed ": [],
@@ -58,7 +58,7 @@ def test_bash_completes_commands_flags_and_values(command: Command, tmp_path: Pa
     )
     assert shown.stderr == ""
     completed = [line.split() for line in shown.stdout.splitlines()]
-    assert completed == [*LINES.values(), ["fa,torch_sdpa"], [], ["unipc"]]
+    assert completed == [*LINES.values(), ["fa,torch_sdpa"], [], ["unipc", "unipc_sigma"]]
 
 
 def test_fish_completes_commands_flags_and_values(command: Command, tmp_path: Path) -> None:

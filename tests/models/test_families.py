@@ -61,7 +61,8 @@ def dry_run(folder: Path) -> PipelineDescription:
 
 
 def test_every_family_has_a_case() -> None:
-    assert set(FAMILIES) == set(WRITERS)
+    # SeedVR2 makes nothing of a prompt: tests/models/seedvr2.
+    assert set(FAMILIES) == set(WRITERS) - {"seedvr2"}
 
 
 @table(("family", "case"), FAMILIES.items(), FAMILIES)

@@ -98,6 +98,8 @@ RECOGNISED = {
     "flux-3-image-klein": "klein-16",
     "Z-Image-Turbo": "turbo-8",
     "Krea-2-Turbo": "turbo-8",
+    "FastVideo-FastH3-4-step-Preview-v1-VSA-DataFree": "fasth3-4",
+    "FastVideo-FastH3-8-Step-V2": "fasth3-8",
 }
 
 

@@ -168,7 +168,10 @@ def test_an_image_to_end_with_alone(ours: Pipeline, tmp_path: Path) -> None:
         ({"num_frames": 362}, "num_frames: expected 22 to 345, got 362, 15.1 s; .*: use 345"),
         ({"height": 80}, "height: expected a multiple of 32, got 80; use 64 or 96"),
         ({"fps": 30}, "fps: this model makes 24 frames a second with their sound, got 30; leave it out"),
-        ({"sampler": "unipc"}, "sampler: expected flow_match_euler, got unipc"),
+        (
+            {"sampler": "unipc"},
+            "sampler: expected flow_match_euler, .*, got unipc: pictures and sound of this",
+        ),
     ],
 )
 def test_what_a_request_may_not_say(ours: Pipeline, values: dict[str, Any], told: str) -> None:
