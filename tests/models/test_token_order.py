@@ -231,7 +231,7 @@ def test_tokens_are_ordered_before_they_are_cut_and_back_after_they_are_gathered
 
 def run_cases() -> None:
     """One layer of VSA, which packs and averages in one pass where it packs."""
-    from diffusion_runtime.attention.sparse import video_sparse
+    from diffusion_runtime.attention.sparse import tile_means
     from diffusion_runtime.kernels.block_sparse import triton
 
     raster, tile = TokenLayout((2, 3, 5), num_suffix_tokens=3), (4, 4, 4)
@@ -245,7 +245,7 @@ def run_cases() -> None:
         context = AttentionContext(layout)
         with (
             mock.patch.object(triton, "pack_tokens", side_effect=triton.pack_tokens) as packed,
-            mock.patch.object(video_sparse, "pack_tokens", side_effect=video_sparse.pack_tokens) as also_averaged,
+            mock.patch.object(tile_means, "pack_tokens", side_effect=tile_means.pack_tokens) as also_averaged,
         ):
             outs.append(layer(*tokens.unbind(2), context))
         counts.append(packed.call_count + also_averaged.call_count)
@@ -260,7 +260,7 @@ def run_cases() -> None:
 def interpret_rows_of_blocks() -> None:
     """q, k and v of one product, normalised and rotated into the rows that the kernel reads, with the means of tiles:
     beside the same in the product's place. A dense call, and tokens in raster order, are left in place."""
-    from diffusion_runtime.attention.sparse import video_sparse
+    from diffusion_runtime.attention.sparse import tile_means, video_sparse
     from diffusion_runtime.kernels.block_sparse import triton
     from diffusion_runtime.layers import rotated_attention as module
     from diffusion_runtime.layers.norm import RMSNorm
@@ -293,7 +293,7 @@ def interpret_rows_of_blocks() -> None:
         with (
             mock.patch.object(module, "norm_rope_into_blocks", side_effect=module.norm_rope_into_blocks) as written,
             mock.patch.object(triton, "pack_tokens", side_effect=triton.pack_tokens) as packed,
-            mock.patch.object(video_sparse, "pack_tokens", side_effect=video_sparse.pack_tokens) as averaged,
+            mock.patch.object(tile_means, "pack_tokens", side_effect=tile_means.pack_tokens) as averaged,
             mock.patch.object(video_sparse, "tile_means", side_effect=video_sparse.tile_means) as means,
         ):
             found = module.rotated_attention(attention, product.clone(), norms, rotations, context, gate=weighed)

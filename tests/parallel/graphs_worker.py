@@ -15,22 +15,39 @@ import torch
 import torch.distributed as dist
 from denoiser_inputs import text_inputs
 from forked_ranks import fork_ranks
-from parallel.compiled_worker import wan
+from parallel.model_cases import CONFIG
 from recorded_capture import RecordedCapture
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache, StepInfo
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.loading.cuda_graphs import UNTRIED_EXCHANGES
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.tensor_parallel import TensorParallel, shared_pieces
 
 WORLD, NUM_STEPS = 2, 6
 NCCL = mock.patch.object(RankGroup, "backend", "nccl")
+
+
+def wan(policy: AttentionPolicy) -> WanTransformer:
+    """With this process's part of the weights, where the policy's mesh shares them."""
+    torch.manual_seed(0)
+    model = WanTransformer(CONFIG, LatentGeometry(4, 8, 4, (1, 2, 2)), policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    TensorParallel.of("wan", policy.mesh.tensor).apply(model)
+    pieces = shared_pieces(model, {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in whole.items()})
+    model.load_state_dict({name: piece.part.of(whole[name]) for name, (piece,) in pieces.items()})
+    return model.requires_grad_(False)
 
 
 class FailingCapture(RecordedCapture):
