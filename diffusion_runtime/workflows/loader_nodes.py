@@ -91,8 +91,8 @@ def _lora(call: Call) -> tuple[Any, ...]:
 def _shifted(call: Call) -> tuple[Any, ...]:
     model = call.of("model", ModelValue)
     shift = float(call.number("shift", 3.0))
-    if not 0 < shift <= 100:
-        call.refuse(f"shift: expected a number above 0, up to 100, got {shift:g}")
+    if not 0.001 <= shift <= 100:
+        call.refuse(f"shift: expected a number from 0.001 to 100, got {shift:g}")
     return (dataclasses.replace(model, table=NoiseTable(shift, 1000), shift_of=call.node),)
 
 
@@ -111,8 +111,8 @@ def _shifted_by_size(call: Call) -> tuple[Any, ...]:
 def _shifted_with_sound(call: Call) -> tuple[Any, ...]:
     model = call.of("model", ModelValue)
     shift = float(call.number("shift_video", 12.0))
-    if not 0 < shift <= 100:
-        call.refuse(f"shift_video: expected a number above 0, up to 100, got {shift:g}")
+    if not 0.001 <= shift <= 100:
+        call.refuse(f"shift_video: expected a number from 0.001 to 100, got {shift:g}")
     audio = float(call.number("shift_audio", 3.0))
     return (dataclasses.replace(model, table=NoiseTable(shift, 1000), shift_of=call.node, audio_shift=audio),)
 

@@ -105,6 +105,12 @@ def test_what_changes_the_picture_is_refused(changes: dict[str, Any], node_id: s
     assert reason in found.message()
 
 
+def test_a_shift_that_leaves_no_noise_level_is_refused() -> None:
+    document = api_format(z_image())
+    document["7"]["inputs"]["shift"] = 1e-20
+    assert "shift: expected a number from 0.001 to 100" in refused(graph_of_document(document)).message()
+
+
 def test_unknown_nodes_count_where_they_reach_an_output() -> None:
     document = api_format(z_image())
     document["90"] = {"class_type": "Unheard", "inputs": {"image": ["9", 0]}}
