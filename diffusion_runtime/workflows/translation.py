@@ -556,13 +556,15 @@ def _second_stage(parts: _Parts, first: StageValue, second: StageValue, upsample
         )
     if second.noise.seed != first.noise.seed:
         parts.replaced(second.noise.node, f"the same seed, {first.noise.seed}, whose generator goes on in this stage")
-    strengths = [strength for _, _, strength in first.latent.given.get("frames", ())]
-    others = [strength for _, _, strength in second.latent.given.get("frames", ())]
-    if others and strengths and others != strengths:
-        parts.replaced(
-            second.latent.node,
-            f"the image with a strength of {strengths[0]:g}, as in the first stage, not {others[0]:g}",
-        )
+    # Latents of an image in part are denoised at one size here (rules/combinations.yaml).
+    for stage in (first, second):
+        partial = [strength for _, _, strength in stage.latent.given.get("frames", ()) if strength != 1]
+        if partial:
+            raise NotSupportedError(
+                f"an image with a strength of {partial[0]:g} beside a second stage: expected 1, with which it is kept "
+                "as it is: --set NODE.strength=1, of each node that adds it",
+                stage.latent.node,
+            )
 
 
 def _second_expert(parts: _Parts, first: StageValue, second: StageValue) -> None:
