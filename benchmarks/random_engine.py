@@ -3,7 +3,6 @@ FOLDER`. `config.json` has `changes` of the published folder's json beside what 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -13,21 +12,13 @@ from diffusion_runtime.serving.engine import CONFIG_FILE, main
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 
-class _NoPreviews:
-    """Estimates that there are not."""
-
-    method = None
-
-    def watching(self, *_: Any) -> Any:
-        return contextlib.nullcontext()
-
-
 def random_model(config: Any, *others: Any) -> Any:
     """Return a ServedModel that reads no weights. Arguments are ServedModel's."""
     from diffusion_runtime.benchmark.random_pipeline import random_pipeline
     from diffusion_runtime.benchmark.step_model import published_files
     from diffusion_runtime.models.published_folders import write_folder
-    from diffusion_runtime.serving.served_model import ServedModel
+    from diffusion_runtime.serving.previews import Previews
+    from diffusion_runtime.serving.served_model import Choice, ServedModel
 
     folder = Path(sys.argv[1])
     changes = read_json_file(folder / CONFIG_FILE).get("changes") or {}
@@ -35,7 +26,7 @@ def random_model(config: Any, *others: Any) -> Any:
 
     class RandomModel(ServedModel):
         def load(self, on_stage: Any = None) -> None:
-            self._previews: Any = _NoPreviews()
+            self._previews = Previews("off", self.prepared(Choice()))
             self._pipeline = random_pipeline(config.model_path, config, on_stage or (lambda _: None), changes)
             # Without the folder of this engine, files of one seed have the same bytes on all.
             self._recipe = {"model": {"path": config.model_path}}
