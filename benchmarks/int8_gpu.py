@@ -5,7 +5,8 @@
 
 First correctness at the sizes of Wan 2.1 1.3B and FLUX.1: the kernels against their specification, whose own error
 against float64 is the bound; nothing is timed where that fails. Then milliseconds of a linear layer: quantising its
-input, the product, and both, in int8 and fp8, and bfloat16's product; with --tiles the int8 product in other tiles too.
+input, the product, and both, in int8 and fp8, bfloat16's product, and comfy-kitchen's layer where it is installed; with
+--tiles the int8 product in other tiles too.
 Then whole forwards with random weights in every mode, by turns. The tables come last, and OUT/int8_gpu.json is written
 after every part. Needs no network. `--device cpu` runs the same lines at tiny sizes, of the eager specification.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, Clock
 from benchmarks.machine import describe_machine
 from benchmarks.quantization_gpu import measure
 from diffusion_runtime.kernels.fp8_rows import api as fp8
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.int8_rows import api as int8
 from diffusion_runtime.kernels.int8_rows import reference, triton
 
@@ -141,6 +144,8 @@ def time_layer(layer: Layer, device: torch.device, repeats: int, *, tiles: bool)
             "fp8": lambda: fp8.multiply_rows(fp8.quantize_rows(x, gelu_from=gelu_from), fp8_weight, bias),
         }
     if device.type == "cuda":
+        if importlib.util.find_spec("comfy_kitchen") is not None:
+            runs["comfy-kitchen: int8"] = of_comfy_kitchen(x, of_weight, bias, group, gelu=layer.gelu)
         runs["torch._int_mm, without scales"] = lambda: torch._int_mm(rows.values, of_weight.values.t())
     times: dict[str, float | None] = {}
     for name, run in runs.items():
@@ -152,6 +157,26 @@ def time_layer(layer: Layer, device: torch.device, repeats: int, *, tiles: bool)
     if tiles and device.type == "cuda":
         times |= time_tiles(clock, lambda: int8.multiply_rows(rows, of_weight, bias, DTYPE), repeats)
     return times
+
+
+def of_comfy_kitchen(
+    x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor, group: int, *, gelu: bool
+) -> Callable[[], torch.Tensor]:
+    """Return the same layer by comfy-kitchen. Raises ValueError where its result is another."""
+    import comfy_kitchen
+
+    def run() -> torch.Tensor:
+        activation = "gelu_tanh" if gelu else None
+        made: torch.Tensor = comfy_kitchen.int8_linear(
+            x, weight.values, weight.scales.flatten(), bias, DTYPE, True, group, activation
+        )
+        return made
+
+    own = int8.multiply_rows(int8.quantize_rows(x, group, gelu_from=0 if gelu else None), weight, bias, DTYPE)
+    error = relative(run(), own.double())
+    if not error <= MAX_ERROR:
+        raise ValueError(f"comfy-kitchen's layer is {error:.3f} from ours")
+    return run
 
 
 def time_tiles(clock: Clock, product: Callable[[], object], repeats: int) -> dict[str, float | None]:

@@ -86,7 +86,9 @@ from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.fp8_rows import reference, triton
 from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows, quantize_joined_rows
 torch.manual_seed(0)
-for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (torch.float16, (2, 17))):
+# 8192 numbers and 1024.
+TWO_PARTS = (torch.bfloat16, (2, 8960))
+for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (torch.float16, (2, 17)), TWO_PARTS):
     wide = torch.randn(shape[0], shape[1] + 8).to(dtype)
     x = wide[:, 3 : 3 + shape[1]]  # rows with a stride
     x[0] = 0
@@ -99,9 +101,10 @@ for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (tor
     # Half a step either way, or the interpreter's lost carry.
     assert (off <= expected_activated.values.float().abs() / 2 + 2.0**-9).all(), dtype
     assert (off == 0).float().mean() > 0.9, dtype
-    # The interpreter loses the carry of numbers that round up to a power of two, and gives half of it.
+    # The interpreter loses the carry of numbers that round up to a power of two, and gives half of it; a tie of the
+    # products' own rounding may be a step either way.
     values, wanted = found.values.float(), expected.values.float()
-    assert ((values == wanted) | (2 * values == wanted)).all(), dtype
+    assert ((values == wanted) | (2 * values == wanted) | ((values - wanted).abs() <= wanted.abs() / 8)).all(), dtype
     assert (values == wanted).float().mean() > 0.9, dtype
 # A product's halves, rows with a stride: to the bit what the two passes give.
 for dtype in (torch.float32, torch.float16, torch.bfloat16):

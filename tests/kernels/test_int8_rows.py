@@ -106,6 +106,8 @@ for dtype, shape, group in (
     (torch.bfloat16, (3, 768), 256),
     (torch.float16, (2, 192), 64),
     (torch.float32, (3, 24), 0),
+    # Kept in two parts: 8192 numbers and 1024.
+    (torch.bfloat16, (2, 8960), 256),
 ):
     wide = torch.randn(shape[0], shape[1] + 8).to(dtype)
     x = wide[:, 3 : 3 + shape[1]]  # rows with a stride

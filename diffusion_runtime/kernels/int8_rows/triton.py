@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.fp8_rows.triton import parts_of
 from diffusion_runtime.kernels.implementation import is_interpreted, may_run_on, refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
@@ -50,7 +51,7 @@ def quantize_rows(
     def prepare() -> Launch:
         from diffusion_runtime.kernels.int8_rows import triton_kernels as kernels
 
-        block = 1 << (dim - 1).bit_length()
+        block, rest = parts_of(dim)
         strides = [0 if each is None else each.stride(0) for each in (x, features, first)]
         constants = {
             "GELU": gelu_from is not None,
@@ -58,6 +59,7 @@ def quantize_rows(
             "JOINED": first is not None,
             "GROUP": max(1, group_size),
             "BLOCK": block,
+            "REST": rest,
         }
         numbers = (dim, _num_first(first), *strides, gelu_from or 0)
         return Launch(kernels.quantize_rows, (num_rows, 1, 1), numbers, constants, 4 if block <= 4096 else 8)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diffusion_runtime.kernels.fp8_rows.triton_kernels import read_numbers
+
 
 @triton.jit
 def quantize_rows(
@@ -26,32 +28,68 @@ def quantize_rows(
     JOINED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """values [rows, dim] int8 and scales [rows] float32 of x [rows, dim], rotated in groups of GROUP numbers, 1 for no
-    rotation; GELU: with the tanh GELU of the columns from gelu_from on; GATED: of silu(x) * features; JOINED: of that
-    behind the num_first columns of first, dim in all. Grid: (rows,)."""
+    """values [rows, dim] int8 and scales [rows] float32 of what read_numbers reads, rotated in groups of GROUP numbers,
+    1 for no rotation. The first BLOCK numbers of a row and the REST behind them, which may be none, are kept in
+    registers. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    places = columns
-    in_x = inside
-    if JOINED:
-        places = columns - num_first
-        in_x = inside & (columns >= num_first)
-    numbers = tl.load(x + row * stride + places, mask=in_x, other=0.0).to(tl.float32)
-    if GELU:
-        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
-        weights = tl.sigmoid(1.5957691216057308 * (numbers + 0.044715 * numbers * numbers * numbers))
-        numbers = tl.where(columns >= gelu_from, numbers * weights, numbers)
-    if GATED:
-        numbers *= tl.sigmoid(numbers)
-        numbers *= tl.load(features + row * features_stride + places, mask=in_x, other=0.0).to(tl.float32)
-        # As a pass of its own would read it: one pass and two give equal numbers.
-        numbers = numbers.to(x.dtype.element_ty).to(tl.float32)
-    if JOINED:
-        before = tl.load(first + row * first_stride + columns, mask=columns < num_first, other=0.0).to(tl.float32)
-        numbers = tl.where(columns < num_first, before, numbers)
-    targets = columns
+    numbers = read_numbers(
+        x,
+        features,
+        first,
+        row,
+        0,
+        dim,
+        num_first,
+        stride,
+        features_stride,
+        first_stride,
+        gelu_from,
+        GELU,
+        GATED,
+        JOINED,
+        BLOCK,
+    )
+    numbers = _rotated(numbers, GROUP, BLOCK)
+    largest = tl.maximum(_largest(numbers), 1e-12)
+    if REST:
+        others = read_numbers(
+            x,
+            features,
+            first,
+            row,
+            BLOCK,
+            dim,
+            num_first,
+            stride,
+            features_stride,
+            first_stride,
+            gelu_from,
+            GELU,
+            GATED,
+            JOINED,
+            REST,
+        )
+        others = _rotated(others, GROUP, REST)
+        largest = tl.maximum(largest, _largest(others))
+    # One division per row, not per number.
+    factor = tl.div_rn(127.0, largest)
+    _store(values + row * dim, numbers * factor, 0, dim, GROUP, BLOCK)
+    if REST:
+        _store(values + row * dim, others * factor, BLOCK, dim, GROUP, REST)
+    tl.store(scales + row, tl.div_rn(largest, 127.0))
+
+
+@triton.jit
+def _largest(numbers):
+    """NaN is lost in a maximum and an integer: the scale of its row is infinite."""
+    return tl.max(tl.where(numbers != numbers, float("inf"), tl.abs(numbers)), axis=0)
+
+
+@triton.jit
+def _rotated(numbers, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Whole groups, rotated, whose order within the group `_store` turns round."""
     if GROUP > 1:
         # Row i of the matrix of 4 is the sum less twice number 3 - i: one thread holds all four.
         pairs = tl.reshape(numbers, (BLOCK // 4, 2, 2))
@@ -62,22 +100,25 @@ def quantize_rows(
         even = tl.join(total - 2 * fourth, total - 2 * second)
         odd = tl.join(total - 2 * third, total - 2 * first_of)
         numbers = tl.reshape(tl.join(even, odd), (BLOCK,))
-        # Likewise of every four runs of 4, 16 and 64 numbers; their order is turned round where they are stored.
+        # Likewise of every four runs of 4, 16 and 64 numbers.
         numbers = _rotate_runs(numbers, 4, GROUP, BLOCK)
         numbers = _rotate_runs(numbers, 16, GROUP, BLOCK)
         numbers = _rotate_runs(numbers, 64, GROUP, BLOCK)
         root: tl.constexpr = 4 if GROUP == 16 else 8 if GROUP == 64 else 16
         numbers *= 1.0 / root
+    return numbers
+
+
+@triton.jit
+def _store(values, numbers, start, dim, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Round numbers of at most 127.00001 and write them from column `start` on. Ties to even: adding and taking off
+    1.5 * 2 ** 23 rounds to 127."""
+    columns = start + tl.arange(0, BLOCK)
+    targets = columns
+    if GROUP > 1:
         targets = tl.max_contiguous(tl.multiple_of(columns ^ (GROUP - 4), 4), 4)
-    # NaN is lost in a maximum and an integer: the scale of its row is infinite.
-    sizes = tl.where(numbers != numbers, float("inf"), tl.abs(numbers))
-    largest = tl.maximum(tl.max(sizes, axis=0), 1e-12)
-    # One division per row, not per number.
-    numbers *= tl.div_rn(127.0, largest)
-    # Ties to even: at most 127.00001, which adding and taking off 1.5 * 2 ** 23 rounds to 127.
     rounded = (numbers + 12582912.0) - 12582912.0
-    tl.store(values + row * dim + targets, rounded.to(tl.int8), mask=inside)
-    tl.store(scales + row, tl.div_rn(largest, 127.0))
+    tl.store(values + targets, rounded.to(tl.int8), mask=columns < dim)
 
 
 @triton.jit
