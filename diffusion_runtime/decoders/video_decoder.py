@@ -43,11 +43,13 @@ NUM_COMPARED = 2
 @dataclass(frozen=True)
 class FusedDecoder:
     """A decoder on the same weights. min_decibels: what its frames must reach against those without fused kernels,
-    infinity for the same bits. description: for the report."""
+    infinity for the same bits. description: for the report. min_latents: places of a whole clip, frames x height x
+    width, from which it is used: compiling and comparing it costs more than a smaller clip wins."""
 
     decoder: SampleDecoder
     min_decibels: float
     description: str
+    min_latents: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class VideoDecoder(LatentDecoder):
     """Decoder that uses the first fused decoder that agrees with `Decoders.module`, or the module where none does.
 
     The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
-    again. `implementation` names the one that runs. Computes in its weights' dtype.
+    again. `implementation` names the one that runs, or ran last. Computes in its weights' dtype.
 
     tiling: its tiles, in which it decodes where they are its default. takes_bands: whether its decoders go from latent
     frame to latent frame, and can be given a band of rows.
@@ -102,7 +104,7 @@ class VideoDecoder(LatentDecoder):
             return self
         other = self._copy()
         other._fused = [self._make_fast()]
-        other._describe()
+        other._describe(other._fused[0])
         return other
 
     def in_tiles(self, choice: str) -> LatentDecoder:
@@ -139,7 +141,7 @@ class VideoDecoder(LatentDecoder):
 
             def begin(latents: torch.Tensor) -> tuple[torch.Tensor, DecodeNext]:
                 # With the first piece: the choice of decoder depends on the size.
-                raw, decoder = self._chosen(latents, bands)
+                raw, decoder = self._chosen(latents, bands, is_whole=False)
                 return raw, stack.enter_context(decoder.clip(bands))
 
             yield self._clip(begin)
@@ -165,13 +167,20 @@ class VideoDecoder(LatentDecoder):
 
         return DecodeNext(decode_next, fork)
 
-    def _chosen(self, latents: torch.Tensor, bands: RankGroup | None) -> tuple[torch.Tensor, SampleDecoder]:
-        """Return the latents as the autoencoder takes them, and the decoder for this size."""
+    def _chosen(
+        self, latents: torch.Tensor, bands: RankGroup | None, *, is_whole: bool = True
+    ) -> tuple[torch.Tensor, SampleDecoder]:
+        """Return the latents as the autoencoder takes them, and the decoder for this size. is_whole: whether they are
+        all of a clip."""
         with self._decoding(latents):
             raw = self._raw(latents)
-            if self._fused and tuple(raw.shape[-2:]) not in self._compared:
+            num_latents = math.prod(raw.shape[2:]) if is_whole else math.inf
+            is_fused = bool(self._fused) and num_latents >= self._fused[0].min_latents
+            if is_fused and tuple(raw.shape[-2:]) not in self._compared:
                 self._compare(raw[:, :, :NUM_COMPARED], bands)
-        chosen = self._fused[0].decoder if self._fused else self._module
+        fused = self._fused[0] if is_fused and self._fused else None
+        self._describe(fused)
+        chosen = self._module if fused is None else fused.decoder
         return raw, self._as_tiled(chosen if self._graphs is None else GraphedDecoder(chosen, self._graphs))
 
     def _chunks(self, chunks: Iterator[torch.Tensor], latents: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -226,7 +235,6 @@ class VideoDecoder(LatentDecoder):
                 break
             del self._fused[0]
             self._compared.clear()
-            self._describe()
             logger.log(level, "decoding: %s is left out on this machine: %s", refused.description, reason)
         self._compared.add(tuple(raw.shape[-2:]))
 
@@ -257,12 +265,12 @@ class VideoDecoder(LatentDecoder):
         self._tiles = tiles
         self.splits_rows = self._takes_bands and tiles is None
         self.splits_tiles = tiles is not None and not tiles.is_exact
-        self._describe()
+        self._describe(self._fused[0] if self._fused else None)
 
-    def _describe(self) -> None:
+    def _describe(self, fused: FusedDecoder | None) -> None:
         is_ours = isinstance(self._autoencoder, CausalVideoAutoencoder)
         parts = [self._autoencoder.class_name if is_ours else type(self._autoencoder).__name__]
-        parts += [self._fused[0].description] if self._fused else []
+        parts += [] if fused is None else [fused.description]
         if self._tiles is not None:
             parts.append(f"in {self._tiles.text}")
         self.implementation = ", ".join(parts)

@@ -139,7 +139,10 @@ def test_frames_on_a_gpu_are_those_of_diffusers() -> None:
 @torch.inference_mode()
 def test_a_gpu_decodes_with_kernels_of_its_own_accord() -> None:
     decoder = exact_decoder(autoencoder("wan 2.1", torch.bfloat16, "cuda"), by_factor(1.0))
-    decoder.decode(random_latents(3))
+    small = random_latents(3, torch.bfloat16, "cuda")
+    decoder.decode(small)
+    assert decoder.implementation == "AutoencoderKLWan"
+    decoder.decode(small.repeat(1, 1, 1, 20, 30))
     assert decoder.implementation == "AutoencoderKLWan, fused kernels, bit-identical, channels last"
 
 
@@ -157,6 +160,20 @@ def test_the_decoder_gives_the_same_frames_in_every_mode_and_says_which_it_ran()
     assert plain.implementation == "AutoencoderKLWan"
     assert exact.implementation == "AutoencoderKLWan, channels first"
     assert fast.implementation == "AutoencoderKLWan, fused kernels, fast"
+
+
+@torch.inference_mode()
+def test_a_clip_too_small_to_repay_compiling_is_decoded_without_kernels() -> None:
+    module, small = autoencoder("wan 2.1"), random_latents(3)
+    fused = FusedDecoder(ChannelsFirstDecoder(module), math.inf, "channels first", 2 * small[0, 0].numel())
+    decoder = CausalVideoDecoder(module, by_factor(1.0), [fused])
+    for latents, name in ((small, ""), (small.repeat(1, 1, 1, 1, 2), ", channels first"), (small, "")):
+        decoder.decode(latents)
+        assert decoder.implementation == f"AutoencoderKLWan{name}"
+    # Pieces are parts of a clip of any length.
+    with decoder.clip() as decode_next:
+        list(decode_next(small))
+    assert decoder.implementation == "AutoencoderKLWan, channels first"
 
 
 @torch.inference_mode()

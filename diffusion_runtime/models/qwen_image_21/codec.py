@@ -11,6 +11,7 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.sample_decoder import Tiling, WholeDecoder
 from diffusion_runtime.decoders.video_decoder import (
     Decoders,
+    FusedDecoder,
     Restore,
     VideoDecoder,
     read_statistics,
@@ -34,8 +35,8 @@ class QwenImage21Decoder(VideoDecoder):
         whole = WholeDecoder(lambda raw: _decode_over_white(autoencoder, raw), 1)
         super().__init__(autoencoder, restore, Decoders(whole, ()), tiling(autoencoder))
 
-    def _describe(self) -> None:
-        super()._describe()
+    def _describe(self, fused: FusedDecoder | None) -> None:
+        super()._describe(fused)
         if self._autoencoder.config.out_channels == RGBA:
             self.implementation += ", laid over white"
 

@@ -21,7 +21,7 @@ from diffusion_runtime.decoders.replicating_autoencoder import (
     ReplicatingDecoder,
 )
 from diffusion_runtime.decoders.sample_decoder import Tiling
-from diffusion_runtime.decoders.video_decoder import Decoders, VideoDecoder, by_factor
+from diffusion_runtime.decoders.video_decoder import Decoders, FusedDecoder, VideoDecoder, by_factor
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import ModelLoadError
@@ -132,8 +132,8 @@ class SeedVR2Decoder(VideoDecoder):
         num_frames = min(whole.num_frames, segment.num_frames)
         return FrameStream(num_frames, self._finished(whole.chunks, request, num_frames, segment.start))
 
-    def _describe(self) -> None:
-        super()._describe()
+    def _describe(self, fused: FusedDecoder | None) -> None:
+        super()._describe(fused)
         tiles = "" if self._tiles is None else f", in {self._tiles.text}"
         self.implementation = f"{self._autoencoder.class_name}{tiles}"
 
